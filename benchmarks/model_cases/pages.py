@@ -41,9 +41,14 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "write in it, or build the pipeline again",
     ),
     (
-        r"the trace of .* differs from the model",
+        r"the trace of .* differs from the model|would be lost, since this code is traced",
         "the code between its blocks does what a trace cannot keep",
         "move it into a block, or pass a list of layers",
+    ),
+    (
+        r"written in place after its forward",
+        "a block writes in its forward what the backward of an earlier microbatch still needs",
+        "have the block read a copy: `self.weight.clone()`",
     ),
     (
         r"does not follow from the sizes",

@@ -25,6 +25,8 @@ __all__ = ["Job", "Outcome", "run_job"]
 _GRACE_SECONDS = 60.0
 """How long the other processes may take to end after one has failed."""
 _RUN_SECONDS = 300.0
+_STEP_SECONDS = 1.0
+"""How long a whole run, and each of its steps, may take on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,13 @@ def _attempt(
     ]
     for process in processes:
         process.start()
-    _wait(processes)
+    _wait(processes, _RUN_SECONDS + _STEP_SECONDS * job.steps)
     return [process.exitcode for process in processes], "\n".join(log.read_text() for log in logs)
 
 
-def _wait(processes: Sequence[BaseProcess]) -> None:
-    """Waits for the end of all, and kills those that stand still after another one has failed."""
-    deadline = time.monotonic() + _RUN_SECONDS
+def _wait(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Waits for the end of all, at most for `seconds`, and kills those that stand still after one has failed."""
+    deadline = time.monotonic() + seconds
     waiting = {process.sentinel: process for process in processes}
     while waiting and time.monotonic() < deadline:
         for sentinel in wait(list(waiting), max(0.0, deadline - time.monotonic())):

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         WeightUpdate,
     )
     from penstock.training.user_microbatches import Microbatches
+    from penstock.training.wire_codecs import RowInt8, WireCodec
     from penstock.values.clusters import Cluster
     from penstock.values.plans import Plan, Stage, schedule
     from penstock.values.profiles import LayerProfile, Profile
@@ -70,6 +71,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "ProfileError",
+    "RowInt8",
     "Schedule",
     "ScheduleDefinition",
     "ScheduleError",
@@ -83,6 +85,7 @@ __all__ = [
     "WeightAverage",
     "WeightPrediction",
     "WeightUpdate",
+    "WireCodec",
     "capture",
     "initialize",
     "latest_checkpoint",
@@ -123,6 +126,7 @@ _HOMES = {
     "PlanError": "errors",
     "Profile": "values.profiles",
     "ProfileError": "errors",
+    "RowInt8": "training.wire_codecs",
     "Schedule": "scheduling.schedules",
     "ScheduleDefinition": "scheduling.definitions",
     "ScheduleError": "errors",
@@ -136,6 +140,7 @@ _HOMES = {
     "WeightAverage": "training.update_hooks",
     "WeightPrediction": "training.update_hooks",
     "WeightUpdate": "training.update_hooks",
+    "WireCodec": "training.wire_codecs",
     "capture": "capturing",
     "initialize": "capturing.initialization",
     "latest_checkpoint": "runtime.checkpoints.checkpoint_reader",

@@ -1,12 +1,16 @@
 """``plan="auto"``: measures the model and the links, plans, and gives every rank the same plan.
 
-Rank 0 measures the model and plans, and sends the plan to all: two profiles never agree exactly. The plan uses all
-ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that flushes, since a
-planner must not change which gradients a step applies. For the same reason replicas do not split microbatches of a
-model with BatchNorm, whose statistics would be those of a share of the microbatch.
+All processes measure the model at the same time, since those of one host share its caches, memory and clock, and will
+train at the same time, too. The seconds are scaled to what layers take together. Rank 0 plans by its own measurement,
+and sends the plan to all: two profiles never agree exactly.
+
+The plan uses all ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that
+flushes, since a planner must not change which gradients a step applies. For the same reason replicas do not split
+microbatches of a model with BatchNorm, whose statistics would be those of a share of the microbatch.
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -21,11 +25,13 @@ from penstock.planning.planner_names import PlannerName
 from penstock.planning.planners import plan as plan_on
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
+from penstock.profiling.training_loops import as_in_training
 from penstock.runtime.assembly.stages import make_schedule
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.training.wire_codecs import WireDtype
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
 from penstock.values.plans import Plan, Prediction, require_schedule
@@ -47,6 +53,14 @@ class Choices:
     """Whether the stages cannot split a backward."""
     autocast: torch.dtype | None = None
     """The type that the model will compute in under autocast."""
+    wire_dtype: WireDtype | None = None
+    """How stages will send each other tensors."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, whole_backwards: bool) -> "Choices":
+        """What the arguments of `Pipeline` that were `given` by name have fixed; others among them do not matter."""
+        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(**named, whole_backwards=whole_backwards)
 
     def stages_per_rank(self, ranks: int) -> int:
         """The stages that each of `ranks` ranks is to hold."""
@@ -87,9 +101,10 @@ def plan_automatically(
         cluster = Cluster.uniform(max(1, (choices.stages or 1) // per_rank), math.inf)
 
     def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
+        profile = measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype)
+        profile = as_in_training(profile, chain, sample, choices.autocast)
         if world.rank != 0:
             return None
-        profile = measure(chain, sample, autocast=choices.autocast)
         made = fastest_plan(profile, cluster, chain, choices)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.

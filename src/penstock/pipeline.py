@@ -34,7 +34,7 @@ from penstock.runtime.assembly.hints import DrainReminder, give_hints
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
-from penstock.runtime.assembly.pipeline_arguments import check_pipeline
+from penstock.runtime.assembly.pipeline_arguments import check_pipeline, plan_arguments, planned_anew
 from penstock.runtime.assembly.restrictions import needs_whole_backwards
 from penstock.runtime.assembly.stages import choose_plan
 from penstock.runtime.assembly.started_engines import start_engine
@@ -46,6 +46,7 @@ from penstock.runtime.batches.mismatches import explained_mismatches
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
+from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import plan_for, resume_training
 from penstock.runtime.engine.engine import parameters_of
@@ -64,6 +65,7 @@ from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
+from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
@@ -88,11 +90,10 @@ class Pipeline:
         stages: the number of stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a
             single process there are as many ranks as stages (half as many with these two).
         plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
-            measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
-            per second that uses all processes, with replicas of a stage where that is faster, and that flushes; it
-            keeps what is given of the three, and with `stages` has one rank per stage. The prediction is for batches
-            of `microbatches` microbatches. In a single process links are instant. A function of the number of
-            processes makes the plan of each run of a job that may go on with fewer.
+            measures the model, and the links between the processes. It takes the plan with the most samples per second
+            that uses all processes, with replicas where that is faster, and that flushes; it keeps what is given of the
+            three, and with `stages` has one rank per stage. In a single process links are instant. A function of the
+            number of processes makes the plan of each run of a job that may go on with fewer.
         balance: where stages begin without a `plan`. ``"work"`` (default): so that the stage with the most work has as
             little as possible, estimated from the operators that every layer runs on `sample` and the bytes that they
             move. ``"measured"``: by measured seconds instead; takes seconds. ``"layers"``: by their number.
@@ -114,7 +115,8 @@ class Pipeline:
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
             read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
         on_nonfinite: ``"raise"`` (default): a loss that is not finite is an error. ``"skip"``: updates whose gradients
-            are not finite are left out, as with `loss_scale`: docs/training.md.
+            are not finite are left out, as with `loss_scale`. ``"rollback"``: a loss that is not finite also takes the
+            training back to its newest checkpoint in `resume`: docs/training.md.
         scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
             where the first stage has r0: it updates once in r microbatches with their mean gradient. The papers do not
             mention this; PipeDream's program does it. Off by default.
@@ -129,6 +131,8 @@ class Pipeline:
         tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
         skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
+        wire_dtype: where links are slow, ``torch.bfloat16`` or another type that activations and their gradients are
+            rounded to at every cut between stages, for fewer bytes; or a `WireCodec` such as `RowInt8`: docs/wire.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
             None leaves them to PyTorch's own stream.
         resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
@@ -148,6 +152,8 @@ class Pipeline:
     auto_plan: AutoPlan | None = None
     """What ``plan="auto"`` measured on all ranks, and the plan that it made; None with another plan."""
     required_inputs: RequiredInputs
+    _rebuilt = False
+    """Whether it is built in place of one with another plan, from a checkpoint of that."""
 
     def __init__(
         self,
@@ -177,19 +183,20 @@ class Pipeline:
         parallelize: Parallelize | None = None,
         tensor_parallel: int | None = None,
         skips: SkipChoice = "auto",
+        wire_dtype: WireDtype | None = None,
         seed: int | None = 0,
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        recipe, seed = Recipe.of(locals()), check_pipeline(locals())
+        self._given = given = {name: value for name, value in locals().items() if name != "self"}
+        recipe, seed = Recipe.of(given), check_pipeline(given)
         compiled, parallelized = bool(compile), parallelize is not None
         inject_here()
         self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._recipe, self._model, self._sample = FailureGuard(self._world), recipe, model, sample
         self._opened = open_resources(self, self._world)
         with self._guarded("building the pipeline"):
-            alike = {"seed": seed, "compile": compile, "recompute": recompute, "balance": balance}
-            check_options(self._world, recipe, **alike, timeout_seconds=timeout_seconds)
+            check_options(self._world, recipe, {**given, "seed": seed})
             plan = plan_for(plan, self._world)
             with agreed(self._world, "while it captured the model"):
                 captured = capture_for_training(
@@ -206,36 +213,20 @@ class Pipeline:
                 autocast=autocast,
             )
             if isinstance(plan, str):
-                choices = Choices(
-                    schedule=schedule,
-                    microbatches=microbatches,
-                    stages=stages,
-                    vertical_sync=vertical_sync,
-                    whole_backwards=needs_whole_backwards(compiled, parallelized, recompute),
-                    autocast=autocast,
-                )
+                choices = Choices.of(given, whole_backwards=needs_whole_backwards(compiled, parallelized, recompute))
                 self.auto_plan = plan_automatically(
                     plan, choices, world=self._world, chain=self._chain, sample=sample, device=self._device
                 )
                 plan = self.auto_plan.plan
             with agreed(self._world, "while it read its plan"):
-                chosen = choose_plan(
-                    plan,
-                    weights=weights,
-                    processes=self._world.processes,
-                    schedule=schedule,
-                    stages=stages,
-                    microbatches=microbatches,
-                    vertical_sync=vertical_sync,
-                    tensor_parallel=tensor_parallel,
-                )
+                chosen = choose_plan(plan, weights=weights, processes=self._world.processes, **plan_arguments(given))
                 self.plan, granularities, self.schedule = check_schedule(
-                    chosen, self._chain, recompute=recompute, norms=recipe.needs_norms, skips=skips, compiled=compiled
+                    chosen, self._chain, recompute=recompute, recipe=recipe, skips=skips, compiled=compiled
                 )
                 """The plan and the schedule that run."""
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
-            check_agreement(self._world, self.plan, self._chain, self.schedule)
+            check_agreement(self._world, self.plan, self._chain, self.schedule, weights=not self._rebuilt)
             if plan is None and self._world.rank == 0:
                 log_shares(self.plan, weights, balance)
             self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
@@ -282,8 +273,7 @@ class Pipeline:
             self._opened.callback(lambda: checkpoints.close(guarded.failed))
             self._guarded.all_refuse = self._engine.calls.refuse
             self._guarded.undo_with(self._engine.discard, self.schedule)
-            named, schedulers = self._parameters(), self._updater.schedulers
-            trains = check_optimizers(self._world, self.optimizers, named, schedulers)
+            trains = check_optimizers(self._world, self.optimizers, self._parameters(), self._updater.schedulers)
             self._conditions = StepConditions(model, trains)
             if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:
                 self._opened.callback(reminder.remove)
@@ -295,9 +285,10 @@ class Pipeline:
             known = self.auto_plan.profile if self.auto_plan else None
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
-        self._preemption = resume_training(self, resume, self._world, timeout_seconds)
+        back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None
+        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back, loads=not self._rebuilt)
         if resume is not None:
-            self._opened.callback(self._preemption.close)
+            self._opened.callback(self._resumption.close)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -307,10 +298,8 @@ class Pipeline:
         """
         if self._parallel_stages.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        autocast = self._recipe.autocast
-        return profile_layers(
-            self._chain, self._sample, autocast=autocast, iterations=iterations, warmup=warmup, progress=progress
-        )
+        measured = partial(profile_layers, autocast=self._recipe.autocast, wire_dtype=self._recipe.wire_dtype)
+        return measured(self._chain, self._sample, iterations=iterations, warmup=warmup, progress=progress)
 
     @property
     def profile(self) -> NoReturn:
@@ -344,7 +333,7 @@ class Pipeline:
             microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"), self._explained("step", inputs, target):
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
-        self._preemption.after_step(self._engine.transport.check)
+        self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
 
     def drain(self) -> None:
@@ -445,11 +434,22 @@ class Pipeline:
         measure = self.measure if layers else None
         return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
 
-    def replan(self, *, profile: Profile | None = None) -> Plan:
+    def replan(self, *, profile: Profile | None = None, apply: Place | None = None) -> Plan:
         """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
         says what is expected of it and how to apply it. `profile` as in `stragglers`.
+
+        `apply`: a directory of checkpoints. If the cut is another one, the pipeline saves itself there, is built again
+        in place with the plan, and goes on from the checkpoint; `optimizers` are new ones then.
         """
-        return self._straggler_source.recut(self.timeline(8), profile)
+        plan = self._straggler_source.recut(self.timeline(8), profile)
+        if apply is not None and checked_path(apply) and plan.stages != self.plan.stages:
+            given = planned_anew(self._given, plan)
+            saved, own = self.save(apply), self._checkpoints.own
+            self.close()
+            self._rebuilt = True
+            Pipeline.__init__(self, **given)
+            self._checkpoints.continue_from(own, saved, self._guarded)
+        return plan
 
     @property
     def gradient_norm(self) -> float | None:
@@ -467,6 +467,11 @@ class Pipeline:
     def skipped_updates(self) -> int:
         """The updates that a stage of this process left out since their gradients were not finite (the most of one)."""
         return self._engine.skipped_updates()
+
+    @property
+    def rollbacks(self) -> int:
+        """How often the training went back to a checkpoint: ``on_nonfinite="rollback"``."""
+        return self._resumption.rollbacks
 
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
@@ -533,10 +538,7 @@ class Pipeline:
         `directory`: that of a run, whose newest whole checkpoint is taken, or one step in it. `CheckpointError` on all
         ranks, before anything is changed, if there is none, or one that is damaged or of another training.
         """
-        with self._guarded.loading(self.drain):
-            found = self._checkpoints.find(directory)
-            with self._guarded("in a load"):
-                self._checkpoints.restore(found)
+        self._checkpoints.load(directory, self._guarded)
 
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None

@@ -389,9 +389,63 @@ class Quantized(Branching):
         return Straight.apply(self.layer(x)).square()
 
 
-def test_the_check_finds_a_lost_backward() -> None:
-    with pytest.raises(CaptureError, match=r"differs from the model in .*layer\.(weight|bias)"):
-        capture(double(Quantized()), (data(3, WIDTH),))
+class Hooked(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-50, 50))
+        return y.square()
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [(Quantized, r"calls Straight\.apply"), (Hooked, "calls register_hook of a tensor")]
+)
+def test_a_backward_that_a_trace_would_lose_is_refused(kind: Callable[[], nn.Module], named: str) -> None:
+    with pytest.raises(CaptureError, match=named):
+        capture(double(kind()), (data(3, WIDTH),))
+
+
+class HookedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return y
+
+
+class OfHookedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HookedBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square()
+
+
+def test_hooks_on_tensors_in_blocks_are_kept() -> None:
+    model = double(OfHookedBlocks())
+
+    assert_equals_model(capture(model, (data(3, WIDTH),)), model, Call((data(5, WIDTH),), {}))
+
+
+calls = [0]
+
+
+class Global(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        calls[0] += 1
+        return self.layer(x) * calls[0]
+
+
+def test_the_check_finds_state_outside_of_the_model() -> None:
+    with pytest.raises(CaptureError, match="differs from the model in output 0"):
+        capture(double(Global()), (data(3, WIDTH),))
 
 
 def test_capture_leaves_no_trace() -> None:

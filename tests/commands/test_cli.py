@@ -97,7 +97,7 @@ def printed(capsys, *argv: str) -> str:
     ("text", "bandwidth"),
     [
         ("12e9", 12e9),
-        ("1000", 1000.0),
+        ("10000", 1e4),
         ("12GB/s", 12e9),
         ("12 GB/s", 12e9),
         ("12GBps", 12e9),
@@ -120,7 +120,7 @@ def test_memory_sizes(text, size):
 
 @pytest.mark.parametrize(
     ("parse", "text"),
-    [(parse_bandwidth, text) for text in ("", "fast", "10G", "10 gigabit", "0", "-3", "10GB", "1e9 B/s/s")]
+    [(parse_bandwidth, text) for text in ("", "fast", "10", "10G", "10 gigabit", "0", "-3", "10GB", "1e9 B/s/s")]
     + [(parse_bytes, text) for text in ("", "16G", "16Gb", "0", "16GB/s", "-1")]
     + [(parse_count, text) for text in ("0", "-1", "1.5", "two", "")],
 )
@@ -251,6 +251,15 @@ def test_profile_under_autocast(here, capsys):
     assert 2 * half["layers"][0]["cut_bytes"] == whole["layers"][0]["cut_bytes"]
 
 
+def test_profile_of_what_links_carry(here, capsys):
+    options = ["model.py:make", "--iterations", "1", "--warmup", "1", "--wire-dtype"]
+    half = json.loads(printed(capsys, "profile", *options, "bf16", "--json"))
+    rows = printed(capsys, "profile", *options, "int8")
+
+    assert [layer["wire_bytes"] for layer in half["layers"]] == [layer["cut_bytes"] / 2 for layer in half["layers"]]
+    assert ["128 B  40 B" in line for line in rows.splitlines()[2:5]] == [True, True, False]
+
+
 def test_profile_for_machines(here, capsys):
     out = json.loads(printed(capsys, "profile", "model.py:make", "--json", "--iterations", "1", "--name", "given"))
 
@@ -366,6 +375,16 @@ def test_simulate_says_what_the_function_says_and_writes_the_files(here, capsys)
     assert (machine["seconds"], machine["bubble"], machine["ranks"]) == (timeline.seconds, timeline.bubble, 2)
 
 
+def test_links_that_carry_a_share(here, capsys):
+    """Half of the bytes at half of the bandwidth take as long."""
+    half = ["profile.json", "--bandwidth", "1MB/s", "--wire-share", "0.5"]
+    whole = ["profile.json", "--bandwidth", "2MB/s"]
+
+    assert len({printed(capsys, "simulate", "plan.yaml", *options) for options in (half, whole)}) == 1
+    explained = printed(capsys, "plan", *half, "--devices", "2", "--straight", "--stages", "2")
+    assert "Links carry 50% of what crosses cuts, as with wire_dtype=" in explained
+
+
 def test_a_file_that_cannot_be_written_is_one_line(here, capsys):
     error = refused(capsys, "simulate", "plan.yaml", "profile.json", "--svg", "nowhere/timeline.svg")
 
@@ -450,6 +469,17 @@ def test_show_prints_clusters(here, capsys):
         "          to 0    to 1",
         "from 0       -  1 GB/s",
         "from 1  2 GB/s       -",
+    ]
+
+
+def test_a_cluster_is_shown_with_what_messages_and_actions_take(here, capsys):
+    Cluster.uniform(2, 12e9).with_costs(action_seconds=3e-5, message_seconds=2e-4, message_seconds_per_byte=4e-9).save(
+        "cluster.yaml"
+    )
+
+    assert printed(capsys, "show", "cluster.yaml").splitlines()[2:] == [
+        "  a message takes up to 200 us and 4 ns a byte of each of its two ranks",
+        "  an action takes 30 us beyond its layers",
     ]
 
 

@@ -139,7 +139,7 @@ def test_layers_move_away_from_a_slow_stage() -> None:
     assert [(stage.start, stage.stop) for stage in new.stages] == [(0, 5), (5, 8)]
     assert (new.predicted, new.planner, new.schedule, new.microbatches) == (None, "replan", "1f1b-flush", 8)
     assert "slowest stage: 8 s a microbatch as measured, 6 s expected with layers [0, 5), [5, 8)" in new.explanation
-    assert "pipe.load(directory)" in new.explanation
+    assert "pipe.replan(apply=directory)" in new.explanation
 
 
 def test_a_good_cut_stays() -> None:

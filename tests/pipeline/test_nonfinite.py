@@ -99,7 +99,7 @@ def test_a_loss_function_that_made_it_is_named() -> None:
 
 def test_what_on_nonfinite_may_be() -> None:
     case = Case("perceptron", "gpipe", 2, 1)
-    with pytest.raises(penstock.PenstockError, match=r"expected 'raise' .* or 'skip'"):
+    with pytest.raises(penstock.PenstockError, match=r"expected 'raise' .* 'skip' .* or 'rollback'"):
         penstock.Pipeline(case.build(), **case.options, on_nonfinite="ignore")  # type: ignore[arg-type]
     pipe = penstock.Pipeline(case.build(), **case.options, on_nonfinite="skip")
     assert (pipe.loss_scale, pipe.skipped_updates) == (None, 0)

@@ -1,9 +1,18 @@
 """A pipeline finds its slow stage, and a new cut takes layers from it without changing the numbers."""
 
 from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
 
 from penstock.doctor.stragglers import SlowPart
-from support.jobs.straggler_jobs import LAYERS, find_and_recut, train_with_cut
+from penstock.errors import CheckpointError, PenstockError
+from penstock.pipeline import Pipeline
+from penstock.runtime.assembly.pipeline_arguments import planned_anew
+from penstock.values import Plan
+from support.jobs.straggler_jobs import LAYERS, STEPS, apply_cut, find_and_recut, train_with_cut
 from support.processes import Pool
 
 
@@ -31,3 +40,46 @@ def test_in_one_process_stages_are_compared_too(tmp_path: Path) -> None:
     assert losses == train_with_cut()
     # A single process has no others to compare its layers with.
     assert [one.kind for one in measured.found] == [SlowPart.STAGE]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_a_new_cut_is_applied_in_place(pool: Pool, tmp_path: Path, schedule: str) -> None:
+    for plan, losses, again, differences in pool.run(2, apply_cut, str(tmp_path), schedule):
+        assert plan.planner == "replan"
+        assert plan.stages[0].stop > LAYERS // 2
+        assert losses[STEPS // 2 :] == again
+        assert differences
+        assert not any(map(torch.count_nonzero, differences.values()))
+        # Under 2bw the cut drains.
+        assert schedule == "2bw" or losses == train_with_cut()
+
+
+def test_a_new_cut_is_applied_where_the_model_has_no_weights(pool: Pool, tmp_path: Path) -> None:
+    for plan, losses, again, differences in pool.run(2, apply_cut, str(tmp_path), "gpipe", True):
+        assert plan.stages[0].stop > LAYERS // 2
+        assert losses[STEPS // 2 :] == again
+        assert not any(map(torch.count_nonzero, differences.values()))
+
+
+def test_a_new_cut_is_applied_in_one_process(tmp_path: Path) -> None:
+    plan, losses, again, differences = apply_cut(str(tmp_path), "1f1b-flush", weightless=True, resume=str(tmp_path))
+
+    assert plan.stages[0].stop > LAYERS // 2
+    assert losses[STEPS // 2 :] == again
+    assert len(differences) == 2 * LAYERS
+    assert not any(map(torch.count_nonzero, differences.values()))
+
+
+def test_a_pipeline_whose_modules_a_hook_has_changed_is_not_cut_anew() -> None:
+    with pytest.raises(PenstockError, match=r"replan\(apply=\): expected a pipeline without parallelize="):
+        planned_anew({"parallelize": print}, Plan.uniform(2, 2))
+
+
+def test_what_is_no_directory_is_refused_before_anything_is_saved() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, wrong = torch.zeros(2, 4), cast("str", 5)
+    with Pipeline(model, (x,), nn.functional.mse_loss, torch.optim.SGD, stages=2) as pipe:
+        pipe.step(x, x)
+        with pytest.raises(CheckpointError, match="directory=5: expected the path of a directory"):
+            pipe.replan(apply=wrong)
+        pipe.step(x, x)

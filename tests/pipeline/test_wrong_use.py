@@ -151,6 +151,7 @@ PIPELINES = [
     option(autocast=torch.float32)("torch.bfloat16 or torch.float16", "found torch.float32"),
     option(autocast="bf16")("found 'bf16'"),
     option(version_dtype=torch.bfloat16)("version_dtype", "the same type"),
+    option(wire_dtype="bfloat16")("wire_dtype", "give torch.bfloat16"),
     option(loss_scale=INF)("a finite number above 0", "found inf"),
     option(loss_scale=NAN)("found nan"),
     option(loss_scale=0)("found 0"),

@@ -27,7 +27,7 @@ FLOW = {
     "errors": "",
     "arguments": "errors",
     "torch_internals": "errors",
-    "values": "errors arguments scheduling scheduling.orders",
+    "values": "errors arguments progress scheduling scheduling.orders",
     "timelines": "errors arguments values",
     "progress": "errors",
     "planning": "errors arguments values scheduling scheduling.orders simulating planning.search",
@@ -40,9 +40,9 @@ FLOW = {
     "rendering": "errors arguments values timelines scheduling simulating",
     "capturing": "errors arguments torch_internals values capturing.export",
     "capturing.export": "errors torch_internals capturing",
-    # The probe measures the links through the transport that the pipeline will use.
+    # The probe measures the links through the transport that the pipeline will use, and an action in the worker.
     "profiling": """errors arguments torch_internals values progress capturing training runtime.devices
-        runtime.transport runtime.execution""",
+        runtime.transport runtime.execution runtime.batches runtime.engine runtime.assembly""",
     "training": "errors arguments torch_internals",
     "data": "errors arguments torch_internals capturing",
     "oracle": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification capturing
@@ -63,7 +63,7 @@ FLOW = {
     "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
         runtime.devices runtime.transport runtime.parameters runtime.engine runtime.assembly""",
     "autoplans": """errors arguments values planning scheduling scheduling.orders capturing capturing.export profiling
-        runtime.transport runtime.assembly""",
+        training runtime.transport runtime.assembly""",
     "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.transport
         runtime.batches runtime.engine""",
     "layer_weights": "errors arguments values capturing profiling runtime.transport",
@@ -73,7 +73,7 @@ FLOW = {
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
     "fleet": "errors arguments values timelines planning",
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
-        fleet""",
+        training fleet""",
     "integrations": "errors training pipeline",
     "scan": "errors",
     "cli": "errors commands",
@@ -95,18 +95,18 @@ PURE = (
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
-    CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
-    PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats
-    Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture
-    initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile
-    reference_train render reset_parameters schedule shapes_of simulate token_count verify
+        CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
+    PenstockError Pipeline Plan PlanError Profile ProfileError RowInt8 Schedule ScheduleDefinition ScheduleError Stage
+    Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate WireCodec
+    capture initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe
+    profile     reference_train render reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "scale_learning_rates=False, recompute=None, compile=False, init_fn=None, parallelize=None, "
-    "tensor_parallel=None, skips='auto', seed=0, resume=None, timeout_seconds=600.0)",
+    "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, resume=None, timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",
     "averages": "(self)",
@@ -126,10 +126,11 @@ METHODS = {
     "prediction_error": "(self)",
     "profile": "property",
     "rank": "property",
-    "replan": "(self, *, profile=None)",
+    "replan": "(self, *, profile=None, apply=None)",
     "save": "(self, directory, step=None, *, keep=None, keep_every=None, wait=True)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "skipped_updates": "property",
+    "rollbacks": "property",
     "state_dict": "(self)",
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target=None)",
@@ -237,7 +238,7 @@ def test_imports_follow_the_flow() -> None:
         ("penstock.runtime.parameters.weight_versions", "penstock.runtime.execution.executor"),
         ("penstock.runtime.batches.results", "penstock.runtime.parameters.weight_versions"),
         ("penstock.runtime.engine.worker", "penstock.runtime.assembly.stages"),
-        ("penstock.profiling.profiler", "penstock.runtime.assembly.skips"),
+        ("penstock.profiling.profiler", "penstock.runtime.checkpoints.checkpoints"),
         ("penstock.values.plans", "penstock.timelines.timelines"),
         ("penstock.scheduling.orders.gpipe", "penstock.scheduling.verification.verifier"),
         ("penstock.capturing.export.tracing", "penstock.runtime.devices.streams"),

@@ -2,16 +2,18 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import PlanError
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import simulate
 from penstock.simulating.critical_paths import critical_path
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Stage
+from penstock.values.plans import Plan, Routing, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from support.simulation_problems import problems
 
@@ -95,7 +97,29 @@ def test_path_is_a_chain_of_causes_over_the_whole_time(problem: tuple, overlap: 
     assert all(any(span is other for other in timeline.spans) for span in path)
     for earlier, later in pairwise(path):
         assert earlier.stop_seconds <= later.stop_seconds + most
+        if overlap and later.kind == "send":
+            assert later.start_seconds <= earlier.stop_seconds + 1e-9
         if later.kind not in ("receive", "reduce", "send"):
             assert abs(earlier.stop_seconds - later.start_seconds) <= (0 if overlap else most) + 1e-9
         if later.kind == "receive" and overlap and later.seconds > 0:
             assert earlier.stop_seconds == later.stop_seconds
+
+
+@pytest.mark.parametrize("routing", ["round-robin", "split"])
+@pytest.mark.parametrize("latency", [0.0, 0.5])
+def test_messages_of_other_ranks_on_a_shared_link_are_on_the_path(routing: Routing, latency: float) -> None:
+    """Two servers of two ranks, one slow link between them: nearly all of the path is messages, without a gap."""
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))), "gpipe", 4, routing=routing)
+    cluster = Cluster.hierarchical([(2, 8.0), (2, 1.0)], latency_seconds=[0.0, latency])
+    timeline = simulate(plan, make_profile((1, 1, 4, 0), (1, 1, 0, 0)), cluster, shared_nic=True)
+
+    path = critical_path(timeline, server_ranks=2)
+
+    assert path[0].start_seconds == 0
+    assert all(later.start_seconds <= earlier.stop_seconds for earlier, later in pairwise(path))
+    assert sum(span.seconds for span in path if span.kind == "send") >= 0.75 * timeline.seconds
+
+
+def test_the_ranks_of_a_server_are_a_count() -> None:
+    with pytest.raises(PlanError, match="server_ranks"):
+        critical_path(Timeline((Span(0, "0F0@0", 0.0, 1.0),), 1), server_ranks=0)

@@ -9,6 +9,7 @@ from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import Assumptions, Costs, execute, simulate
+from penstock.simulating.routes import find_route
 from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
@@ -49,6 +50,57 @@ def test_without_overlap_both_ends_are_busy_with_a_message() -> None:
 
     assert times(timeline, 0) == {"0F0@0": (0, 1), "0S0>1": (1, 4), "0F1@0": (4, 5), "0S1>1": (5, 8)}
     assert times(timeline, 1) == {"1R0<0": (0, 4), "1F0@0": (4, 9), "1R1<0": (9, 12), "1F1@0": (12, 17)}
+
+
+def test_a_message_takes_time_of_both_ranks() -> None:
+    """0.5 s to hand a message over or to take it in, and 1.5 s for its 6 bytes; 3 s on the link, 5 s of latency.
+
+    The first message is awaited: its bytes are copied as they arrive. The second one has arrived before rank 1 asks for
+    it, and its bytes have taken time of the forward before.
+    """
+    cluster = Cluster.uniform(2, 2.0, latency_seconds=5.0).with_costs(
+        message_seconds=0.5, message_seconds_per_byte=0.25
+    )
+    costs = Costs((1.0, 2.0), (0.0, 0.0), cut_bytes=(6.0,), cluster=cluster)
+    timeline = execute(SENDS, Placement.straight(2), costs)
+
+    assert times(timeline, 0) == {"0F0@0": (0, 1), "0S0>1": (1.5, 9.5), "0F1@0": (3, 4), "0S1>1": (4.5, 12.5)}
+    assert times(timeline, 1) == {"1R0<0": (0, 10), "1F0@0": (10, 12), "1R1<0": (12, 14), "1F1@0": (14, 16)}
+
+
+def test_without_overlap_costs_of_a_message_come_on_top() -> None:
+    """The sender is busy for 0.5 s, for the 3 s of the link, and for 1.5 s; so is the receiver."""
+    cluster = Cluster.uniform(2, 2.0).with_costs(message_seconds=0.5, message_seconds_per_byte=0.25)
+    costs = Costs((1.0, 5.0), (0.0, 0.0), cut_bytes=(6.0,), cluster=cluster, assumptions=Assumptions(overlap=False))
+    timeline = execute(SENDS, Placement.straight(2), costs)
+
+    assert times(timeline, 0) == {"0F0@0": (0, 1), "0S0>1": (1.5, 4.5), "0F1@0": (6, 7), "0S1>1": (7.5, 10.5)}
+    assert times(timeline, 1) == {"1R0<0": (0, 5), "1F0@0": (5, 10), "1R1<0": (10, 15), "1F1@0": (15, 20)}
+
+
+def test_every_action_takes_the_seconds_of_an_action_more() -> None:
+    """Forwards, whole backwards, both parts of a split one, recomputing ones, and updates: each once."""
+    programs = parse_programs("0F0@0 0B0@0 0F1@0 0F2@0 0I1@0 0W1@0 0B2@0 0U1<0")
+    costs = Costs(
+        (1.0,),
+        (4.0,),
+        update_seconds=(2.0,),
+        split_seconds=0.25,
+        recompute=True,
+        cluster=Cluster.uniform(1, 1.0).with_costs(action_seconds=0.5),
+    )
+    timeline = execute(programs, Placement.straight(1), costs)
+
+    assert [span.seconds for span in timeline.spans] == [1.5, 4.5, 1.5, 1.5, 3.5, 2.75, 5.5, 2.5]
+
+
+def test_a_split_microbatch_costs_each_rank_a_message_for_every_partner() -> None:
+    """Two senders, three receivers, 12 bytes: a sender has three messages of 2 bytes, a receiver two."""
+    cluster = Cluster.uniform(5, 4.0).with_costs(message_seconds=0.5, message_seconds_per_byte=0.25)
+
+    route = find_route(cluster, 12.0, (0, 1), (2, 3, 4), shared=False)
+    assert (route.handling_seconds, route.copying_seconds) == (1.5, 1.5)
+    assert route.legs == (((0, 2), 0.5),)
 
 
 def test_links_carry_both_directions_at_once() -> None:

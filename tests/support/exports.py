@@ -7,6 +7,7 @@ process makes it once. All that capture does with a trace it does every time, th
 
 import copy
 from collections.abc import Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,16 +39,14 @@ def _export_once(flat: nn.Module, tensors: tuple[Tensor, ...], **options: Any) -
     model = getattr(flat, "model", None)
     if not hasattr(model, "built_as"):
         return export(flat, tensors, **options)
-    form = flat.form
+    form, hidden = flat.form, TRACING[-1].hidden
+    with hidden.shown() if hidden is not None else nullcontext():
+        state = _state(model)
     arguments = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
     around = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled())
-    key = (_state(model), arguments, around, form.names, str(form.structure), repr(form.constants), repr(options))
+    key = (state, arguments, around, form.names, str(form.structure), repr(form.constants), repr(options))
     if key not in _programs:
-        from torch._dynamo import config  # takes a second, which not every test need wait for
-
-        # What it would remember of operators costs more than it saves where layers are few.
-        with config.patch(fake_tensor_cache_enabled=False):
-            made = export(flat, tensors, **options)
+        made = export(flat, tensors, **options)
         # The weights of the first model need not live as long as the trace.
         made._state_dict = {}
         _programs[key] = made, list(TRACING[-1].traced)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from support.exports import built_as
 
-__all__ = ["LAYERED", "SUBJECTS", "Recurrent", "Subject", "UNet", "adamw", "momentum", "plain"]
+__all__ = ["LAYERED", "SUBJECTS", "Perceptron", "Recurrent", "Subject", "UNet", "adamw", "momentum", "plain"]
 
 
 class Perceptron(nn.Module):

@@ -1,8 +1,11 @@
 """Random profiles, clusters and plans for the laws of the values and the planners."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
+from penstock.values import Cluster, LayerProfile, LinkLevels, LinkMatrix, Plan, Prediction, Profile, Stage
+from penstock.values.message_costs import MessageCosts
 
 seconds = st.floats(0, 1e3, allow_nan=False)
 sizes = st.one_of(st.integers(0, 10**12), st.floats(0, 1e12, allow_nan=False))
@@ -34,6 +37,24 @@ latencies = st.one_of(st.just(0.0), st.floats(0, 10))
 
 @st.composite
 def clusters(draw):
+    cluster = draw(free_clusters())
+    if draw(st.booleans()):
+        return cluster
+    costs = st.builds(MessageCosts, latencies, latencies)
+    links: LinkLevels | LinkMatrix = cluster.links
+    match links:
+        case LinkLevels(levels=levels):
+            some = st.lists(costs, min_size=len(levels), max_size=len(levels)).map(tuple)
+            links = replace(links, message_costs=draw(some))
+        case LinkMatrix(rows=rows):
+            row = st.lists(costs, min_size=len(rows), max_size=len(rows)).map(tuple)
+            links = replace(links, cost_rows=draw(st.lists(row, min_size=len(rows), max_size=len(rows)).map(tuple)))
+    return replace(cluster, links=links, action_seconds=draw(latencies))
+
+
+@st.composite
+def free_clusters(draw):
+    """Clusters whose messages take no time of the ranks."""
     if draw(st.booleans()):
         levels = draw(st.lists(st.tuples(st.integers(1, 8), bandwidths), min_size=1, max_size=3))
         some = st.one_of(latencies, st.lists(latencies, min_size=len(levels), max_size=len(levels)))

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.values import Cluster
+from penstock.values import Cluster, LinkLevels, LinkMatrix
+from penstock.values.message_costs import FREE, MessageCosts
 from support.strategies import clusters
 
 
@@ -168,3 +169,43 @@ def test_a_person_may_write_one_latency_for_a_whole_matrix(tmp_path):
     path.write_text(HEAD + "matrix: [[0, 1e9], [2e9, 0]]\nlatency_seconds: 5e-6\n")
 
     assert Cluster.load(path) == Cluster.from_matrix([[0, 1e9], [2e9, 0]], latency_seconds=5e-6)
+
+
+def test_costs_of_messages_are_found_by_level_and_by_link(tmp_path):
+    slow, fast = MessageCosts(1e-3, 1e-8), MessageCosts(1e-5)
+    levels = Cluster(LinkLevels(((2, 1e9), (2, 1e8)), message_costs=(fast, slow)), action_seconds=2e-5)
+    matrix = Cluster(LinkMatrix(((0.0, 1e9), (1e9, 0.0)), cost_rows=((FREE, slow), (fast, FREE))))
+
+    assert [levels.message_costs(0, rank) for rank in range(4)] == [FREE, fast, slow, slow]
+    assert [matrix.message_costs(0, 1), matrix.message_costs(1, 0), matrix.message_costs(1, 1)] == [slow, fast, FREE]
+    assert Cluster.uniform(2, 1e9).with_costs(message_seconds=1e-5).message_costs(1, 0) == fast
+    assert (levels.has_message_costs, Cluster.uniform(2, 1e9).has_message_costs) == (True, False)
+    levels.save(tmp_path / "levels.yaml")
+    assert "message_seconds: 0.001, message_seconds_per_byte: 1.0e-08" in (tmp_path / "levels.yaml").read_text()
+
+
+def test_one_number_in_a_file_stands_for_the_costs_of_all_links(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("format: penstock-cluster/1\nmatrix: [[0, 1e9], [1e9, 0]]\nmessage_seconds: 0.5\n")
+
+    assert Cluster.load(path).message_costs(0, 1) == MessageCosts(0.5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("matrix: [[0, 1], [1, 0]]\nmessage_seconds: [[0, 1]]\n", "message_seconds: expected 2 rows of 2 numbers"),
+        (
+            "matrix: [[0, 1], [1, 0]]\nmessage_seconds: -1\n",
+            "seconds: expected a finite number, 0 or more, found -1 in the costs of a message",
+        ),
+        ("levels: [{count: 2, bytes_per_second: 1}]\nmessage_seconds: 1\n", "write message_seconds inside each level"),
+        ("levels: [{count: 2, bytes_per_second: 1}]\naction_seconds: -1\n", "action_seconds: expected"),
+    ],
+)
+def test_wrong_costs_are_refused(tmp_path, lines, words):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"format: penstock-cluster/1\n{lines}")
+
+    with pytest.raises(PlanError, match=words):
+        Cluster.load(path)

@@ -242,3 +242,52 @@ def test_a_wrong_file_names_the_line(tmp_path, lines, message):
     with pytest.raises(ProfileError, match=message) as caught:
         Profile.from_pipedream(path)
     assert str(caught.value).startswith(f"{path}: ")
+
+
+def cells(count: int) -> Graph:
+    """A graph like NASNet's: a cell has five blocks, each the sum of two branches of several operators, and reads the
+    two cells before it.
+    """
+    operators: list[Operator] = []
+    edges: dict[int, list[int]] = {}
+
+    def add(*reads: int, size: float) -> int:
+        operators.append(Operator(str(len(operators)), 1.0, 2.0, 0.0, size))
+        for read in reads:
+            edges.setdefault(read, []).append(len(operators) - 1)
+        return len(operators) - 1
+
+    older = newer = add(size=8)
+    for _ in range(count):
+        sums = []
+        for block in range(5):
+            ends = []
+            for branch in range(2):
+                end = older if (block + branch) % 2 else newer
+                for _ in range(4):
+                    end = add(end, size=2)
+                ends.append(end)
+            sums.append(add(*ends, size=2))
+        older, newer = newer, add(*sums, size=10)
+    sizes = [operator.output_bytes for operator in operators]
+    tensors = (Tensor(made, sizes[made], tuple(readers)) for made, readers in edges.items())
+    return Graph(tuple(operators), (*tensors, Tensor(newer, 10, (), True)))
+
+
+def test_a_graph_of_cells_with_many_branches_becomes_a_chain_in_seconds() -> None:
+    """Its levels have many thousands of down-sets; the cuts between cells are where they should be."""
+    wide = cells(4)
+
+    order = linearize(wide)
+
+    assert sorted(operator for operator, _ in order) == list(range(len(wide.operators)))
+    narrow = [bytes_ for _, bytes_ in order if bytes_ <= 20]
+    assert len(narrow) >= 4
+    placed = [operator for operator, _ in order]
+    for tensor in wide.tensors:
+        assert all(placed.index(tensor.producer) < placed.index(reader) for reader in tensor.readers)
+
+
+def test_a_graph_that_is_far_too_wide_is_refused() -> None:
+    with pytest.raises(ValueError, match="the graph of 93 operators is too wide to be made a chain"):
+        linearize(cells(2), most_choices=1000)

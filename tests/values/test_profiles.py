@@ -8,6 +8,7 @@ from hypothesis import given
 
 from penstock.errors import ProfileError
 from penstock.values import LayerProfile, Profile
+from penstock.values.crossings import Crossing
 from support.strategies import profiles
 
 LAYER = LayerProfile("h.0", 0.25, 0.5, 10, 20, 30, 40)
@@ -123,3 +124,43 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path):
         Profile.load(tmp_path / "profile.json")
     with pytest.raises(ProfileError, match="cannot be read"):
         Profile.load(tmp_path)
+
+
+def sending(*wire: float | None) -> Profile:
+    """Layers of 10 bytes each, of which links carry this many; the first is read by the last, too."""
+    layers = tuple(LayerProfile("", 1, 2, 10, 20, 30, 40, wire_bytes=each) for each in wire)
+    return Profile(layers, 8, crossings=(Crossing("early", 0, (1, len(wire) - 1), 6, wire[0]),))
+
+
+def test_what_links_carry_is_kept_in_the_file(tmp_path):
+    for profile in (sending(5, 2.5, 0), sending(None, 3, None), sending(None, None, None)):
+        profile.save(tmp_path / "profile.json")
+
+        assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_a_profile_on_the_wire():
+    profile = sending(5, 2.5, None)
+
+    assert [layer.cut_bytes for layer in profile.on_wire.layers] == [5, 2.5, 10]
+    assert profile.on_wire.crossings[0].size_bytes == 5
+    assert [layer.wire_bytes for layer in profile.scaled(16).layers] == [10, 5, None]
+    assert profile.scaled(16).crossings[0].wire_bytes == 10
+    plain = sending(None, None, None)
+    assert plain.on_wire is plain
+
+
+def test_a_share_of_what_crosses():
+    profile = sending(None, None, None).with_wire_share(0.25)
+
+    assert [layer.wire_bytes for layer in profile.layers] == [2.5, 2.5, 2.5]
+    assert profile.crossings[0].wire_bytes == 1.5
+    with pytest.raises(ProfileError, match="share: expected a number from 0 to 1, found 2"):
+        profile.with_wire_share(2)
+
+
+def test_links_carry_no_more_than_what_crosses():
+    with pytest.raises(ProfileError, match=r"wire_bytes: expected at most cut_bytes = 10, .*found 11"):
+        sending(11, 1)
+    with pytest.raises(ProfileError, match=r"crossings.0.: wire_bytes: expected a finite number of bytes, 0 or more"):
+        Profile((LAYER, LAYER), 8, crossings=(Crossing("", 0, (1,), 6, -1),))

@@ -11,11 +11,13 @@ Laws of this file:
   3. Only tensors are values. Whatever else the model passes between its blocks is a constant of the capture.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
@@ -23,13 +25,15 @@ from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
 from penstock.torch_internals.modules import runs_plainly
 
-__all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule"]
+__all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule", "TensorKind"]
 
 LayerRunner: TypeAlias = Callable[
     [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
 ]
 """Runs a layer: its module (None for the loss), what computes it, and the arguments of that."""
 Results: TypeAlias = Callable[..., tuple[Tensor, ...]]
+TensorKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""The shape and the type of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +50,17 @@ class Layer:
     """Whether it draws random numbers (dropout in training mode)."""
     mutates: tuple[str, ...] = ()
     """Those of `inputs` that it writes in place."""
-    output_bytes: tuple[float, ...] = ()
+    output_kinds: tuple[TensorKind, ...] = ()
     """Of each of `outputs`, for the captured sample; empty where this is not known."""
     operators: tuple[OperatorCall, ...] = ()
     """The operators that its forward runs on the captured sample."""
     volatile: tuple[str, ...] = ()
     """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
+
+    @property
+    def output_bytes(self) -> tuple[float, ...]:
+        """The sizes of `outputs` for the captured sample; empty where they are not known."""
+        return tuple(float(math.prod(shape) * dtype.itemsize) for shape, dtype in self.output_kinds)
 
 
 class StageModule(nn.Module):

@@ -93,7 +93,7 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
     written = dict.fromkeys(name for layer in layers for name in layer.outputs)
     inputs = tuple(dict.fromkeys(name for layer in layers for name in layer.inputs if name not in written))
     outputs = tuple(name for name in written if name in needed)
-    sizes = {name: size for layer in layers for name, size in zip(layer.outputs, layer.output_bytes, strict=True)}
+    kinds = {name: kind for layer in layers for name, kind in zip(layer.outputs, layer.output_kinds, strict=True)}
     return Layer(
         name=layers[0].name,
         module=JoinedLayers(layers, inputs, outputs),
@@ -101,7 +101,7 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
         outputs=outputs,
         random=any(layer.random for layer in layers),
         mutates=tuple(dict.fromkeys(name for layer in layers for name in layer.mutates if name in inputs)),
-        output_bytes=tuple(sizes[name] for name in outputs),
+        output_kinds=tuple(kinds[name] for name in outputs),
         operators=tuple(operator for layer in layers for operator in layer.operators),
         volatile=tuple(name for layer in layers for name in layer.volatile if name in outputs),
     )

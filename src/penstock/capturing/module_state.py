@@ -5,7 +5,7 @@ times, and the user's modules must be afterwards as they were. The same comparis
 changes, and these cannot be kept where only operators on tensors are traced.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from operator import eq, is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -23,6 +23,7 @@ _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _PLAIN_TYPES = frozenset(_PLAIN)
+_DICTIONARIES = frozenset((dict, OrderedDict))
 _FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator, torch.Stream)
 _LOOKED_PAST = (*_PLAIN, *_FIXED)
 
@@ -33,6 +34,8 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved: list[tuple[str, Any, Any]] = []
         """For every object that can change: how it is reached, the object, and a copy of its content."""
+        self._empty: list[tuple[str, Any, dict[Any, Any]]] = []
+        """The path and key of dictionaries that hold nothing, as nearly all do: those of a module's hooks."""
         self._memories: list[tuple[nn.Parameter, Tensor]] = []
         """Parameters, and tensors over the memory that they had."""
         self._seen: set[int] = set()
@@ -50,8 +53,11 @@ class ModuleState:
         for parameter, own in self._memories:
             if parameter.data_ptr() != own.data_ptr():
                 parameter.data = own
+        for _, _, empty in self._empty:
+            if empty:
+                empty.clear()
         for _, holder, content in self._saved:
-            # Nearly everything is a dictionary that holds what it held.
+            # Nearly everything else is a dictionary that holds what it held.
             if type(content) is not dict or not _holds(_dict_of(holder), content):
                 _put_back(holder, content)
 
@@ -59,9 +65,14 @@ class ModuleState:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
         written in place.
         """
+        for path, name, empty in self._empty:
+            for key in empty:
+                yield _joined(_joined(path, name), key), False
         for path, holder, content in self._saved:
             if isinstance(content, dict):
                 now = _dict_of(holder)
+                if _holds(now, content):
+                    continue
                 for key in {**content, **now}:
                     if key not in content or key not in now or not _same(content[key], now[key]):
                         yield _joined(path, key), False
@@ -87,7 +98,13 @@ class ModuleState:
         self._saved.append((path, holder, content))
         if isinstance(content, dict):
             for key, inner in content.items():
-                if type(inner) in _PLAIN_TYPES:
+                kind = type(inner)
+                if kind in _PLAIN_TYPES:
+                    continue
+                if kind in _DICTIONARIES and not inner:
+                    if id(inner) not in self._seen:
+                        self._seen.add(id(inner))
+                        self._empty.append((path, key, inner))
                     continue
                 self._save(_joined(path, key), inner, 0 if isinstance(inner, nn.Module) else depth + 1)
         elif isinstance(content, list):

@@ -34,7 +34,7 @@ class Observation:
     def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:
         """The layer with what was seen of it."""
         mutates = tuple(dict.fromkeys(inputs[position] for position in self.mutated))
-        sizes = tuple(float(result.nbytes) for result in self.results)
+        kinds = tuple((tuple(result.shape), result.dtype) for result in self.results)
         written = {memory_of(buffer) for buffer in self.mutated_buffers}
         pairs = zip(outputs, self.results, strict=True) if written else ()
         volatile = tuple(name for name, result in pairs if memory_of(result) in written)
@@ -45,7 +45,7 @@ class Observation:
             outputs,
             random=self.random,
             mutates=mutates,
-            output_bytes=sizes,
+            output_kinds=kinds,
             operators=self.operators,
             volatile=volatile,
         )

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from penstock.capturing.tensor_notes import TensorNotes
 from penstock.torch_internals.dispatch import TorchDispatchMode
 
 __all__ = ["OperatorCall", "OperatorCounter"]
@@ -48,9 +48,10 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted: list[OperatorCall] = []
-        self._trained: dict[int, ref[Tensor]] = {}
+        self._trained: TensorNotes[bool] = TensorNotes()
         """Tensors whose gradient a backward computes, by id. Capture runs without autograd: nothing else says so."""
         self._kinds: dict[Any, _Kind] = {}
+        self._formulas = {**_FORMULAS, **{str(target): formula for target, formula in flop_registry.items()}}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -72,7 +73,7 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
+            kind = self._kinds[func] = _kind_of(func, self._formulas)
         if kind.works:
             self._note(kind, args, kwargs, result)
         elif kind.has_gradient and args and isinstance(args[0], Tensor) and self._is_trained(args[0]):
@@ -80,16 +81,10 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _mark(self, made: Sequence[Tensor]) -> None:
-        for tensor in made:
-            if tensor.is_floating_point() or tensor.is_complex():
-                self._trained[id(tensor)] = ref(tensor)
+        self._trained.write((each for each in made if each.is_floating_point() or each.is_complex()), True)
 
     def _is_trained(self, tensor: Tensor) -> bool:
-        if tensor.requires_grad:
-            return True
-        found = self._trained.get(id(tensor))
-        # Another tensor may have had the id.
-        return found is not None and found() is tensor
+        return tensor.requires_grad or self._trained.read(tensor) is not None
 
     def _note(self, kind: "_Kind", args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         given = _tensors(args)
@@ -139,9 +134,8 @@ class _Kind:
             return 0
 
 
-def _kind_of(operator: Any) -> _Kind:
+def _kind_of(operator: Any, formulas: Mapping[str, Callable[..., int]]) -> _Kind:
     name = str(operator).rpartition(".")[0] or str(operator)
-    formulas = {**_FORMULAS, **{str(target): formula for target, formula in flop_registry.items()}}
     return _Kind(
         works=name not in _FREE and not getattr(operator, "is_view", False),
         has_gradient=name != "aten.detach",

@@ -4,13 +4,18 @@ Blocks are called as the Python that they are, and a change of them counts as in
 traced: a new temperature, another block in a list or a hook on the model would be ignored in silence.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.export.traced_layers import TracedLayer
+from penstock.capturing.read_names import names_read
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
@@ -20,8 +25,12 @@ __all__ = ["OutsideState"]
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 
+_COMPARED = (list, tuple, dict, set, deque, Tensor, FunctionType, MethodType, partial)
+"""Attributes that are compared if the code reads them: all else may belong to other code."""
+
+
 class OutsideState:
-    """The modules of `model` that are in no block of `chain`: their plain attributes, hooks, and what they register.
+    """The modules of `model` that are in no block of `chain`: their attributes, hooks, and what they register.
 
     It is empty for a list of layers, which has no code of its own, and for a model without weights.
     """
@@ -29,6 +38,7 @@ class OutsideState:
     def __init__(self, model: nn.Module | Sequence[Any], chain: LayerChain) -> None:
         self._attributes: list[tuple[str, dict[str, Any], str, Any]] = []
         self._registered: list[tuple[str, nn.Module, str, Any]] = []
+        self._contents: list[tuple[str, dict[str, Any], str, Any]] = []
         self._keys: list[tuple[str, nn.Module, frozenset[str]]] = []
         self._hooks: list[tuple[str, nn.Module, list[Any]]] = []
         self._modes: list[tuple[str, nn.Module, bool]] = []
@@ -49,6 +59,12 @@ class OutsideState:
             self._attributes += [
                 (path, held, key, value) for key, value in held.items() if type(value) in _PLAIN and key != "training"
             ]
+            read = names_read(module)
+            self._contents += [
+                (path, held, key, _content(value))
+                for key, value in held.items()
+                if key in read and isinstance(value, _COMPARED) and not isinstance(value, nn.Module)
+            ]
             named = (
                 *module.named_children(),
                 *module.named_parameters(recurse=False),
@@ -66,6 +82,10 @@ class OutsideState:
             now = held.get(key)
             if now is not value and now != value:
                 raise _changed(path, key, f"was {value!r} and is {now!r}")
+        for path, held, key, content in self._contents:
+            now = held.get(key)
+            if content != _content(now):
+                raise _changed(path, key, "holds something else")
         for path, module, keys in self._keys:
             held = vars(module)
             if len(held) != len(keys):
@@ -98,3 +118,31 @@ def _changed(path: str, name: str, change: str) -> PenstockError:
         "steps would not see the change. Expected no change. Change it before the pipeline is built, build a new "
         "Pipeline, or keep it in a block"
     )
+
+
+def _content(value: Any) -> Any:
+    """What `value` holds, to be compared: containers by their content, and all but plain values by which they are."""
+    match value:
+        case list() | tuple() | deque():
+            return type(value), tuple(map(_content, value))
+        case dict():
+            return dict, tuple((key, _content(inner)) for key, inner in value.items())
+        case set():
+            return set, frozenset(map(_content, value))
+        case MethodType():
+            return id(value.__self__), value.__func__
+        case _:
+            return value if type(value) in _PLAIN else _Object(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Object:
+    """An object that equals itself only."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -26,9 +26,8 @@ def preserved(modules: Iterable[nn.Module], state: ModuleState | None = None) ->
     on the CUDA devices of `modules`, NumPy's and Python's global ones. `state`: what `modules` hold, if it is known.
     """
     roots = list(modules)
-    every = list(dict.fromkeys(inner for module in roots for inner in module.modules()))
     state = state or ModuleState(roots)
-    generators = [torch.default_generator, *_cuda_generators(every)]
+    generators = [torch.default_generator, *_cuda_generators(roots)]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
@@ -90,7 +89,7 @@ class SavedBuffers(Mapping[str, Tensor]):
 
 
 def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    tensors: list[Tensor] = []
-    for module in modules:
-        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return [torch.cuda.default_generators[index] for index in sorted({t.device.index for t in tensors if t.is_cuda})]

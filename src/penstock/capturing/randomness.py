@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["microbatch_seed", "part_seed", "seeded"]
+__all__ = ["microbatch_seed", "part_seed", "seed_all", "seeded"]
 
 
 def microbatch_seed(seed: int, microbatch: int) -> int:
@@ -23,6 +23,19 @@ def microbatch_seed(seed: int, microbatch: int) -> int:
 def part_seed(seed: int, part: int) -> int:
     """The seed of one part of the microbatch of `seed`, where replicas split microbatches."""
     return _mix(seed, -part) if part else seed
+
+
+def seed_all(seed: int) -> None:
+    """Seeds PyTorch's generators on all devices, as `torch.manual_seed` does.
+
+    Where no accelerator was used yet, `torch.manual_seed` keeps the seed for later, with the text of the whole stack,
+    which takes longer than a small model.
+    """
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if used or (torch.accelerator.is_available() and not torch.cuda.is_available()):
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

@@ -30,6 +30,11 @@ class SampledModel:
         """The class of the model."""
         return type(self.model).__name__
 
+    def state_now(self) -> ModuleState:
+        """What the model holds now, to be compared later."""
+        # Few models change in a run, and to save all that one holds takes as long as the run.
+        return ModuleState([self.model]) if any(self._state.changes()) else self._state
+
     def save_parameter(self, parameter: nn.Parameter) -> None:
         """Has `preserved` give back the numbers of `parameter`, which a forward is about to write, as well."""
         self._state.save_content("", parameter)

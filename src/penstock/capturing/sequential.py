@@ -23,7 +23,7 @@ from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
-from penstock.torch_internals.modules import is_hooked
+from penstock.torch_internals.modules import is_hooked, registered_children
 
 __all__ = ["Anew", "EagerLayer", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
 
@@ -169,10 +169,7 @@ def capture_list(layers: Sequence[nn.Module | Callable[..., Any]], call: Call, i
 
 def _children(prefix: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
-    # Not named_children(): it leaves out a child that stands twice.
-    for name, child in model.named_modules(remove_duplicate=False):
-        if not name or "." in name:
-            continue
+    for name, child in registered_children(model):
         if is_plain_sequential(child):
             found += _children(f"{prefix}{name}.", child)
         else:

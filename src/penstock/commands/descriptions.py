@@ -25,6 +25,8 @@ def describe_profile(profile: "Profile") -> str:
         _summed(layers, "parameters", lambda layer: layer.parameter_bytes, bytes_text),
         ("workspace", lambda layer: bytes_text(layer.workspace_bytes), ""),
     ]
+    if any(layer.wire_bytes is not None for layer in layers):
+        columns.insert(4, ("sent", lambda layer: bytes_text(_sent_bytes(layer)), ""))
     if any(layer.weight_seconds is not None for layer in layers):
         columns.insert(3, _summed(layers, "its weight part", lambda layer: layer.weight_part_seconds, seconds_text))
     rows = [(str(index), *(cell(layer) for _, cell, _ in columns)) for index, layer in enumerate(layers)]
@@ -33,6 +35,10 @@ def describe_profile(profile: "Profile") -> str:
     title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
     table = _table([head, *rows, total], names=1)
     return f"{title}{_count(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"
+
+
+def _sent_bytes(layer: "LayerProfile") -> float:
+    return layer.cut_bytes if layer.wire_bytes is None else layer.wire_bytes
 
 
 def _beside(profile: "Profile") -> str:
@@ -77,7 +83,22 @@ def describe_cluster(cluster: "Cluster") -> str:
             lines += [_matrix("latency", latencies, seconds_text)] if late else []
         case _:
             assert_never(cluster.links)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_costs(cluster)])
+
+
+def _costs(cluster: "Cluster") -> list[str]:
+    """What messages and actions take from the ranks; of messages the link where they take most."""
+    lines = []
+    if cluster.has_message_costs:
+        ranks = range(cluster.devices)
+        costs = [cluster.message_costs(a, b) for a in ranks for b in ranks if a != b]
+        each, byte = max(cost.seconds for cost in costs), max(cost.seconds_per_byte for cost in costs)
+        lines.append(
+            f"  a message takes up to {seconds_text(each)} and {1e9 * byte:.3g} ns a byte of each of its two ranks"
+        )
+    if cluster.action_seconds:
+        lines.append(f"  an action takes {seconds_text(cluster.action_seconds)} beyond its layers")
+    return lines
 
 
 def _matrix(title: str, rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> str:

@@ -11,7 +11,7 @@ from penstock.errors import PenstockError, PlanError
 if TYPE_CHECKING:
     from penstock.values import Cluster, Plan, Profile
 
-__all__ = ["declare_cluster", "load_any", "load_profile", "read_cluster"]
+__all__ = ["declare_cluster", "declare_wire_share", "load_any", "load_profile", "read_cluster"]
 
 
 def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool) -> None:
@@ -44,11 +44,24 @@ def read_cluster(
     return Cluster.uniform(devices, math.inf if bandwidth is None else bandwidth, memory_bytes)
 
 
-def load_profile(path: str) -> "Profile":
-    """A profile file; a name that ends in ``.txt`` is read as the graph of PipeDream's profiler."""
+def declare_wire_share(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for a pipeline that is to have a ``wire_dtype=``."""
+    parser.add_argument(
+        "--wire-share",
+        type=float,
+        metavar="X",
+        help="links carry this share of what crosses cuts: 0.5 for bfloat16 and float32 (default: the profile's)",
+    )
+
+
+def load_profile(path: str, wire_share: float | None = None) -> "Profile":
+    """A profile file; a name that ends in ``.txt`` is read as the graph of PipeDream's profiler. `wire_share`: of what
+    crosses cuts, for `Profile.with_wire_share`.
+    """
     from penstock.values import Profile
 
-    return Profile.from_pipedream(path) if Path(path).suffix == ".txt" else Profile.load(path)
+    profile = Profile.from_pipedream(path) if Path(path).suffix == ".txt" else Profile.load(path)
+    return profile if wire_share is None else profile.with_wire_share(wire_share)
 
 
 def load_any(path: str) -> "Plan | Profile | Cluster":

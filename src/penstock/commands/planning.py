@@ -3,7 +3,7 @@
 import argparse
 
 from penstock.commands.command import Command, deliver, given
-from penstock.commands.files import declare_cluster, load_profile, read_cluster
+from penstock.commands.files import declare_cluster, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.placements import StageLayout
@@ -33,6 +33,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     folded = names_of(lambda each: each.layout is StageLayout.V_SHAPE)
     syncing = names_of(lambda each: each.has_vertical_sync)
     parser.add_argument("profile", metavar="PROFILE", help="a profile file (JSON), or PipeDream's graph.txt")
+    declare_wire_share(parser)
     declare_cluster(parser, devices=True)
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
     for name, kind, metavar, text in (
@@ -40,7 +41,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--schedule", str, "NAME", names_of(lambda each: True, " or ")),
         ("--microbatches", parse_count, "M", "in one minibatch, over all replicas"),
         ("--batch-size", parse_count, "SAMPLES", "in one minibatch, instead of --microbatches"),
-        ("--stages", parse_count, "P", "exactly this many stages, on all ranks together"),
+        ("--stages", parse_count, "P", "exactly this many stages, on all ranks together; they may have replicas"),
         ("--stages-per-rank", parse_count, "V", f"with the schedule {looping}; 2 with {folded}"),
         ("--allreduce", str, "MODEL", "what replicas' gradients cost: ring, or shared as in the paper"),
         ("--optimizer-copies", float, "X", "optimizer state in units of the weights: 2 for Adam"),
@@ -66,8 +67,11 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.planning import plan
 
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
-    made = plan(load_profile(arguments.profile), cluster, **given(arguments, *_OPTIONS))
-    deliver(made, f"{made.explain()}\n{_next_steps(arguments)}", arguments)
+    made = plan(load_profile(arguments.profile, arguments.wire_share), cluster, **given(arguments, *_OPTIONS))
+    text = f"{made.explain()}\n{_next_steps(arguments)}"
+    if arguments.cluster is None and arguments.bandwidth is None and cluster.devices > 1:
+        text = f"No bandwidth was given, so links take no time: give --bandwidth, such as 10Gbps.\n{text}"
+    deliver(made, text, arguments)
 
 
 def _next_steps(arguments: argparse.Namespace) -> str:

@@ -46,7 +46,8 @@ PROBE = Command(
     name="probe",
     summary="measure the links between the ranks",
     description="Measures latency and bandwidth between all ranks that torchrun started, both ways, through the "
-    "transport of the pipeline. A host measures one pair at a time: p ranks take about p * p / 20 seconds.",
+    "transport of the pipeline, and on CPUs what messages and actions take from the ranks. A host measures one pair at "
+    "a time, for about half a second; links below 1 Gbit/s take some seconds.",
     example="torchrun --nproc-per-node 4 --no-python penstock probe -o cluster.yaml",
     declare=_declare,
     run=_run,

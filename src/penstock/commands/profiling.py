@@ -1,9 +1,13 @@
 """``penstock profile``: measure a model layer by layer."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from penstock.commands.command import Command, deliver, given
 from penstock.commands.quantities import parse_count
+
+if TYPE_CHECKING:
+    from penstock.training.wire_codecs import WireDtype
 
 __all__ = ["PROFILE"]
 
@@ -24,6 +28,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--autocast", choices=_TYPES, help="compute in this type where PyTorch's autocast does, as the training will"
+    )
+    parser.add_argument(
+        "--wire-dtype", choices=[*_TYPES, "int8"], help="count what links carry in this type, as the training will send"
     )
     parser.add_argument("--name", default="", help="of the profile (default: what the file says)")
     parser.add_argument(
@@ -49,9 +56,21 @@ def _run(arguments: argparse.Namespace) -> None:
         loss_fn=subject.loss_fn,
         target=subject.target,
         autocast=None if arguments.autocast is None else getattr(torch, _TYPES[arguments.autocast]),
+        wire_dtype=_wire_dtype(arguments.wire_dtype),
         **given(arguments, "iterations", "warmup", "device", "progress"),
     )
     deliver(measured, describe_profile(measured), arguments)
+
+
+def _wire_dtype(name: str | None) -> "WireDtype | None":
+    """The value of ``Pipeline(wire_dtype=)`` that is called `name` here."""
+    import torch
+
+    from penstock.training.wire_codecs import RowInt8
+
+    if name is None:
+        return None
+    return RowInt8() if name == "int8" else getattr(torch, _TYPES[name])
 
 
 PROFILE = Command(

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from penstock.commands.command import Command, given, print_json, show
-from penstock.commands.files import declare_cluster, load_profile, read_cluster
+from penstock.commands.files import declare_cluster, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 from penstock.values.quantities import bytes_text, seconds_text
 
@@ -20,6 +20,7 @@ _OPTIONS = ("update_seconds_per_byte", "overlap", "overlap_reduce", "allreduce",
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file (YAML)")
     parser.add_argument("profile", metavar="PROFILE", help="a profile file (JSON), or PipeDream's graph.txt")
+    declare_wire_share(parser)
     declare_cluster(parser, devices=False)
     parser.add_argument(
         "--minibatches", type=parse_count, metavar="N", default=argparse.SUPPRESS, help="how many steps"
@@ -71,30 +72,41 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.rendering import render
-    from penstock.simulating import critical_path, evaluate, simulate
+    from penstock.simulating import critical_path, evaluate, find_losses, simulate
     from penstock.values import Plan
 
     plan = Plan.load(arguments.plan)
-    profile = load_profile(arguments.profile)
+    profile = load_profile(arguments.profile, arguments.wire_share)
     devices = plan.ranks if arguments.cluster is None else None
     cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)
     options = given(arguments, *_OPTIONS)
     timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)
     outcome = evaluate(plan, profile, cluster, **options)
-    critical = critical_path(timeline) if arguments.svg or arguments.html else ()
+    losses = find_losses(plan, profile, cluster, **options)
+    shared = cluster.levels[0][0] if options.get("shared_nic") else 1
+    critical = critical_path(timeline, shared) if arguments.svg or arguments.html else ()
     if arguments.trace:
         timeline.save_trace(arguments.trace)
     if arguments.svg:
         timeline.save_svg(arguments.svg, critical=critical)
     if arguments.html:
-        timeline.save_html(arguments.html, critical=critical)
+        timeline.save_html(arguments.html, critical=critical, notes=[str(losses)])
     if arguments.json:
         busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
         numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
-        print_json({**numbers, "ranks": timeline.ranks, "busy_seconds": busy, "outcome": asdict(outcome)})
+        print_json(
+            {
+                **numbers,
+                "ranks": timeline.ranks,
+                "busy_seconds": busy,
+                "outcome": asdict(outcome),
+                "losses": losses.parts,
+            }
+        )
         return
     show(render(timeline))
     show(_describe(outcome))
+    show(str(losses))
     for path in (arguments.trace, arguments.svg, arguments.html):
         if path:
             show(f"wrote {path}")

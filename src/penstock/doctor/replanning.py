@@ -53,8 +53,8 @@ def recut(plan: Plan, weights: Sequence[float], seconds: Mapping[int, float]) ->
     faster = max(float(before[new.stop] - before[new.start]) * share for new, share in zip(stages, shares, strict=True))
     words = (
         f"slowest stage: {seconds_text(slowest)} a microbatch as measured, {seconds_text(faster)} expected with layers "
-        f"{', '.join(f'[{new.start}, {new.stop})' for new in stages)}. To apply it: pipe.save(directory); "
-        "pipe.close(); pipe = penstock.Pipeline(model, ..., plan=plan); pipe.load(directory)"
+        f"{', '.join(f'[{new.start}, {new.stop})' for new in stages)}. To apply it: "
+        "pipe.replan(apply=directory)"
     )
     return replace(plan, stages=stages, predicted=None, planner="replan", explanation=words)
 

@@ -34,6 +34,7 @@ from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe, check_scaled_rates
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
+from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
@@ -83,6 +84,7 @@ def reference_train(
     update_hooks: Sequence[UpdateHook] | UpdateHook = (),
     on_nonfinite: OnNonfinite = "raise",
     scale_learning_rates: bool = False,
+    wire_dtype: WireDtype | None = None,
     seed: int = 0,
     drain_after: Collection[int] = (),
 ) -> Reference:
@@ -119,7 +121,11 @@ def reference_train(
     not used. The scale of minibatch t follows from the updates of the minibatches before it; under `2bw` on several
     stages, of those before t-1; under `pipedream`, from the updates that have reached the last stage.
 
-    ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss.
+    ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss,
+    and with ``"rollback"`` it has no checkpoint to go back to: leave such batches out of `batches`.
+
+    With `wire_dtype`, a stage reads the values of earlier stages rounded, and the gradients that come back are rounded,
+    too. A value that several stages read is rounded on its way from each to the next.
 
     With `version_dtype`, W(x) are the optimizer's weights, cast to that type if they are float32, trained, and of two
     dimensions or more. Each microbatch's gradient is cast back before it is added to the others. Each stage has its own

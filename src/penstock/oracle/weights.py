@@ -19,6 +19,7 @@ from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
 from penstock.training.update_hooks import HookStates
+from penstock.training.wire_codecs import WireCodec, encodes, round_to_wire
 from penstock.values.plans import Plan
 
 __all__ = ["Training"]
@@ -109,7 +110,7 @@ class Training:
     ) -> None:
         """`hooks_on`: the user's hooks by parameter name."""
         sizes = guarantees.microbatches_per_update
-        self._clip = recipe.clip_grad_norm
+        self._clip, self._codec = recipe.clip_grad_norm, recipe.codec
         self._overflown: list[list[int]] = []
         """Of each update of the last stage that the loss scale has not settled: which gradients it saw overflow."""
         self.scales = None if recipe.scaling is None else LossScaler(recipe.scaling)
@@ -153,6 +154,8 @@ class Training:
         """The model's output for one microbatch: one, or one for each part that the last stage's replicas take."""
         # Of every value its parts: the rows that each of the replicas of the stage at hand takes.
         values = {name: [tensor] for name, tensor in inputs.items()}
+        places: dict[str, int] = {}
+        """By value that a layer made, the last stage that made or read it."""
         parts = 1
         for index, layer in enumerate(self._chain.layers):
             stage = self._stages[self._stage_of[index]]
@@ -160,16 +163,26 @@ class Training:
             if len(runners) != parts:
                 parts = len(runners)
                 values = {name: self._part(name, pieces, samples, parts) for name, pieces in values.items()}
+            self._carry(values, places, layer.inputs, self._stage_of[index])
             results = []
             for part, replica in enumerate(runners):
                 arguments = tuple(values[name][part] for name in layer.inputs)
                 with seeded(part_seed(seed, part), index, arguments) if layer.random else nullcontext():
                     results.append(self._run(layer.module, stage, replica, versions[self._stage_of[index]], arguments))
             values.update(zip(layer.outputs, map(list, zip(*results, strict=True)), strict=True))
+            places.update(dict.fromkeys(layer.outputs, self._stage_of[index]))
+        self._carry(values, places, self._chain.output.values, self._stage_of[-1])
         return [
             self._chain.output.build([values[name][part] for name in self._chain.output.values])
             for part in range(parts)
         ]
+
+    def _carry(self, values: dict[str, list[Tensor]], places: dict[str, int], names: Iterable[str], stage: int) -> None:
+        """Rounds those of the values `names` that come to `stage` from another one."""
+        for name in names:
+            if self._codec is not None and places.get(name, stage) != stage:
+                values[name] = [_rounded(piece, self._codec) for piece in values[name]]
+                places[name] = stage
 
     def _part(self, name: str, pieces: list[Tensor], samples: int, parts: int) -> list[Tensor]:
         """The value `name`, so far in `pieces`, in `parts`; an input without a batch dimension goes whole to each."""
@@ -330,6 +343,26 @@ class Training:
         # What no layer uses is as it was.
         named = {name: weights.get(self._names[id(p)], p.detach()) for name, p in self._chain.parameters.items()}
         return {**named, **self._chain.buffers}
+
+
+class _Rounding(torch.autograd.Function):
+    """Rounds a value on its way to another stage, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, codec: WireCodec) -> Tensor:
+        ctx.codec = codec
+        return round_to_wire(codec, value.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return round_to_wire(ctx.codec, gradients[0]), None
+
+
+def _rounded(value: Tensor, codec: WireCodec) -> Tensor:
+    if not encodes(codec, value):
+        return value
+    rounded: Tensor = _Rounding.apply(value, codec)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 def _copy(weights: Mapping[str, nn.Parameter]) -> Weights:

@@ -79,7 +79,9 @@ def chain_costs(
     layers = profile.layers
     seconds = _sums([layer.seconds + layer.forward_seconds * recompute for layer in layers])
     saved = _sums([layer.saved_bytes for layer in layers])
-    crossing = np.array([0.0, *(layer.cut_bytes for layer in layers)])
+    crossing, sent = (
+        np.array([0.0, *(layer.cut_bytes for layer in each.layers)]) for each in (profile, profile.on_wire)
+    )
     empty = np.tri(len(layers) + 1, dtype=bool)
     # A layer frees its workspace when it has run, so that a stage needs the largest.
     working = _largest([0.0, *(layer.workspace_bytes for layer in layers)])
@@ -94,7 +96,7 @@ def chain_costs(
         _sums([layer.parameter_bytes for layer in layers]),
         saved,
         working,
-        crossing if full_duplex else 2 * crossing,
+        sent if full_duplex else 2 * sent,
     )
 
 

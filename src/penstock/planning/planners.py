@@ -10,10 +10,11 @@ from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
-from penstock.planning.search.explanations import explain_search
+from penstock.planning.search.explanations import explain_search, wire_note
 from penstock.planning.search.infeasibility import explain_infeasibility
-from penstock.planning.search.searches import compare_plans
+from penstock.planning.search.searches import compare_plans, simulated_with
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.simulating.losses import find_losses
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -60,8 +61,8 @@ def plan(
     `penstock.values.SCHEDULES`; `synchronous` restricts it to those that train as one device does. `microbatches` is
     their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is
     four microbatches for every device (one under `pipedream`, where each microbatch has its own update). With several
-    profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`: their
-    number, on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both
+    profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`:
+    exactly this number, on all ranks together; they may have replicas. `straight`: no replicas. `recompute`: both
     are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
     default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `progress` shows a line on
@@ -96,7 +97,11 @@ def plan(
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
-    return replace(found.ranked[0], explanation=explain_search(found))
+    best = found.ranked[0]
+    measured = next(one for one in profiles if one.microbatch_size == best.microbatch_size)
+    losses = find_losses(best, measured, cluster, **simulated_with(constraints))
+    explanation = explain_search(found, losses, cluster.memory_bytes) + wire_note(profiles[0])
+    return replace(best, explanation=explanation, layer_names=tuple(layer.name for layer in measured.layers))
 
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:

@@ -25,7 +25,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["foresee", "predict", "slowest_part", "slowest_seconds"]
+__all__ = ["foresee", "predict", "rounds", "slowest_part", "slowest_seconds"]
 
 
 def predict(
@@ -41,7 +41,7 @@ def predict(
     The bubble is the idle share of the wall time of all ranks, ``1 - m * work / (ranks * minibatch_seconds)``. For
     equal stages under a flush it is ``(p - 1) / (m + p - 1)``. Unequal stages and slow links add to it.
     """
-    seconds = _rounds(plan) * bottleneck_seconds
+    seconds = rounds(plan) * bottleneck_seconds
     samples = plan.microbatches * profile.microbatch_size
     work = plan.microbatches * float(costs.seconds[0, -1])
     return Prediction(
@@ -61,7 +61,7 @@ def foresee(stages: tuple[Stage, ...], profile: Profile, costs: ChainCosts, clus
     return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
 
 
-def _rounds(plan: Plan) -> float:
+def rounds(plan: Plan) -> float:
     """The seconds of a minibatch in units of t."""
     count = plan.microbatches
     definition = plan.definition

@@ -9,21 +9,28 @@ seconds, in theory and nearly so on a machine:
              64 KiB to 4 MiB. So a size has weight as far as its seconds come from its bytes and not from the latency.
 
 The clocks of two ranks are never compared. The two directions of a pair are measured separately, since they may differ.
+Then both ranks of a pair send at once. If that is slower, its bandwidth counts for both directions: neighbour stages
+send to each other all the time, and connections between hosts take time of cores that both directions share.
+
+What messages and actions cost the ranks themselves is measured on CPUs, in `message_costs.py` and `action_costs.py`:
+the former by each pair after its links, the latter by all ranks at the same time, since those of one host train at the
+same time.
 
 A host takes part in one pair at a time, since pairs that share cores or a network card slow each other down. Pairs of
 different hosts are measured at once. So p ranks on hosts of their own take p - 1 rounds (p, if p is odd), and p ranks
-on one host p (p - 1) / 2, of about 0.1 s each, or 1 s if NCCL connects them. Each pair has connections of its own,
-which end with its round.
+on one host p (p - 1) / 2, of about half a second each on CPUs (more on slow links), 0.1 s on GPUs, or 1 s if NCCL
+connects them. Each pair has connections of its own, which end with its round.
 """
 
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
-from typing import TypeAlias
+from math import inf
+from statistics import mean, median
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,6 +38,8 @@ from torch import Tensor
 
 from penstock.capturing.device_names import read_device
 from penstock.errors import ProfileError
+from penstock.profiling.action_costs import measure_action_seconds
+from penstock.profiling.message_costs import measure_message_costs
 from penstock.progress import progress_line
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import local_device
@@ -39,7 +48,8 @@ from penstock.runtime.transport.connection_rounds import arrange
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world
-from penstock.values.clusters import Cluster
+from penstock.values.clusters import Cluster, LinkMatrix
+from penstock.values.message_costs import FREE, MessageCosts
 
 __all__ = ["arrange_rounds", "fit_link", "measure_links", "probe"]
 
@@ -48,12 +58,15 @@ RankPair: TypeAlias = tuple[int, int]
 
 SIZES = (2**16, 2**18, 2**20, 2**22)
 """The sizes of the measured messages in bytes: those between stages."""
-_SMALLEST = 1
+_SMALLEST = 8
+"""The bytes of the smallest message that a receiver sees arrive without a thread, as it sees those between stages."""
 _MOST_CALLS = 50
 """The number of messages in one series, whose median is taken."""
 _SERIES_SECONDS = 0.05
 """A series of messages on a slow link is shortened to about this time, but to at least `_FEWEST_CALLS`."""
 _FEWEST_CALLS = 3
+_LONGEST_SECONDS = 0.2
+"""Larger messages than those that take so long are not measured."""
 _SEGMENTS = 100
 """More segments than those that a transport between GPUs treats as first steps, which are slower."""
 
@@ -61,8 +74,8 @@ _SEGMENTS = 100
 def probe(
     *, device: torch.device | str | None = None, progress: bool | None = None, timeout_seconds: float = 60.0
 ) -> Cluster:
-    """Measures the cluster that this process group runs on: latency and bandwidth between all ranks, both ways.
-    Collective.
+    """Measures the cluster that this process group runs on: latency and bandwidth between all ranks, both ways, and on
+    CPUs what messages and actions take from the ranks themselves. Collective.
 
     Works under ``torchrun`` or in an initialized ``torch.distributed`` group, and returns the same cluster on every
     rank. `device`: where this rank's tensors are (default: its GPU if there are GPUs, else the CPU). ``memory_bytes``
@@ -98,7 +111,8 @@ def measure_links(
         )
     found = gather_results(world, "while it looked for its device", lambda: _locate(device).fields())
     locations = [_RankLocation(host, torch.device(name), memory) for host, name, memory in found]
-    mine: dict[RankPair, tuple[float, float]] = {}
+    mine: dict[RankPair, _Link] = {}
+    hosts_compute = all(location.device.type == "cpu" for location in locations)
     rounds = arrange_rounds([location.host for location in locations])
     for pairs in progress_line(rounds, str, "probing", progress if world.rank == 0 else False):
         # Each round makes its own connections: all of them at once would need too much of a GPU's memory and streams.
@@ -106,17 +120,41 @@ def measure_links(
         transport = world.connect(edges, locations[world.rank].device, timeout_seconds)
         for pair in pairs:
             if world.rank in pair:
-                mine.update(
-                    _measure(pair, _Side(transport, locations[world.rank].device, world.rank, sum(pair) - world.rank))
-                )
+                side = _Side(transport, locations[world.rank].device, world.rank, sum(pair) - world.rank)
+                mine.update(_measure(pair, side, hosts_compute))
         transport.close()
         # All processes end this round before any begins the next.
         world.gather(None, "between two rounds of a probe")
-    links = {pair: numbers for measured in world.gather(mine, "after a probe") for pair, numbers in measured.items()}
-    latency, bandwidth = (
-        [[links[a, b][number] if a != b else 0.0 for b in range(ranks)] for a in range(ranks)] for number in range(2)
+    action = gather_results(
+        world, "while it measured its actions", lambda: measure_action_seconds() if hosts_compute else 0.0
     )
-    return Cluster.from_matrix(bandwidth, _least_memory(locations), latency)
+    measured = [{tuple(pair): link for pair, link in found} for found in world.gather(_plain(mine), "after a probe")]
+    return _cluster(measured, median(action), _least_memory(locations))
+
+
+def _plain(links: Mapping[RankPair, "_Link"]) -> list[Any]:
+    return [[list(pair), list(link)] for pair, link in links.items()]
+
+
+def _cluster(
+    measured: Sequence[Mapping[RankPair, Sequence[float]]], action: float, memory_bytes: float | None
+) -> Cluster:
+    """The cluster of what every rank has measured: of the links from it, and of messages at its end."""
+    every = range(len(measured))
+
+    def rows(number: int) -> list[list[float]]:
+        return [[measured[a][a, b][number] if a != b else 0.0 for b in every] for a in every]
+
+    def costs(a: int, b: int) -> MessageCosts:
+        """The mean of the two ends."""
+        if a == b:
+            return FREE
+        return MessageCosts(*(mean([measured[a][a, b][number], measured[b][b, a][number]]) for number in (2, 3)))
+
+    links = LinkMatrix(
+        tuple(map(tuple, rows(1))), tuple(map(tuple, rows(0))), tuple(tuple(costs(a, b) for b in every) for a in every)
+    )
+    return Cluster(links, memory_bytes, action)
 
 
 def arrange_rounds(hosts: Sequence[str]) -> list[list[RankPair]]:
@@ -152,15 +190,28 @@ def fit_link(smallest: Sequence[float], series: Sequence[tuple[int, Sequence[flo
     return round_trip / 2, 1 / max(seconds_per_byte, 1e-15)
 
 
-def _measure(pair: RankPair, side: "_Side") -> dict[RankPair, tuple[float, float]]:
-    """Measures the link from this rank to the other one of `pair`. The lower rank drives first."""
-    result: dict[RankPair, tuple[float, float]] = {}
+class _Link(NamedTuple):
+    """A link from this rank to another one, and what a message costs this rank at either end of it."""
+
+    latency_seconds: float
+    bandwidth: float
+    message_seconds: float
+    message_seconds_per_byte: float
+
+
+def _measure(pair: RankPair, side: "_Side", costs: bool) -> dict[RankPair, _Link]:
+    """Measures the link from this rank to the other one of `pair`, and with `costs` what messages cost this rank. The
+    lower rank drives first.
+    """
+    latency, bandwidth = 0.0, inf
     for driver in pair:
         if driver == side.rank:
-            result[side.rank, side.partner] = side.drive()
+            latency, bandwidth = side.drive()
         else:
             side.answer()
-    return result
+    bandwidth = min(bandwidth, side.exchange(latency, bandwidth))
+    found = measure_message_costs(side, latency, bandwidth) if costs else FREE
+    return {(side.rank, side.partner): _Link(latency, bandwidth, found.seconds, found.seconds_per_byte)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,26 +225,58 @@ class _Side:
 
     def drive(self) -> tuple[float, float]:
         """Measures the link to the partner, which must `answer` meanwhile."""
-        smallest = self._series(_SMALLEST)
-        series = [(size, self._series(size)) for size in SIZES]
-        self._send("order", torch.zeros(2, dtype=torch.int64, device=self.device))
+        smallest, series = self._series(_SMALLEST), list[tuple[int, list[float]]]()
+        for size in SIZES:
+            # On a slow link the smaller sizes say as much as the largest one.
+            if len(series) < 2 or median(series[-1][1]) * size / series[-1][0] < _LONGEST_SECONDS:
+                series.append((size, self._series(size)))
+        self.send("order", torch.zeros(2, dtype=torch.int64, device=self.device))
         return fit_link(smallest, series)
 
     def answer(self) -> None:
         """Answers the partner's messages until it orders none."""
         while True:
-            size, calls = (int(number) for number in self._receive("order"))
+            size, calls = (int(number) for number in self.receive("order"))
             if calls == 0:
                 return
             self._begin_late_segment()
-            receive = self._post(f"{size} bytes")
+            receive = self.post(f"{size} bytes")
             answer = torch.zeros(_SMALLEST, dtype=torch.uint8, device=self.device)
             for call in range(calls):
                 message = receive.wait()
                 if call + 1 < calls:
-                    receive = self._post(f"{size} bytes")
-                self._send("answer", answer)
+                    receive = self.post(f"{size} bytes")
+                self.send("answer", answer)
                 del message
+
+    @property
+    def drives(self) -> bool:
+        """Whether this rank decides how the two measure."""
+        return self.rank < self.partner
+
+    def exchange(self, latency: float, bandwidth: float) -> float:
+        """The bandwidth to the partner while as much comes back; it makes the same call. `latency` and `bandwidth`:
+        those of the link to it while nothing comes back.
+        """
+        if self.drives:
+            size = max(SIZES[0], min(SIZES[-2], int(_SERIES_SECONDS * bandwidth)))
+            calls = min(_MOST_CALLS, max(_FEWEST_CALLS, int(_SERIES_SECONDS * bandwidth / size)))
+            self.send("order", torch.tensor([size, calls], device=self.device))
+        else:
+            size, calls = map(int, self.receive("order"))
+        self._begin_late_segment()
+        payload = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        seconds = []
+        # The first message carries its header and finds the partner at work.
+        for _ in range(1 + calls):
+            receive = self.post(f"{size} bytes both ways")
+            self._synchronize()
+            start = time.perf_counter()
+            self.send(f"{size} bytes both ways", payload)
+            receive.wait()
+            self._synchronize()
+            seconds.append(time.perf_counter() - start)
+        return size / max(median(seconds[1:]) - latency, 1e-15 * size)
 
     def _series(self, size: int) -> list[float]:
         """The round-trip seconds of messages of `size` bytes."""
@@ -203,15 +286,15 @@ class _Side:
         return self._exchange(size, 1 + calls)[1:]
 
     def _exchange(self, size: int, calls: int) -> list[float]:
-        self._send("order", torch.tensor([size, calls], device=self.device))
+        self.send("order", torch.tensor([size, calls], device=self.device))
         self._begin_late_segment()
         payload = torch.zeros(size, dtype=torch.uint8, device=self.device)
         seconds = []
         for _ in range(calls):
-            receive = self._post("answer")
+            receive = self.post("answer")
             self._synchronize()
             start = time.perf_counter()
-            self._send(f"{size} bytes", payload)
+            self.send(f"{size} bytes", payload)
             receive.wait()
             self._synchronize()
             seconds.append(time.perf_counter() - start)
@@ -230,14 +313,17 @@ class _Side:
         if accelerator is not None:
             accelerator.record_timed_event().synchronize()
 
-    def _send(self, kind: str, tensor: Tensor) -> None:
+    def send(self, kind: str, tensor: Tensor) -> None:
+        """Sends `tensor`, a message of `kind`, to the partner."""
         self.transport.send(Edge(self.rank, self.partner, Channel.PROBE), kind, (tensor,))
 
-    def _post(self, kind: str) -> PendingMessage:
+    def post(self, kind: str) -> PendingMessage:
+        """Posts the receive of the partner's next message, which is of `kind`."""
         return self.transport.post(Edge(self.partner, self.rank, Channel.PROBE), kind)
 
-    def _receive(self, kind: str) -> list[float]:
-        (tensor,) = self._post(kind).wait()
+    def receive(self, kind: str) -> list[float]:
+        """Waits for the numbers in the partner's next message, which is of `kind`."""
+        (tensor,) = self.post(kind).wait()
         assert tensor is not None
         return list(tensor.tolist())
 

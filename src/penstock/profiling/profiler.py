@@ -15,6 +15,7 @@ What the numbers of a layer mean:
       measures it.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
+  wire_bytes  what a link carries of these with the given `wire_dtype`.
   saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may come between
       them: the sum over a stage's layers is never below the bytes of the stage.
   workspace_bytes  see `workspaces`: of a forward beside the saved bytes and the output, or of a backward beside the
@@ -61,9 +62,10 @@ from penstock.progress import progress_line
 from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import AUTOCAST, autocasting
+from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype, sent_bytes
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["profile"]
+__all__ = ["profile", "without_gradients"]
 
 Gauge: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs work and measures it."""
@@ -88,6 +90,7 @@ def profile(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     autocast: torch.dtype | None = None,
+    wire_dtype: WireDtype | None = None,
     iterations: int = 10,
     warmup: int = 2,
     device: torch.device | str | None = None,
@@ -107,6 +110,8 @@ def profile(
     `autocast`, as in `Pipeline`: forwards compute under it. Each casts the weights that it reads anew, as that of every
     microbatch does: that takes time, and what autograd keeps of it is in the saved bytes.
 
+    `wire_dtype`, as in `Pipeline`: what links carry is counted beside what crosses the cuts. Encoding is not timed.
+
     The layers are run one after the other: `warmup` times to warm up, once to count bytes, `iterations` times for the
     medians. The calls of a layer that takes less than about 50 us are timed in groups. `device` (default: that of
     the model) may name another cpu or cuda device: a copy of the model is measured there. `progress` shows a line on
@@ -117,6 +122,7 @@ def profile(
     fails on the sample or an argument is out of range.
     """
     iterations, warmup, *_ = check_arguments("profile", locals(), _RULES, ProfileError).values()
+    codec = read_wire_dtype(wire_dtype, "profile(wire_dtype=)")
     if not isinstance(model, LayerChain):
         check_model(model, "profile")
     found = device_of(model)
@@ -126,14 +132,14 @@ def profile(
     clock = clock_of(on) if clock is None else clock
     sample, target = placed(sample, on), placed(target, on)
     modules, computing = modules_of(model), partial(autocasting, autocast, on)
-    with preserved(modules), _without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+    with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         with computing():
             chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
         values = chain.inputs.bind(call.args, call.kwargs)
         loss = None if loss_fn is None else partial(_loss, chain, loss_fn, target)
         bench = _LayerBench(
-            chain, values, clock=clock, meter=meter_of(on), warmup=warmup, computing=computing, loss=loss
+            chain, values, clock=clock, meter=meter_of(on), warmup=warmup, computing=computing, loss=loss, codec=codec
         )
         steps = [(run, index) for run in range(1 + warmup + iterations) for index in range(len(chain.layers))]
         for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
@@ -141,7 +147,7 @@ def profile(
         layers = tuple(bench.result(index) for index in range(len(chain.layers)))
     title = name or ("" if isinstance(model, Sequence | LayerChain) else type(model).__name__)
     crossings = tuple(
-        replace(found, size_bytes=bench.value_bytes[found.name])
+        replace(found, size_bytes=bench.value_bytes[found.name], wire_bytes=bench.wire_bytes_of(found.name))
         for found in crossings_of(chain)
         # A value that only the next layer reads is never relayed.
         if found.read != (found.made + 1,)
@@ -174,6 +180,7 @@ class _LayerBench:
         warmup: int,
         computing: Computing,
         loss: Callable[[Mapping[str, Tensor]], Tensor] | None,
+        codec: WireCodec | None,
     ) -> None:
         self.chain = chain
         self.inputs = inputs
@@ -188,8 +195,11 @@ class _LayerBench:
         """The values that the next layers may read. A tensor that autograd flows through requires a gradient."""
         self.saved_bytes: list[int] = []
         self.cut_bytes: list[int] = []
+        self.codec = codec
         self.value_bytes: dict[str, int] = {}
         """The size of each value that a later layer reads."""
+        self.value_wire_bytes: dict[str, int] = {}
+        """What links carry of it."""
         self.workspace_bytes: list[float] = []
         self.library_bytes = 0.0
         self.fragmentation = 1.0
@@ -213,7 +223,7 @@ class _LayerBench:
 
     def result(self, index: int) -> LayerProfile:
         """The results of all runs for layer `index`."""
-        layer = self.chain.layers[index]
+        layer, cut = self.chain.layers[index], self.chain.cut(index + 1)
         backward_seconds = median_seconds(backward for _, backward in self.samples[index])
         return LayerProfile(
             name=layer.name,
@@ -224,7 +234,12 @@ class _LayerBench:
             parameter_bytes=sum(_size(parameter) for parameter in layer.module.parameters()),
             workspace_bytes=self.workspace_bytes[index],
             weight_seconds=min(median_seconds(self.weight_seconds[index] or [0.0]), backward_seconds),
+            wire_bytes=None if self.codec is None else sum(map(self.value_wire_bytes.__getitem__, cut)),
         )
+
+    def wire_bytes_of(self, value: str) -> int | None:
+        """What links carry of `value`; None if it is sent as it is."""
+        return None if self.codec is None else self.value_wire_bytes[value]
 
     def _survey(self, index: int) -> None:
         """Counts the bytes of layer `index`, which has run before: libraries have made what they make once and keep."""
@@ -239,7 +254,11 @@ class _LayerBench:
         self.saved_bytes.append(saved)
         self.workspace_bytes.append(max(self._sample(index, 1, self._beyond_rest, self._beyond_start)))
         self.fragmentation = self.meter.fragmentation()
-        self.value_bytes.update((name, _size(self.values[name])) for name in layer.outputs if name in self.values)
+        made = {name: self.values[name] for name in layer.outputs if name in self.values}
+        self.value_bytes.update((name, _size(value)) for name, value in made.items())
+        self.value_wire_bytes.update(
+            (name, sent_bytes(self.codec, value.shape, value.dtype)) for name, value in made.items()
+        )
         self.cut_bytes.append(sum(_size(self.values[value]) for value in self.chain.cut(index + 1)))
 
     def _beyond_rest(self, work: Callable[[], object]) -> float:
@@ -367,7 +386,7 @@ def _accumulating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
+def without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Removes the gradients of the parameters of `modules` inside a ``with`` block, and restores them after it."""
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     gradients = [parameter.grad for parameter in parameters]

@@ -151,7 +151,7 @@ class _StageChain:
         if self.profile is None:
             return
         stages = self.plan.stages
-        size = self.profile.layers[stages[index].stop - 1].cut_bytes
+        size = self.profile.on_wire.layers[stages[index].stop - 1].cut_bytes
         here, there = stages[index].ranks, stages[index + 1].ranks
         rounds = min(lcm(len(here), len(there)), _PAIRS)
         pairs = {(here[k % len(here)], there[k % len(there)]) for k in range(rounds)}

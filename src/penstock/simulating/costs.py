@@ -5,7 +5,7 @@ layers are the same computation with different costs.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import sub
 from typing import assert_never
 
@@ -14,11 +14,11 @@ from penstock.scheduling.placements import Placement, Skip
 from penstock.simulating.assumptions import AllReduce, Assumptions
 from penstock.simulating.routes import slowest_link
 from penstock.values.clusters import Cluster
-from penstock.values.crossings import find_traffic
+from penstock.values.crossings import Traffic, find_traffic
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["Costs", "plan_costs", "require_fit"]
+__all__ = ["Costs", "plan_costs", "reduce_seconds", "require_fit"]
 
 _DEFAULT = Assumptions()
 
@@ -33,7 +33,8 @@ class Costs:
     and of its all-reduce. `cut_bytes[s]` is what a whole microbatch sends each way between stages s and s + 1; cuts
     within a rank are not used. With `recompute` a backward takes one forward more, unless it directly follows its
     forward. Without a `cluster` the links are instant. `skips` holds what a whole microbatch sends each way directly
-    between two stages that are not neighbours; it is in no cut. Everything else is zero by default.
+    between two stages that are not neighbours; it is in no cut. `wire_bytes` and `wire_skips` are what links carry of
+    these, by default all. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]
@@ -42,6 +43,8 @@ class Costs:
     reduce_seconds: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     skips: tuple[tuple[Skip, float], ...] = ()
+    wire_bytes: tuple[float, ...] = ()
+    wire_skips: tuple[tuple[Skip, float], ...] = ()
     weight_seconds: tuple[float, ...] = ()
     split_seconds: float = 0.0
     saved_bytes: tuple[float, ...] = ()
@@ -56,6 +59,8 @@ class Costs:
         stages = len(self.forward_seconds)
         if not self.weight_seconds:
             object.__setattr__(self, "weight_seconds", tuple(seconds / 2 for seconds in self.backward_seconds))
+        object.__setattr__(self, "wire_bytes", self.wire_bytes or self.cut_bytes)
+        object.__setattr__(self, "wire_skips", self.wire_skips or self.skips)
         for name, expected in (
             ("backward_seconds", stages),
             ("weight_seconds", stages),
@@ -65,6 +70,7 @@ class Costs:
             ("workspace_bytes", stages),
             ("parameter_bytes", stages),
             ("cut_bytes", stages - 1),
+            ("wire_bytes", stages - 1),
         ):
             given = getattr(self, name)
             if not given and name != "backward_seconds":
@@ -78,6 +84,11 @@ class Costs:
     def unit(cls, stages: int, *, split: bool = False) -> "Costs":
         """Costs of one second per forward and backward (with `split`, per half of a backward); the rest is free."""
         return cls((1.0,) * stages, (2.0 if split else 1.0,) * stages)
+
+    @property
+    def on_wire(self) -> "Costs":
+        """These costs with what links carry in place of what is sent."""
+        return replace(self, cut_bytes=self.wire_bytes, skips=self.wire_skips)
 
     @property
     def input_seconds(self) -> tuple[float, ...]:
@@ -110,7 +121,9 @@ def plan_costs(
     parameters = tuple(_sum(own, "parameter_bytes") for own in layers)
     groups = [stage.ranks for stage in plan.stages]
     parallel = plan.tensor_parallel
-    traffic = find_traffic(profile.crossings, [stage.start for stage in plan.stages], skips)
+    starts, skips = [stage.start for stage in plan.stages], tuple(skips)
+    traffic = find_traffic(profile.crossings, starts, skips)
+    wire_traffic = find_traffic(profile.on_wire.crossings, starts, skips)
     # With recomputation the relayed tensors are part of the stage's input, which is kept anyway.
     relayed = [0.0 if plan.recompute else traffic.relayed.get(stage, 0.0) for stage in range(len(layers))]
     sharers = plan.replicas if placement.split else (1,) * len(layers)
@@ -122,15 +135,15 @@ def plan_costs(
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
             max(
-                _reduce_seconds(size, ranks[tp_rank::parallel], cluster, assumptions.allreduce)
+                reduce_seconds(size, ranks[tp_rank::parallel], cluster, assumptions.allreduce)
                 for tp_rank in range(parallel)
             )
             for size, ranks in zip(parameters, groups, strict=True)
         ),
-        cut_bytes=tuple(
-            max(0.0, own[-1].cut_bytes - traffic.past.get(cut, 0.0)) for cut, own in enumerate(layers[:-1])
-        ),
+        cut_bytes=_cut_bytes(plan, profile, traffic),
         skips=tuple(traffic.direct.items()),
+        wire_bytes=_cut_bytes(plan, profile.on_wire, wire_traffic),
+        wire_skips=tuple(wire_traffic.direct.items()),
         saved_bytes=tuple(
             size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, sharers, strict=True)
         ),
@@ -143,6 +156,12 @@ def plan_costs(
         tensor_parallel=parallel,
         assumptions=assumptions,
     )
+
+
+def _cut_bytes(plan: Plan, profile: Profile, traffic: Traffic) -> tuple[float, ...]:
+    """What crosses the cuts between the stages of `plan`, without what skips carry past them."""
+    lasts = (profile.layers[stage.stop - 1] for stage in plan.stages[:-1])
+    return tuple(max(0.0, last.cut_bytes - traffic.past.get(cut, 0.0)) for cut, last in enumerate(lasts))
 
 
 def _sum(layers: Sequence[LayerProfile], name: str) -> float:
@@ -165,7 +184,7 @@ def _workspace(layers: Sequence[LayerProfile], recompute: bool) -> float:
     return most
 
 
-def _reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:
+def reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:
     """[SPP 2022, equation 1] with 2(r-1) latencies for the messages of a ring; 0 for one rank."""
     replicas = len(ranks)
     if replicas == 1:

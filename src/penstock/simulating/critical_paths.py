@@ -11,22 +11,25 @@ from collections import defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
 
+from penstock.arguments import integer
+from penstock.errors import PlanError
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
 __all__ = ["critical_path"]
 
 
-def critical_path(timeline: Timeline) -> tuple[Span, ...]:
+def critical_path(timeline: Timeline, server_ranks: int = 1) -> tuple[Span, ...]:
     """The spans of the critical path, first to last; each is one of ``timeline.spans``. Empty if there are no spans.
 
     Each starts when the one before it stops, with two exceptions: a receive starts when its rank begins to wait, and
     a message that was queued on a link starts before the latency of the previous one has passed. The spans of a rank
-    must be in the order in which they ran.
+    must be in the order in which they ran. `server_ranks`: the ranks of a server, if they share one link to each other
+    server (`simulate(shared_nic=True)`).
     """
     if not timeline.spans:
         return ()
-    index = _Index(timeline)
+    index = _Index(timeline, integer(1).check("critical_path(server_ranks=)", server_ranks, PlanError))
     span: Span | None = index.final()
     path: list[Span] = []
     seen: set[int] = set()
@@ -41,7 +44,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 class _Index:
     """Finds the spans that a span may have waited for. Sends do not block, so they are not in their rank's row here."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, server_ranks: int) -> None:
         self._rows: defaultdict[int, list[Span]] = defaultdict(list)
         self._positions: dict[int, int] = {}
         self._sends: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
@@ -50,11 +53,11 @@ class _Index:
         """The sends of what a forward or backward produced, by its rank, stage, microbatch and kind."""
         self._makers: dict[tuple[int, int, int, str], Span] = {}
         """Forwards and backwards by rank, stage, microbatch and kind."""
-        self._queued: dict[int, Span] = {}
-        """The previous send between the same two stages, by send."""
+        self._queued: dict[int, list[Span]] = {}
+        """The previous send on each of its links, by send."""
         self._reduces: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         """All-reduces by stage and version."""
-        latest: dict[tuple[int, int, int], Span] = {}
+        links = _Links(timeline, server_ranks)
         for span in sorted(timeline.spans, key=attrgetter("start_seconds")):
             kind, stage, number = span.kind, span.stage, span.number
             if kind == "send":
@@ -62,10 +65,7 @@ class _Index:
                 if not span.topic:
                     maker = "forward" if span.reference > stage else "backward"
                     self._made[span.rank, stage, number, maker].append(span)
-                link = span.rank, stage, span.reference
-                if link in latest:
-                    self._queued[id(span)] = latest[link]
-                latest[link] = span
+                self._queued[id(span)] = links.queue(span)
                 continue
             row = self._rows[span.rank]
             self._positions[id(span)] = len(row)
@@ -107,8 +107,8 @@ class _Index:
             )
         if maker is not None:
             yield maker
-        if id(span) in self._queued and (maker is None or maker.stop_seconds < span.start_seconds):
-            yield self._queued[id(span)]
+        if maker is None or maker.stop_seconds < span.start_seconds:
+            yield from self._queued[id(span)]
 
     def _previous(self, span: Span) -> Iterator[Span]:
         """The previous span of its rank, and the send after that if it kept the rank busy."""
@@ -119,6 +119,33 @@ class _Index:
         yield own
         if own.stop_seconds < span.start_seconds:
             yield from self._made.get((span.rank, own.stage, own.number, _made_by(own.kind)), ())
+
+
+class _Links:
+    """The links of a timeline, each with the last message so far."""
+
+    def __init__(self, timeline: Timeline, server_ranks: int) -> None:
+        self._server_ranks = server_ranks
+        self._latest: dict[tuple[object, ...], Span] = {}
+        self._receivers: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)
+        """By sending stage, receiving stage, number, and topic."""
+        for span in timeline.spans:
+            if span.kind == "receive":
+                self._receivers[span.reference, span.stage, span.number, span.topic].append(span.rank)
+
+    def queue(self, send: Span) -> list[Span]:
+        """The messages before `send` on its links, which it now follows; a link is that of two ranks or servers."""
+        receivers = self._receivers[send.stage, send.reference, send.number, send.topic]
+        links: dict[tuple[object, ...], None] = dict.fromkeys(self._link(send.rank, rank) for rank in receivers)
+        if not receivers:  # a timeline without what was received
+            links[send.rank, "to stage", send.reference] = None
+        before = [self._latest[link] for link in links if link in self._latest]
+        self._latest.update(dict.fromkeys(links, send))
+        return before
+
+    def _link(self, here: int, there: int) -> tuple[object, ...]:
+        servers = here // self._server_ranks, there // self._server_ranks
+        return ("servers", *servers) if servers[0] != servers[1] else (here, there)
 
 
 def _made_by(kind: str) -> str:

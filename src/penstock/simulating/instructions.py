@@ -6,7 +6,6 @@ Costs and paths are looked up here, once for every action, and not in the player
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import add
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
@@ -68,6 +67,10 @@ class MessagePath(NamedTuple):
     seconds: float
     """How long it occupies the link; the longest of several."""
     latency_seconds: float
+    handling_seconds: float
+    """How long each of the two ranks is busy with it, whatever its size."""
+    copying_seconds: float
+    """And with its bytes."""
     legs: tuple[tuple[int, float], ...]
     """All links with their seconds."""
 
@@ -141,20 +144,25 @@ class Writer:
         """By link and the two stages of a cut or skip: the seconds that one message occupies the link."""
         self._placement = placement
         self._costs = costs
-        self._skips = dict(costs.skips)
+        self._skips = dict(costs.wire_skips)
         self._stages = len(placement.stages)
         self._compute = SHARED_COMPUTE if costs.assumptions.slowdowns else COMPUTE
         self._routes: dict[tuple[int, int, int, int], MessagePath] = {}
         self._kinds = len(_TOPICS) * self._stages**2
         """How many kinds of messages there are: from each stage to each other one, on each topic."""
         more = costs.forward_seconds if costs.recompute else (0.0,) * self._stages
+        action = 0.0 if costs.cluster is None else costs.cluster.action_seconds
+
+        def whole(*parts: tuple[float, ...]) -> list[float]:
+            return [sum(seconds) + action for seconds in zip(*parts, strict=True)]
+
         self._seconds = (
-            costs.forward_seconds,
+            whole(costs.forward_seconds),
             # Without and with the recomputation of the forward.
-            (costs.backward_seconds, tuple(map(add, costs.backward_seconds, more))),
-            (costs.input_seconds, tuple(map(add, costs.input_seconds, more))),
-            [seconds + costs.split_seconds for seconds in costs.weight_seconds],
-            costs.update_seconds,
+            (whole(costs.backward_seconds), whole(costs.backward_seconds, more)),
+            (whole(costs.input_seconds), whole(costs.input_seconds, more)),
+            whole(costs.weight_seconds, (costs.split_seconds,) * self._stages),
+            whole(costs.update_seconds),
         )
         self._effects = [effect * self._stages for effect in MemoryEffect]
         """The number of each effect for stage 0, in the order of `MemoryEffect`."""
@@ -268,7 +276,7 @@ class Writer:
             senders = stages[stage] if split else (rank,)
             receivers = stages[target] if split else (peer,)
             low, high = sorted((stage, target))
-            size = self._costs.cut_bytes[low] if high == low + 1 else self._skips.get((low, high), 0.0)
+            size = self._costs.wire_bytes[low] if high == low + 1 else self._skips.get((low, high), 0.0)
             self._routes[key] = self._number(rank, peer, self._route(size, senders, receivers), (low, high))
         return self._routes[key]
 
@@ -296,10 +304,15 @@ class Writer:
         for link, seconds in legs:
             if cut is not None:
                 self.cuts[link, cut] = seconds
-        if len(legs) == 1:
-            ((link, seconds),) = legs
-            return MessagePath(edge, link, seconds, route.latency_seconds, legs)
-        return MessagePath(edge, -1, max(seconds for _, seconds in legs), route.latency_seconds, legs)
+        return MessagePath(
+            edge=edge,
+            link=legs[0][0] if len(legs) == 1 else -1,
+            seconds=max(seconds for _, seconds in legs),
+            latency_seconds=route.latency_seconds,
+            handling_seconds=route.handling_seconds,
+            copying_seconds=route.copying_seconds,
+            legs=legs,
+        )
 
     def _direct(self, rank: int, peer: int, size_bytes: float) -> MessagePath:
         """The path of a message that crosses no cut. Tied gradients have no bytes: a profile does not have them."""
@@ -319,7 +332,12 @@ def _join_routes(routes: list[Route], link: Link) -> Route:
                 loads[leg] = loads.get(leg, 0.0) + seconds
             else:
                 loads[link] = max(loads.get(link, 0.0), seconds)
-    return Route(tuple(loads.items()), max(route.latency_seconds for route in routes))
+    return Route(
+        tuple(loads.items()),
+        max(route.latency_seconds for route in routes),
+        max(route.handling_seconds for route in routes),
+        max(route.copying_seconds for route in routes),
+    )
 
 
 def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbers, _Numbers]:

@@ -30,7 +30,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 
-__all__ = ["Outcome", "evaluate"]
+__all__ = ["Outcome", "evaluate", "rows_of_lengths", "steady_lengths"]
 
 _LONGEST_PERIOD = 64
 """In minibatches; a longer period of unequal replicas is cut to this for the steady state."""
@@ -73,10 +73,8 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
     placement = made.placement
     costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options), made.skips)
     symmetry = find_symmetry(placement, costs, made.microbatches)
-    lengths = [default_minibatches(made)]
-    if not made.flushes:
-        lengths.append(lengths[0] + _period(made, lengths[0]))
-    rows = _rows(made, symmetry.simulated, lengths)
+    lengths = steady_lengths(made)
+    rows = rows_of_lengths(made, symmetry.simulated, lengths)
     runs = [play(row, placement, costs) for row in rows]
     last, more = runs[-1], lengths[-1] - (0 if made.flushes else lengths[0])
     loads = measure_loads(last, more, None if made.flushes else runs[0])
@@ -96,6 +94,12 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
     )
 
 
+def steady_lengths(made: Schedule) -> list[int]:
+    """The minibatches of each run that is needed for the steady state, ascending: one run, or two without a flush."""
+    lengths = [default_minibatches(made)]
+    return lengths if made.flushes else [*lengths, lengths[0] + _period(made, lengths[0])]
+
+
 def _period(made: Schedule, filling: int) -> int:
     """How many more minibatches the longer run has: whole periods, at least as many as fill the pipe."""
     placement = made.placement
@@ -104,7 +108,7 @@ def _period(made: Schedule, filling: int) -> int:
     return period * ceil(filling / period) if period <= _LONGEST_PERIOD else _LONGEST_PERIOD
 
 
-def _rows(made: Schedule, simulated: tuple[int, ...], lengths: list[int]) -> list[dict[int, list[Action]]]:
+def rows_of_lengths(made: Schedule, simulated: tuple[int, ...], lengths: list[int]) -> list[dict[int, list[Action]]]:
     """The actions of the simulated ranks for each of `lengths` minibatches, ascending; none is created twice."""
     rows: list[dict[int, list[Action]]] = [{} for _ in lengths]
     for rank in simulated:

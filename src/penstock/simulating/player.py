@@ -5,7 +5,10 @@ Nothing here is random and no clock is read: every start is the latest of the ti
 Rules of the simulation:
   1. A rank runs its instructions one after the other.
   2. A receive blocks until its message has arrived. A send does not block. Without overlap the sender is busy until its
-     message has left, and a receive takes at least as long as its message is on the link.
+     message has left, and a receive takes at least as long as its message is on the link. Where messages take time of
+     the ranks, a message leaves when its sender has handed it over, and the sender goes on when it has copied the
+     bytes, too. The receiver copies bytes while they arrive, and so is late by the copying of a message that was there
+     before; it goes on when it has taken the message in.
   3. A link carries one message at a time, in the order of the sends; where several ranks share it, in the order of
      their times.
   4. In an all-reduce each simulated replica waits for the end. Without overlap it starts when the last replica has
@@ -118,7 +121,8 @@ class Player:
                 if ordered and self._ready and self._ready[0] < (now, track.rank):
                     heappush(self._ready, (now, track.rank))
                     break
-                edge, link, seconds, latency, legs = what
+                edge, link, seconds, latency, handling, copying, legs = what
+                now += handling
                 if link >= 0:
                     start = now if free[link] < now else free[link]
                     left = free[link] = start + seconds
@@ -133,6 +137,8 @@ class Player:
                 if not overlap:
                     now = left
                     track.message_seconds += seconds
+                now += copying
+                track.message_seconds += handling + copying
                 if edge in waiting:
                     self._wake(waiting.pop(edge), arrival)
             elif code == RECEIVE:
@@ -144,10 +150,13 @@ class Player:
                 if found != contents[len(messages)]:
                     raise self._mismatch(rows[track.rank][index], track.rank, what, found)
                 starts.append(now)
+                _, _, seconds, _, handling, copying, _ = what
                 if not overlap:
-                    now += what[2]
-                    track.message_seconds += what[2]
-                now = arrival if arrival > now else now
+                    now += seconds
+                    track.message_seconds += seconds
+                now += copying
+                now = (arrival if arrival > now else now) + handling
+                track.message_seconds += handling + copying
                 stops.append(now)
                 messages.append(arrival)
             else:
@@ -212,6 +221,8 @@ class Player:
         track.starts.append(now)
         stop = now
         for path in message.paths:
+            now += path.handling_seconds
+            track.message_seconds += path.handling_seconds
             _, left = self._occupy(path.legs, now)
             arrival = left + path.latency_seconds
             self._queues[path.edge].append((arrival, message.content))

@@ -61,6 +61,8 @@ def _links_are_equal(cluster: Cluster, here: tuple[int, ...], there: tuple[int, 
         (
             slowest_link(cluster, (a * width + tp_rank,), (b * width + tp_rank,)),
             slowest_link(cluster, (b * width + tp_rank,), (a * width + tp_rank,)),
+            cluster.message_costs(a * width + tp_rank, b * width + tp_rank),
+            cluster.message_costs(b * width + tp_rank, a * width + tp_rank),
         )
         for a, b in zip(here, there, strict=True)
         for tp_rank in range(width)

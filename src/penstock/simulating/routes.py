@@ -1,8 +1,9 @@
 """The route of a message: which links it occupies, for how long, and how much later it arrives.
 
 A link is busy for bytes / bandwidth, and the message arrives one latency later: the latency of one message and the
-bytes of the next overlap. Where several ranks send one message together (a split microbatch, a group of tensor-parallel
-ranks), all their transfers run at once and the slowest decides [SPP 2022, section III].
+bytes of the next overlap. Besides, it takes processor time at both ends (`MessageCosts`). Where several ranks send one
+message together (a split microbatch, a group of tensor-parallel ranks), all their transfers run at once and the slowest
+decides [SPP 2022, section III].
 """
 
 from collections import defaultdict
@@ -28,6 +29,10 @@ class Route:
 
     legs: tuple[tuple[Link, float], ...]
     latency_seconds: float
+    handling_seconds: float = 0.0
+    """How long each end is busy with the message whatever its size; the busiest end where there are several."""
+    copying_seconds: float = 0.0
+    """And with its bytes."""
 
 
 _INSTANT = (inf, 0.0)
@@ -45,9 +50,10 @@ def find_route(
     share_bytes = size_bytes / (len(senders) * len(receivers))
     if cluster is None:
         return Route(((link, 0.0),), 0.0)
+    handling, copying = _occupied(cluster, share_bytes, senders, receivers)
     if not shared:
         bandwidth, latency = slowest_link(cluster, senders, receivers)
-        return Route(((link, share_bytes / bandwidth),), latency)
+        return Route(((link, share_bytes / bandwidth),), latency, handling, copying)
     size = _server_size(cluster)
     latency = 0.0
     loads: defaultdict[Link, float] = defaultdict(float)
@@ -59,7 +65,22 @@ def find_route(
             loads[link] = max(loads[link], seconds)
         else:
             loads[-1 - here, -1 - there] += seconds
-    return Route(tuple(loads.items()), latency)
+    return Route(tuple(loads.items()), latency, handling, copying)
+
+
+def _occupied(
+    cluster: Cluster, share_bytes: float, senders: Sequence[int], receivers: Sequence[int]
+) -> tuple[float, float]:
+    """How long a message occupies the busiest of its ends: whatever its size, and for its bytes.
+
+    Each end has as many messages as there are ranks at the other end, all but the one to itself.
+    """
+    if not cluster.has_message_costs:
+        return 0.0, 0.0
+    ends = [[cluster.message_costs(a, b) for b in receivers if a != b] for a in senders]
+    ends += [[cluster.message_costs(a, b) for a in senders if a != b] for b in receivers]
+    handling = max(sum(cost.seconds for cost in end) for end in ends)
+    return handling, max(share_bytes * sum(cost.seconds_per_byte for cost in end) for end in ends)
 
 
 def _server_size(cluster: Cluster) -> int:

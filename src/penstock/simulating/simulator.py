@@ -87,7 +87,8 @@ def simulate(
     result = play({rank: programs[rank] for rank in symmetry.simulated}, placement, costs)
     sizes = Sizes.of(costs, placement)
     memory = {rank: trace_memory(track, sizes, costs, simulated) for rank, track in result.tracks.items()}
-    return _timeline(programs, result.tracks, symmetry, sizes, plan.tensor_parallel, memory)
+    passed = Sizes.of(costs.on_wire, placement)
+    return _timeline(programs, result.tracks, symmetry, passed, plan.tensor_parallel, memory)
 
 
 def planned_schedule(plan: Plan, profile: Profile) -> Schedule:
@@ -115,7 +116,7 @@ def execute(programs: Programs, placement: Placement, costs: Costs) -> Timeline:
     """
     symmetry = find_symmetry(placement, costs, None)
     result = play({rank: programs[rank] for rank in symmetry.simulated}, placement, costs)
-    return _timeline(programs, result.tracks, symmetry, Sizes.of(costs, placement))
+    return _timeline(programs, result.tracks, symmetry, Sizes.of(costs.on_wire, placement))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,8 +43,8 @@ _HELP = (
 )
 
 
-def timeline_page(panels: Sequence[Panel], title: str) -> str:
-    """The HTML document of `panels`, one below the other on one time axis."""
+def timeline_page(panels: Sequence[Panel], title: str, notes: Sequence[str] = ()) -> str:
+    """The HTML document of `panels`, one below the other on one time axis, with `notes` in its head."""
     directory = files("penstock.timelines")
     style = directory.joinpath("pages.css").read_text(encoding="utf-8")
     script = directory.joinpath("pages.js").read_text(encoding="utf-8")
@@ -65,6 +65,7 @@ def timeline_page(panels: Sequence[Panel], title: str) -> str:
             f"<header>\n<h1>{escape(visible(title))}</h1>",
             *(f'<p class="figures">{escape(panel.headline)}</p>' for panel in panels),
             *_difference(panels),
+            *(f'<p class="figures">{escape(visible(note))}</p>' for note in notes),
             "</header>",
             *_bar(panels),
             '<div id="frame" tabindex="0" role="application" aria-describedby="help" '

@@ -14,6 +14,7 @@ from penstock.timelines.drawings import timeline_svg
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.pages import timeline_page
 from penstock.timelines.panels import Panel
+from penstock.timelines.reasons import explain_spans
 from penstock.timelines.spans import Span
 from penstock.timelines.traces import read_trace, trace_json
 from penstock.values.documents import write_text
@@ -92,6 +93,10 @@ class Timeline:
         """The seconds during which `rank` computes."""
         return _covered(span for span in self.spans if span.rank == rank)
 
+    def explain(self) -> str:
+        """Where the time goes, in words: each rank's shares, the longest wait, and a stage that computes longest."""
+        return explain_spans(self.spans, self.ranks, self.seconds)
+
     def save_trace(self, path: str | Path) -> None:
         """Writes Chrome's trace JSON, for ui.perfetto.dev or chrome://tracing, with the memory as counters."""
         write_text(path, trace_json(self._rows(), self.memory, self._extent[0]), ScheduleError)
@@ -123,12 +128,14 @@ class Timeline:
         measured: "Timeline | None" = None,
         critical: Sequence[Span] = (),
         title: str = "Timeline",
+        notes: Sequence[str] = (),
     ) -> None:
         """Writes a self-contained HTML page to zoom and pan, with a tooltip for every span.
 
-        `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words.
+        `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words,
+        and `notes` are lines below it.
         """
-        write_text(path, timeline_page(self._panels(measured, critical), title), ScheduleError)
+        write_text(path, timeline_page(self._panels(measured, critical), title, notes), ScheduleError)
 
     def _panels(self, measured: "Timeline | None", critical: Sequence[Span]) -> tuple[Panel, ...]:
         if measured is None:

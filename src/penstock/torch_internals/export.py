@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from penstock.torch_internals.availability import missing
 
-__all__ = ["export_refusals", "hidden_from_the_model", "shape_guards", "traced_by"]
+__all__ = ["export_refusals", "hidden_from_the_model", "shape_guards", "traced_by", "without_operator_cache"]
 
 
 def export_refusals() -> tuple[type[Exception], ...]:
@@ -23,6 +23,23 @@ def export_refusals() -> tuple[type[Exception], ...]:
     except ImportError:
         return (Exception,)
     return (UserError,)
+
+
+@contextmanager
+def without_operator_cache() -> Iterator[None]:
+    """Has traces in this block remember nothing of the operators that they have seen.
+
+    No two calls of blocks are the same operator with the same arguments, so that a trace with many blocks takes a fifth
+    longer with the cache. No public name turns it off; where the private one is gone, it stays on.
+    """
+    try:
+        from torch._dynamo import config
+
+        patch = config.patch(fake_tensor_cache_enabled=False)
+    except (ImportError, AttributeError):
+        patch = nullcontext()
+    with patch:
+        yield
 
 
 def shape_guards(program: ExportedProgram) -> list[str]:

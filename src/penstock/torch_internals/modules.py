@@ -19,6 +19,7 @@ __all__ = [
     "is_persistent",
     "own_reset",
     "registered_buffers",
+    "registered_children",
     "replaced_forward",
     "restore_buffers",
     "runs_plainly",
@@ -106,6 +107,19 @@ def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
         return dict(module._buffers)
     except AttributeError as error:
         raise missing("torch.nn.Module._buffers", "to see which buffers a forward writes") from error
+
+
+def registered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that are registered with `module` itself, by name; one that stands twice, twice.
+
+    Public: ``named_children()``, which leaves out the second, and ``named_modules(remove_duplicate=False)``, which goes
+    through all modules inside of these, too. Without the private name, that.
+    """
+    table = getattr(module, "_modules", None)
+    if table is None:
+        every = module.named_modules(remove_duplicate=False)
+        return [(name, inner) for name, inner in every if name and "." not in name]
+    return [(name, child) for name, child in table.items() if child is not None]
 
 
 def tensor_tables(module: nn.Module) -> tuple[MutableMapping[str, Any], MutableMapping[str, Any]]:

@@ -7,7 +7,7 @@ from penstock.training.scaling import LossScale
 
 __all__ = ["SKIPPING", "OnNonfinite", "check_on_nonfinite"]
 
-OnNonfinite: TypeAlias = Literal["raise", "skip"]
+OnNonfinite: TypeAlias = Literal["raise", "skip", "rollback"]
 SKIPPING = LossScale(1.0, growth=1.0, backoff=1.0, interval=0)
 """A loss scale that changes no number. An update whose gradients are not finite is skipped, as with any loss scale."""
 
@@ -16,6 +16,7 @@ def check_on_nonfinite(option: object) -> None:
     """Raises `PenstockError` if `option` is no rule."""
     if option not in get_args(OnNonfinite):
         raise PenstockError(
-            f"on_nonfinite={option!r}: expected 'raise' (a loss that is not finite is an error) or 'skip' (an update "
-            "whose gradients are not finite is left out on all stages). Pass one of them"
+            f"on_nonfinite={option!r}: expected 'raise' (a loss that is not finite is an error), 'skip' (an update "
+            "whose gradients are not finite is left out on all stages) or 'rollback' (such a loss also takes the "
+            "training back to its newest checkpoint). Pass one of them"
         )

@@ -15,6 +15,7 @@ from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import AUTOCAST, autocasting, check_version_dtype
 from penstock.training.scaling import LossScale, read_loss_scale
 from penstock.training.update_hooks import UpdateHook, read_hooks
+from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype
 
 __all__ = ["Recipe", "check_scaled_rates"]
 
@@ -72,6 +73,7 @@ class Recipe:
     version_dtype: torch.dtype | None = None
     update_hooks: Sequence[UpdateHook] | UpdateHook = ()
     on_nonfinite: OnNonfinite = "raise"
+    wire_dtype: WireDtype | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES)
@@ -79,6 +81,7 @@ class Recipe:
         check_version_dtype(self.version_dtype, self.autocast)
         read_hooks(self.update_hooks)
         check_on_nonfinite(self.on_nonfinite)
+        read_wire_dtype(self.wire_dtype)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Recipe":
@@ -91,9 +94,15 @@ class Recipe:
         return read_hooks(self.update_hooks)
 
     @property
+    def codec(self) -> WireCodec | None:
+        """What `wire_dtype` asks for."""
+        return read_wire_dtype(self.wire_dtype)
+
+    @property
     def scaling(self) -> LossScale | None:
         """The rule that `loss_scale` asks for, or that skips updates without it."""
-        return SKIPPING if self.loss_scale is None and self.on_nonfinite == "skip" else read_loss_scale(self.loss_scale)
+        skips = self.loss_scale is None and self.on_nonfinite != "raise"
+        return SKIPPING if skips else read_loss_scale(self.loss_scale)
 
     @property
     def checks_losses(self) -> bool:

@@ -2,18 +2,20 @@
 
 Links are either a hierarchy (4 servers of 4 devices each; [PipeDream 2019, figure 7]) or a measured matrix. Bandwidths
 are bytes per second, and latencies are the seconds that the smallest message takes, both in one direction: a message of
-n bytes takes latency + n / bandwidth seconds.
+n bytes takes latency + n / bandwidth seconds. Besides, messages and actions take time of the ranks themselves, which
+cannot compute meanwhile: see `MessageCosts` and `Cluster.action_seconds`.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, assert_never
 
 from penstock.arguments import Rule, check_fields, entries, instance, integer, is_number, number, text_of
 from penstock.errors import PlanError
 from penstock.values.documents import YamlNode, number_text, read_yaml, write_text
+from penstock.values.message_costs import COST_KEYS, FREE, MessageCosts, read_cost, read_costs, write_costs
 
 __all__ = ["Cluster", "LinkLevels", "LinkMatrix", "Links"]
 
@@ -35,6 +37,8 @@ class LinkLevels:
     """(count, bytes per second), innermost first. Ranks are numbered server by server."""
     latency_seconds: tuple[float, ...] = ()
     """One per level; empty means zeros."""
+    message_costs: tuple[MessageCosts, ...] = ()
+    """One per level; empty means that messages take no time of the ranks."""
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -53,6 +57,10 @@ class LinkLevels:
             for index, latency in enumerate(self.latency_seconds)
         )
         object.__setattr__(self, "latency_seconds", tuple(latencies))
+        costs = entries("message_costs", self.message_costs, PlanError) or (FREE,) * len(self.levels)
+        if len(costs) != len(self.levels):
+            raise PlanError(f"message_costs: expected {len(self.levels)} (one per level), found {len(costs)}: give all")
+        object.__setattr__(self, "message_costs", _check_costs("levels", costs))
 
     @property
     def devices(self) -> int:
@@ -66,6 +74,10 @@ class LinkLevels:
     def latency(self, a: int, b: int) -> float:
         """Seconds of the innermost level that joins ranks `a` and `b`."""
         return self.latency_seconds[self._joining(a, b)]
+
+    def costs(self, a: int, b: int) -> MessageCosts:
+        """What a message costs on the innermost level that joins ranks `a` and `b`."""
+        return self.message_costs[self._joining(a, b)]
 
     def _joining(self, a: int, b: int) -> int:
         size = 1
@@ -84,6 +96,8 @@ class LinkMatrix:
     """Row a, column b: bytes per second from rank a to rank b. The diagonal is not used."""
     latency_rows: tuple[tuple[float, ...], ...] = ()
     """Row a, column b: seconds from rank a to rank b; empty means zeros. The diagonal is not used."""
+    cost_rows: tuple[tuple[MessageCosts, ...], ...] = ()
+    """Row a, column b: what a message from rank a to rank b costs each of the two; empty means nothing."""
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -92,6 +106,14 @@ class LinkMatrix:
         if not self.latency_rows:
             object.__setattr__(self, "latency_rows", ((0.0,) * len(self.rows),) * len(self.rows))
         _check_square("latency_seconds", self.latency_rows, len(self.rows), _LATENCY)
+        if not self.cost_rows:
+            object.__setattr__(self, "cost_rows", ((FREE,) * len(self.rows),) * len(self.rows))
+        if {len(self.rows)} != {len(self.cost_rows), *map(len, self.cost_rows)}:
+            raise PlanError(
+                f"message_costs: expected {len(self.rows)} rows of as many, found others: give one per link"
+            )
+        for a, row in enumerate(self.cost_rows):
+            _check_costs(f"message_costs[{a}]", row)
 
     @property
     def devices(self) -> int:
@@ -106,6 +128,10 @@ class LinkMatrix:
         """Seconds from rank `a` to rank `b`."""
         return self.latency_rows[a][b]
 
+    def costs(self, a: int, b: int) -> MessageCosts:
+        """What a message from rank `a` to rank `b` costs each of them."""
+        return self.cost_rows[a][b]
+
 
 Links: TypeAlias = LinkLevels | LinkMatrix
 
@@ -118,6 +144,7 @@ _RULES = {
     "memory_bytes": number(above=0)
     .but("give the memory of one device in bytes, or leave it out if it is no limit")
     .optional,
+    "action_seconds": number(0).but("give the seconds that every action takes beyond its layers' (`penstock probe`)"),
 }
 
 
@@ -128,6 +155,8 @@ class Cluster:
     links: Links
     memory_bytes: float | None = None
     """The memory of each device; None means no limit."""
+    action_seconds: float = 0.0
+    """How long every forward, backward, part of a backward and update takes beyond the seconds of a profile."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError)
@@ -175,6 +204,22 @@ class Cluster:
             latencies = _plain_rows("latency_seconds", latency_seconds)
         return cls(LinkMatrix(rows, latencies), memory_bytes)
 
+    def with_costs(
+        self, *, action_seconds: float = 0.0, message_seconds: float = 0.0, message_seconds_per_byte: float = 0.0
+    ) -> "Cluster":
+        """This cluster, where every action takes so much longer, and a message from any rank to another takes so much
+        processor time at both ends. Raises `PlanError`.
+        """
+        costs, links = MessageCosts(message_seconds, message_seconds_per_byte), self.links
+        match links:
+            case LinkLevels(levels=levels):
+                links = replace(links, message_costs=(costs,) * len(levels))
+            case LinkMatrix(rows=rows):
+                links = replace(links, cost_rows=((costs,) * len(rows),) * len(rows))
+            case _:
+                assert_never(links)
+        return replace(self, links=links, action_seconds=action_seconds)
+
     @property
     def devices(self) -> int:
         """The number of devices; a rank is one of them."""
@@ -219,6 +264,25 @@ class Cluster:
         self._check_ranks(a, b)
         return 0.0 if a == b else self.links.latency(a, b)
 
+    @property
+    def has_message_costs(self) -> bool:
+        """Whether messages take time of the ranks."""
+        match self.links:
+            case LinkLevels(message_costs=costs):
+                return any(cost != FREE for cost in costs)
+            case LinkMatrix(cost_rows=rows):
+                return any(cost != FREE for row in rows for cost in row)
+            case _:
+                assert_never(self.links)
+
+    def message_costs(self, a: int, b: int) -> MessageCosts:
+        """What a message from rank `a` to rank `b` costs each of the two; nothing from a rank to itself.
+
+        Raises `PlanError`.
+        """
+        self._check_ranks(a, b)
+        return FREE if a == b else self.links.costs(a, b)
+
     def transfer_seconds(self, size_bytes: float, a: int, b: int) -> float:
         """Seconds that a message of `size_bytes` takes from rank `a` to rank `b`, 0 from a rank to itself.
 
@@ -232,20 +296,24 @@ class Cluster:
         lines = [f"format: {_FORMAT}"]
         if self.memory_bytes is not None:
             lines.append(f"memory_bytes: {number_text(self.memory_bytes)}")
+        if self.action_seconds:
+            lines.append(f"action_seconds: {number_text(self.action_seconds)}")
         # A file that was cut off after a level would be a smaller cluster.
         lines.append(f"devices: {self.devices}")
         match self.links:
-            case LinkLevels(levels, latencies):
+            case LinkLevels(levels, latencies, costs):
                 lines.append("levels: # innermost first")
-                for (count, speed), latency in zip(levels, latencies, strict=True):
+                for (count, speed), latency, cost in zip(levels, latencies, costs, strict=True):
                     more = f", latency_seconds: {number_text(latency)}" if latency else ""
+                    more += cost.text()
                     lines.append(f"- {{count: {count}, bytes_per_second: {number_text(speed)}{more}}}")
-            case LinkMatrix(rows, latencies):
+            case LinkMatrix(rows, latencies, cost_rows):
                 lines.append("matrix: # row a, column b: bytes per second from rank a to rank b")
                 lines += [f"- [{', '.join(number_text(value) for value in row)}]" for row in rows]
                 if any(map(any, latencies)):
                     lines.append("latency_seconds: # row a, column b: of the smallest message from rank a to rank b")
                     lines += [f"- [{', '.join(number_text(value) for value in row)}]" for row in latencies]
+                lines += write_costs(cost_rows)
             case _:
                 assert_never(self.links)
         write_text(path, "\n".join(lines) + "\n", PlanError)
@@ -255,7 +323,8 @@ class Cluster:
         """Reads what `save` wrote, perhaps edited. `PlanError` names the file, the field and the fix."""
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
-        places = place.mapping(("format",), ("memory_bytes", "devices", "levels", "matrix", "latency_seconds"))
+        known = ("memory_bytes", "action_seconds", "devices", "levels", "matrix", "latency_seconds", *COST_KEYS)
+        places = place.mapping(("format",), known)
         made = cls._read(path, place, places)
         if "devices" in places and places["devices"].integer() != made.devices:
             places["devices"].fail(
@@ -271,18 +340,21 @@ class Cluster:
             found = "both" if "levels" in places else "neither"
             raise PlanError(f"{path}: expected either `levels` or `matrix`, found {found}: describe the links once")
         memory = places["memory_bytes"].number() if "memory_bytes" in places else None
+        action = places["action_seconds"].number() if "action_seconds" in places else 0.0
         if "levels" in places:
-            if "latency_seconds" in places:
-                places["latency_seconds"].fail("no such key beside `levels`", "write latency_seconds inside each level")
+            for key in {"latency_seconds", *COST_KEYS} & places.keys():
+                places[key].fail("no such key beside `levels`", f"write {key} inside each level")
             read = [_read_level(level) for level in places["levels"].items()]
-            levels, latencies = tuple(level for level, _ in read), tuple(latency for _, latency in read)
-            return place.build(lambda: cls(LinkLevels(levels, latencies), memory))
+            levels, latencies, costs = zip(*read, strict=True) if read else ((), (), ())
+            return place.build(lambda: cls(LinkLevels(levels, latencies, costs), memory, action))
         rows = _read_rows(places["matrix"])
-        if "latency_seconds" not in places:
-            return place.build(lambda: cls(LinkMatrix(rows), memory))
-        latency = places["latency_seconds"]
-        one_or_rows = _read_rows(latency) if isinstance(latency.value, list) else latency.number()
-        return place.build(lambda: cls.from_matrix(rows, memory, one_or_rows))
+        cost_rows = read_costs(place, places, len(rows))
+        latency_rows: tuple[tuple[float, ...], ...] = ()
+        if "latency_seconds" in places:
+            latency = places["latency_seconds"]
+            one = () if isinstance(latency.value, list) else (latency.number(),) * len(rows)
+            latency_rows = (one,) * len(rows) if one else _read_rows(latency)
+        return place.build(lambda: cls(LinkMatrix(rows, latency_rows, cost_rows), memory, action))
 
     def _check_ranks(self, *ranks: int) -> None:
         for rank in ranks:
@@ -293,10 +365,10 @@ class Cluster:
                 )
 
 
-def _read_level(place: YamlNode) -> tuple[tuple[int, float], float]:
-    places = place.mapping(("count", "bytes_per_second"), ("latency_seconds",))
+def _read_level(place: YamlNode) -> tuple[tuple[int, float], float, MessageCosts]:
+    places = place.mapping(("count", "bytes_per_second"), ("latency_seconds", *COST_KEYS))
     latency = places["latency_seconds"].number() if "latency_seconds" in places else 0.0
-    return (places["count"].integer(), places["bytes_per_second"].number()), latency
+    return (places["count"].integer(), places["bytes_per_second"].number()), latency, read_cost(place, places)
 
 
 def _read_rows(place: YamlNode) -> tuple[tuple[float, ...], ...]:
@@ -324,6 +396,13 @@ def _check_level(index: int, level: object) -> tuple[int, float]:
         count.check(f"levels[{index}].count", found[0], PlanError),
         _BANDWIDTH.check(f"levels[{index}].bytes_per_second", found[1], PlanError),
     )
+
+
+def _check_costs(where: str, costs: Sequence[object]) -> tuple[MessageCosts, ...]:
+    rule = instance(
+        MessageCosts, "a penstock.MessageCosts", "build it: MessageCosts(seconds=..., seconds_per_byte=...)"
+    )
+    return tuple(rule.check(f"{where}[{index}].message_costs", one, PlanError) for index, one in enumerate(costs))
 
 
 def _check_square(where: str, rows: Sequence[Sequence[float]], size: int, rule: Rule[float]) -> None:

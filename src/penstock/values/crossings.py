@@ -31,6 +31,8 @@ class Crossing:
     read: tuple[int, ...]
     size_bytes: float = inf
     """Infinite if the size is not known."""
+    wire_bytes: float | None = None
+    """What a link carries of it under ``wire_dtype=``; None: all of it."""
 
 
 def find_stops(crossing: Crossing, starts: Sequence[int]) -> tuple[int, ...]:

@@ -101,6 +101,8 @@ class Plan:
     """The planner that made the plan."""
     explanation: str = field(default="", compare=False, repr=False)
     """Which other plans were considered, and why this one is better; it is not saved to a file."""
+    layer_names: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The names of all layers, where they are known; a file has them as comments."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", entries("stages", self.stages, PlanError))
@@ -279,7 +281,9 @@ class Plan:
         # A file that was cut off after a stage would be a plan of fewer layers.
         lines.append(f"layers: {self.layers}")
         lines.append("stages: # layers from start up to and without stop")
-        lines += [f"- {{start: {s.start}, stop: {s.stop}, ranks: {list(s.ranks)}}}" for s in self.stages]
+        lines += [
+            f"- {{start: {s.start}, stop: {s.stop}, ranks: {list(s.ranks)}}}{self._names_of(s)}" for s in self.stages
+        ]
         if self.predicted is not None:
             lines.append("predicted:")
             for name, value in asdict(self.predicted).items():
@@ -291,6 +295,13 @@ class Plan:
                     lines.append(f"  {name}: {quoted_text(value)}")
         return "\n".join(lines) + "\n"
 
+    def _names_of(self, stage: Stage) -> str:
+        """A comment with the first and the last layer of `stage`, if the names of all layers are known."""
+        if len(self.layer_names) != self.layers:
+            return ""
+        first, last = (visible(self.layer_names[layer]) for layer in (stage.start, stage.stop - 1))
+        return f" # {first}" + (f" to {last}" if stage.stop > stage.start + 1 else "")
+
     @classmethod
     def load(cls, path: str | Path, schedule: ScheduleDefinition | None = None) -> "Plan":
         """Reads what `save` wrote, or a plan made by hand. `PlanError` names the file, the field and the fix.
@@ -299,7 +310,7 @@ class Plan:
         """
         node = read_yaml(path, PlanError)
         node.check_format(_FORMAT)
-        optional = [field.name for field in fields(cls) if field.name not in ("stages", "explanation")]
+        optional = [field.name for field in fields(cls) if field.name not in ("stages", "explanation", "layer_names")]
         nodes = node.mapping(("format", "stages"), [*optional, "layers"])
         stages = tuple(_read_stage(stage) for stage in nodes["stages"].items())
         if "layers" in nodes and stages and nodes["layers"].integer() != stages[-1].stop:

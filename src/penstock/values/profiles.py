@@ -6,7 +6,7 @@ kind of device and one microbatch size. Times are seconds, sizes are bytes.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _LAYER_RULES = {
     "parameter_bytes": number(0, unit="bytes").but(_MEASURE),
     "workspace_bytes": number(0, unit="bytes").but(_MEASURE),
     "weight_seconds": number(0, unit="seconds").but(_MEASURE).optional,
+    "wire_bytes": number(0, unit="bytes").but(_MEASURE).optional,
 }
 
 
@@ -53,6 +54,8 @@ class LayerProfile:
     weight_seconds: float | None = None
     """The share of `backward_seconds` that computes gradients of parameters only: the weight backward, which the layer
     before does not wait for. None if it was not measured."""
+    wire_bytes: float | None = None
+    """What a link carries of `cut_bytes` under ``wire_dtype=``. None if stages send tensors as they are."""
 
     def __post_init__(self) -> None:
         check_fields(self, _LAYER_RULES, ProfileError, f" in layer {text_of(self.name)}")
@@ -60,6 +63,11 @@ class LayerProfile:
             raise ProfileError(
                 f"weight_seconds: expected at most backward_seconds = {self.backward_seconds}, of which it is a part, "
                 f"found {self.weight_seconds} in layer {self.name!r}: measure both again, or leave it out"
+            )
+        if self.wire_bytes is not None and self.wire_bytes > self.cut_bytes:
+            raise ProfileError(
+                f"wire_bytes: expected at most cut_bytes = {self.cut_bytes}, which a link carries of them, found "
+                f"{self.wire_bytes} in layer {self.name!r}: measure both again, or leave it out"
             )
 
     @property
@@ -130,6 +138,30 @@ class Profile:
         """The bytes of all weights."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
+    @property
+    def on_wire(self) -> "Profile":
+        """This profile with what a link carries in place of what crosses cuts."""
+        if all(layer.wire_bytes is None for layer in self.layers):
+            return self
+        layers = (
+            layer if layer.wire_bytes is None else replace(layer, cut_bytes=layer.wire_bytes) for layer in self.layers
+        )
+        crossings = (
+            each if each.wire_bytes is None else replace(each, size_bytes=each.wire_bytes) for each in self.crossings
+        )
+        return replace(self, layers=tuple(layers), crossings=tuple(crossings))
+
+    def with_wire_share(self, share: float) -> "Profile":
+        """This profile where a link carries `share` of the bytes that cross a cut.
+
+        It is 0.5 for ``wire_dtype=torch.bfloat16`` and tensors of float32, if nothing else crosses. A profile that was
+        measured with ``wire_dtype=`` is exact.
+        """
+        share = number(0, most=1).but("give the share of the bytes that is sent").check("share", share, ProfileError)
+        layers = tuple(replace(layer, wire_bytes=share * layer.cut_bytes) for layer in self.layers)
+        crossings = tuple(replace(each, wire_bytes=share * each.size_bytes) for each in self.crossings)
+        return replace(self, layers=layers, crossings=crossings)
+
     def prefix(self, layers: int) -> "Profile":
         """The first `layers` layers as a profile of their own."""
         kept = (replace(found, read=tuple(read for read in found.read if read < layers)) for found in self.crossings)
@@ -151,19 +183,20 @@ class Profile:
                 cut_bytes=layer.cut_bytes * share,
                 saved_bytes=layer.saved_bytes * share,
                 workspace_bytes=layer.workspace_bytes * share,
-                weight_seconds=None if layer.weight_seconds is None else layer.weight_seconds * share,
+                weight_seconds=_scaled(layer.weight_seconds, share),
+                wire_bytes=_scaled(layer.wire_bytes, share),
             )
             for layer in self.layers
         )
-        crossings = tuple(replace(found, size_bytes=found.size_bytes * share) for found in self.crossings)
+        crossings = tuple(
+            replace(found, size_bytes=found.size_bytes * share, wire_bytes=_scaled(found.wire_bytes, share))
+            for found in self.crossings
+        )
         return replace(self, layers=layers, microbatch_size=microbatch_size, crossings=crossings)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, one line per layer. `ProfileError` if the file cannot be written."""
-        rows = [
-            json.dumps({name: value for name, value in asdict(layer).items() if value is not None})
-            for layer in self.layers
-        ]
+        rows = [_row(layer) for layer in self.layers]
         head = {
             "format": _FORMAT,
             "name": self.name,
@@ -175,7 +208,7 @@ class Profile:
         lines = [f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
         text = "{\n" + "".join(lines) + _list("layers", rows)
         if self.crossings:
-            text += ",\n" + _list("crossings", [json.dumps(asdict(found)) for found in self.crossings])
+            text += ",\n" + _list("crossings", [_row(found) for found in self.crossings])
         write_text(path, text + "\n}\n", ProfileError)
 
     @classmethod
@@ -217,6 +250,14 @@ class Profile:
         return cls(tuple(layers), size, name=file.name)
 
 
+def _scaled(size: float | None, share: float) -> float | None:
+    return None if size is None else size * share
+
+
+def _row(value: LayerProfile | Crossing) -> str:
+    return json.dumps({name: field for name, field in asdict(value).items() if field is not None})
+
+
 def _check_crossing(where: str, crossing: Crossing, layers: int) -> None:
     instance(Crossing, "a Crossing", "build one").check(where, crossing, ProfileError)
     stops = (crossing.made, *crossing.read)
@@ -230,7 +271,9 @@ def _check_crossing(where: str, crossing: Crossing, layers: int) -> None:
             f"{where}: expected a value that one layer makes and one or more later ones of 0 to {layers - 1} read, "
             f"ascending, found made {text_of(crossing.made)} and read {text_of(crossing.read)}: measure it again"
         )
-    number(0, unit="bytes").but("measure it again").check(f"{where}: size_bytes", crossing.size_bytes, ProfileError)
+    size = number(0, unit="bytes").but("measure it again")
+    size.check(f"{where}: size_bytes", crossing.size_bytes, ProfileError)
+    size.optional.check(f"{where}: wire_bytes", crossing.wire_bytes, ProfileError)
 
 
 def _list(name: str, rows: Sequence[str]) -> str:
@@ -238,14 +281,15 @@ def _list(name: str, rows: Sequence[str]) -> str:
 
 
 def _read_crossing(place: YamlNode) -> Crossing:
-    places = place.mapping(("name", "made", "read", "size_bytes"))
+    places = place.mapping(("name", "made", "read", "size_bytes"), ("wire_bytes",))
     read = tuple(number.integer() for number in places["read"].items())
-    return Crossing(places["name"].text(), places["made"].integer(), read, places["size_bytes"].number())
+    wire_bytes = places["wire_bytes"].number() if "wire_bytes" in places else None
+    return Crossing(places["name"].text(), places["made"].integer(), read, places["size_bytes"].number(), wire_bytes)
 
 
 def _read_layer(place: YamlNode) -> LayerProfile:
-    numbers = [field.name for field in fields(LayerProfile)[1:-2]]
-    places = place.mapping(("name", *numbers), ("workspace_bytes", "weight_seconds"))
+    needed = [field.name for field in fields(LayerProfile) if field.default is MISSING]
+    places = place.mapping(needed, [field.name for field in fields(LayerProfile) if field.default is not MISSING])
     name = places.pop("name").text()
     values = {number: found.number() for number, found in places.items()}
     return place.build(lambda: LayerProfile(name, **values))

@@ -139,3 +139,44 @@ def test_an_error_about_the_batch_says_what_was_taken_for_it() -> None:
     with pytest.raises(CaptureError, match=r"the number of samples was taken to be 4, dimension 0 of args\[0\]"):
         chain.inputs.check_samples(2)
     assert capture(Biased(), (data(4), data(2, 4)), microbatch_size=2).inputs.batched == {"args[1]"}
+
+
+class Borrowing(Two):
+    """Uses a weight of a block outside of it, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        if way == "indexed":
+            self.more = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.way:
+            case "tied":
+                return nn.functional.linear(self.second(self.first(x)), self.first.weight)
+            case "summed":
+                return super().forward(x) * sum(each.square().sum() for each in self.parameters())
+            case "counted":
+                return super().forward(x) * len(list(self.first.parameters()))
+            case "frozen in a number":
+                return super().forward(x) * self.first.weight.detach().max()
+            case "indexed":
+                return self.more(super().forward(x)) * len(self.more) + self.more[0].bias
+            case _:
+                try:
+                    return super().forward(x) + self.first.bias
+                except Exception:
+                    return x
+
+
+@pytest.mark.parametrize("way", ["tied", "summed", "counted", "frozen in a number", "indexed", "caught"])
+def test_weights_of_blocks_that_other_code_uses_are_used(way: str) -> None:
+    torch.manual_seed(0)
+    model = Borrowing(way)
+    chain = capture(model, (torch.randn(3, 4),))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    x = torch.randn(5, 4)
+
+    assert torch.equal(run(chain, x), model(x))

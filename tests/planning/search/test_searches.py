@@ -195,6 +195,7 @@ def test_the_explanation_ranks_and_says_why_the_runner_up_lost() -> None:
     assert ", ".join(re.split(r" {2,}", head.strip())) == columns
     assert re.search(r"\n 1  \S+ +" + re.escape(str(made.schedule)), text)
     assert "The best is limited by: " in text
+    assert "Its time goes to: " in text
     assert re.search(r"The runner-up \(.*\) is (as fast|[\d.]+% slower)", text)
 
 

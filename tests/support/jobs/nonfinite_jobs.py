@@ -1,5 +1,6 @@
 """Jobs in which some losses are not finite."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 import penstock
 from support.training import Case, Outcome
 
-__all__ = ["BAD", "poisoned_batches", "run_poisoned", "run_until_poisoned"]
+__all__ = ["BAD", "Rollback", "poisoned_batches", "run_poisoned", "run_rollback", "run_rollbacks", "run_until_poisoned"]
 
 BAD = 2
 """The number of the batch with a NaN in it."""
@@ -48,3 +49,39 @@ def run_until_poisoned(case: Case) -> tuple[int, str]:
     except penstock.PenstockError as error:
         return steps, str(error)
     return steps, ""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A training of `case` that goes back when it meets the bad batch. It is saved after `saved` steps."""
+
+    case: Case
+    saved: int = BAD
+    wait: bool = True
+    """Whether saves stop the training."""
+
+    @property
+    def seen(self) -> list[tuple[Tensor, Tensor]]:
+        """The batches that count in the end: those since the last checkpoint before the bad one are left out."""
+        batches = poisoned_batches(self.case)
+        return batches[: self.saved] + batches[BAD + 1 :]
+
+
+def run_rollback(job: Rollback, directory: str) -> tuple[Outcome, int]:
+    """What is left of the training, with the losses of the steps that count, and how often it went back."""
+    case, losses = job.case, list[float]()
+    pipe = penstock.Pipeline(case.build(), **case.options, on_nonfinite="rollback", resume=directory)
+    for x, y in poisoned_batches(case):
+        losses.append(float(pipe.step(x, y).loss))
+        del losses[pipe.steps :]
+        if pipe.steps == job.saved and not pipe.rollbacks:
+            pipe.save(directory) if job.wait else pipe.save(directory, wait=False)
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    found = Outcome(tuple(losses), state), pipe.rollbacks
+    pipe.close()
+    return found
+
+
+def run_rollbacks(jobs: list[Rollback], directory: str) -> list[tuple[Outcome, int]]:
+    """Several, one after the other, in the present process group."""
+    return [run_rollback(job, f"{directory}/{number}") for number, job in enumerate(jobs)]

@@ -16,17 +16,38 @@ model has a stack: what comes before it is one layer, and what comes after it is
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from torch import nn
+
+from penstock.torch_internals.modules import registered_children
 
 __all__ = ["choose_blocks", "group_calls"]
 
 _LONGEST_JOINED_RUN = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Working:
+    """Where a model computes something."""
+
+    own: frozenset[str]
+    """Paths of the modules that compute something themselves."""
+    around: frozenset[str]
+    """These, and those of the modules around them."""
+
+    @classmethod
+    def of(cls, paths: Collection[str]) -> "_Working":
+        around = set(paths)
+        for path in paths:
+            while path := path.rpartition(".")[0]:
+                around.add(path)
+        return cls(frozenset(paths), frozenset(around))
+
+
 def choose_blocks(model: nn.Module, working: Collection[str]) -> frozenset[str]:
     """Paths of the modules that are blocks; `working` are those of the modules that compute something themselves."""
-    return frozenset(_select(model, "", frozenset(working), in_stack=False))
+    return frozenset(_select(model, "", _Working.of(working), in_stack=False))
 
 
 def group_calls(model: nn.Module, calls: Sequence[tuple[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -69,7 +90,7 @@ def _name(
     return tuple(named)
 
 
-def _select(module: nn.Module, path: str, working: frozenset[str], in_stack: bool) -> list[str]:
+def _select(module: nn.Module, path: str, working: _Working, in_stack: bool) -> list[str]:
     children = _children(module, path, working)
     if not children or not _opens(module, path, working, in_stack):
         return [path]
@@ -80,7 +101,7 @@ def _select(module: nn.Module, path: str, working: frozenset[str], in_stack: boo
     return found
 
 
-def _opens(module: nn.Module, path: str, working: frozenset[str], in_stack: bool) -> bool:
+def _opens(module: nn.Module, path: str, working: _Working, in_stack: bool) -> bool:
     children = _children(module, path, working)
     if path == "":
         return True
@@ -93,17 +114,17 @@ def _opens(module: nn.Module, path: str, working: frozenset[str], in_stack: bool
         # The module itself may do nothing between its children, else a cut would fall inside it.
         holders = [(name, child) for name, child in children if _is_container(child)]
         alone = len(children) == 1 and len(holders) == 1
-        return alone and path not in working and _is_homogeneous(holders[0][1], holders[0][0], working)
+        return alone and path not in working.own and _is_homogeneous(holders[0][1], holders[0][0], working)
     if "." not in path and len(children) > 0 and _is_only_child(path, working):
         return True
     return _holds_stack(module, path, working)
 
 
-def _is_only_child(path: str, working: frozenset[str]) -> bool:
-    return all(other == path or other.startswith(path + ".") for other in working if other)
+def _is_only_child(path: str, working: _Working) -> bool:
+    return all(other == path or other.startswith(path + ".") for other in working.own if other)
 
 
-def _holds_stack(module: nn.Module, path: str, working: frozenset[str]) -> bool:
+def _holds_stack(module: nn.Module, path: str, working: _Working) -> bool:
     return any(
         _is_stack(child, name, working) or (not _is_stack_element(child) and _holds_stack(child, name, working))
         for name, child in _children(module, path, working)
@@ -114,7 +135,7 @@ def _is_stack_element(module: nn.Module) -> bool:
     return not _is_container(module) and not any(True for _ in module.children())
 
 
-def _is_stack(module: nn.Module, path: str, working: frozenset[str]) -> bool:
+def _is_stack(module: nn.Module, path: str, working: _Working) -> bool:
     """Whether it is a list of modules with children of their own; in a Sequential, two of the same class."""
     composite = [type(child) for _, child in _children(module, path, working) if _is_composite(child)]
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -122,7 +143,7 @@ def _is_stack(module: nn.Module, path: str, working: frozenset[str]) -> bool:
     return isinstance(module, nn.Sequential) and len(composite) > len(set(composite))
 
 
-def _is_homogeneous(module: nn.Module, path: str, working: frozenset[str]) -> bool:
+def _is_homogeneous(module: nn.Module, path: str, working: _Working) -> bool:
     children = [child for _, child in _children(module, path, working)]
     return all(map(_is_composite, children)) and len({type(child) for child in children}) == 1
 
@@ -135,11 +156,12 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _children(module: nn.Module, path: str, working: frozenset[str]) -> list[tuple[str, nn.Module]]:
+def _children(module: nn.Module, path: str, working: _Working) -> list[tuple[str, nn.Module]]:
+    """The children with something in them that works."""
     found = []
-    for name, child in module.named_modules(remove_duplicate=False):
+    for name, child in registered_children(module):
         inner = f"{path}.{name}" if path else name
-        if name and "." not in name and any(other == inner or other.startswith(inner + ".") for other in working):
+        if inner in working.around:
             found.append((inner, child))
     return found
 

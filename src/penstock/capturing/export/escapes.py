@@ -7,7 +7,8 @@ that of the sample for ever, so such a block is traced like the code between blo
 from collections.abc import Collection, Iterable
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+
+from penstock.capturing.tensor_notes import TensorNotes
 
 __all__ = ["TensorOwners", "is_inside", "leaky"]
 
@@ -18,26 +19,25 @@ class TensorOwners:
     def __init__(self) -> None:
         self.escapes: set[tuple[str, str]] = set()
         """The modules, by path, that a tensor escaped from, each with one that used it."""
-        self._owners = WeakIdKeyDictionary()
+        self._owners: TensorNotes[str] = TensorNotes()
 
     def note(self, path: str, used: Iterable[Tensor], made: Iterable[Tensor]) -> None:
         """Notes that the module `path` computes `made` of `used`."""
         for tensor in used:
-            owner = self._owners.get(tensor)  # type: ignore[no-untyped-call]
+            owner = self._owners.read(tensor)
             if owner is not None and owner != path and not is_inside(path, owner):
                 self.escapes.add((owner, path))
-        for tensor in made:
-            self._owners[tensor] = path
+        self._owners.write(made, path)
 
     def returned(self, path: str, caller: str, results: Iterable[Tensor]) -> None:
         """Notes that the module `path` returns `results` to `caller`, or, with equal paths, that the model ends."""
         for tensor in results:
-            owner = self._owners.get(tensor)  # type: ignore[no-untyped-call]
+            owner = self._owners.read(tensor)
             if owner is None or (owner != path and is_inside(path, owner)):
                 continue
             if owner != path:
                 self.escapes.add((owner, path))
-            self._owners[tensor] = caller
+            self._owners.write((tensor,), caller)
 
 
 def is_inside(path: str, outer: str) -> bool:

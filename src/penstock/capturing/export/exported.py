@@ -13,24 +13,18 @@ from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
-from penstock.capturing.export.block_calls import (
-    Dimension,
-    ModelRun,
-    RecordedCalls,
-    failures_explained,
-    record_calls,
-    run_on_sample,
-)
-from penstock.capturing.export.blocks import choose_blocks, group_calls
+from penstock.capturing.export.block_calls import Dimension, RecordedCalls, record_calls
+from penstock.capturing.export.blocks import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
+from penstock.capturing.export.model_runs import ModelRun, run_on_sample
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, opaque_paths
 from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
 from penstock.capturing.export.smallest import bound_sizes_of_one
-from penstock.capturing.export.tracing import FlatModel, Trace, trace
+from penstock.capturing.export.tracing import Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
-from penstock.capturing.observation import observe, observed
+from penstock.capturing.observation import observe
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.sampled_models import SampledModel
@@ -67,25 +61,21 @@ def _capture(
 ) -> tuple[LayerChain, Partition]:
     sampled = SampledModel(model, call, inputs)
     run = run_on_sample(sampled)
-    with sampled.preserved():
-        flat, written = _run_eagerly(model, call, inputs)
-    chosen = choose_blocks(model, run.working)
-    own = opaque_paths(model, chosen, run)
+    own = opaque_paths(model, run)
     traced, recorded = _trace(sampled, own, run, evaluates=partition is not None)
     leave_out_optional_arguments(traced)
-    dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, written)
+    dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, run.written_buffers)
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
     stacks = call_stacks(dependence.steps)
     if partition is None:
-        partition = _partition(model, stacks, chosen)
+        partition = _partition(model, stacks, run.blocks)
     layers = cut(traced, dependence, stacks, partition)
     names = iter(result_names(traced))
-    assert flat.structure is not None
     output = ModelOutput(
-        structure=flat.structure,
-        leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in flat.leaves),
-        constants=tuple(None if leaf is torch.Tensor else leaf for leaf in flat.leaves),
+        structure=run.structure,
+        leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in run.leaves),
+        constants=tuple(None if leaf is torch.Tensor else leaf for leaf in run.leaves),
     )
     joined = _observe(sampled, layers, output)
     chain = LayerChain(
@@ -135,16 +125,6 @@ def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:
     leaves, _ = flatten((call.args, call.kwargs))
     pairs = zip(inputs.names, leaves, strict=True)
     return {name: leaf.dtype for name, leaf in pairs if isinstance(leaf, torch.Tensor)}
-
-
-def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[FlatModel, set[int]]:
-    """One plain run: the form of the result, and the ids of the buffers that the model writes."""
-    flat = FlatModel(model, inputs)
-    own = call.copied()
-    leaves, _ = flatten((own.args, own.kwargs))
-    with torch.no_grad(), observed(model, ()) as observation, failures_explained(model):
-        flat(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-    return flat, {id(buffer) for buffer in observation.mutated_buffers}
 
 
 def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Collection[str]) -> Partition:

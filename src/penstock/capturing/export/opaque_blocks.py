@@ -18,15 +18,28 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.library import Library
 
-from penstock.capturing.export.block_calls import BlockCall, ModelRun, ResultTensor, Sizes, is_plain
+from penstock.capturing.export.block_calls import BlockCall, ResultTensor, Sizes
 from penstock.capturing.export.escapes import is_inside, leaky
+from penstock.capturing.export.model_runs import ModelRun
+from penstock.capturing.export.watched_runs import is_plain
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import Anew, EagerLayer, Form
 from penstock.errors import CaptureError
+from penstock.torch_internals.hidden_modules import HiddenModules
 from penstock.torch_internals.modules import hooks_of, replaced_forward
 from penstock.torch_internals.pytrees import tree_unflatten
 
-__all__ = ["TRACING", "OpaqueBlocks", "TracedCall", "UnknownSize", "call_of", "is_block", "opaque", "opaque_paths"]
+__all__ = [
+    "TRACING",
+    "OpaqueBlocks",
+    "TracedCall",
+    "UnknownSize",
+    "UsedWeights",
+    "call_of",
+    "is_block",
+    "opaque",
+    "opaque_paths",
+]
 
 _LIBRARY = Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
@@ -34,6 +47,10 @@ _LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]
 
 class UnknownSize(CaptureError):
     """The sizes of what a block returns do not follow from those of its arguments."""
+
+
+class UsedWeights(CaptureError):
+    """Code outside of the blocks uses a weight of one, which was hidden."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +89,8 @@ class OpaqueBlocks:
     model: nn.Module
     evaluates: bool
     """Whether they run in evaluation mode, whatever mode they are in."""
+    hidden: HiddenModules | None = None
+    """What the tracer sees nothing of, while it is hidden."""
     traced: list[TracedCall] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -92,6 +111,8 @@ class OpaqueBlocks:
 
     def enter(self, path: str, args: Any, kwargs: Any) -> Any:
         """Stands for the call of a block in the trace."""
+        if self.hidden is not None and self.hidden.used:
+            raise UsedWeights
         recorded = self.calls[path]
         if not recorded:
             raise CaptureError(
@@ -124,11 +145,18 @@ TRACING: list[OpaqueBlocks] = []
 
 
 @contextmanager
-def opaque(blocks: OpaqueBlocks) -> Iterator[None]:
-    """Replaces the forwards of `blocks` for its body. Their hooks are part of them and are not traced either."""
+def opaque(blocks: OpaqueBlocks, *, hide: bool) -> Iterator[None]:
+    """Replaces the forwards of `blocks` for its body. Their hooks are part of them and are not traced either.
+
+    `hide`: whether their weights are hidden, too. Code outside of a block that uses one raises `UsedWeights`.
+    """
     with ExitStack() as stack:
-        for path in blocks.calls:
-            stack.enter_context(replaced_forward(blocks.model.get_submodule(path), _stand_in(blocks, path)))
+        modules = [blocks.model.get_submodule(path) for path in blocks.calls]
+        for path, module in zip(blocks.calls, modules, strict=True):
+            stack.enter_context(replaced_forward(module, _stand_in(blocks, path)))
+        blocks.hidden = HiddenModules(modules) if hide else None
+        if blocks.hidden is not None:
+            stack.enter_context(blocks.hidden.hidden())
         TRACING.append(blocks)
         try:
             yield
@@ -200,7 +228,8 @@ def _results(tensors: Sequence[Tensor], numbers: Sequence[Any], call: int) -> li
         if isinstance(leaf, ResultTensor):
             sizes = [known.of(size) for size in leaf.sizes]
             memory = torch.empty([sizes[d] for d in leaf.order], dtype=leaf.dtype, device=leaf.device)
-            made.append(memory.permute([leaf.order.index(d) for d in range(len(sizes))]) if sizes else memory)
+            plain = leaf.order == tuple(range(len(sizes)))
+            made.append(memory if plain else memory.permute([leaf.order.index(d) for d in range(len(sizes))]))
     return made
 
 
@@ -255,15 +284,15 @@ def _quotient(sizes: Sizes, divisors: Sizes) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tuple[str, ...]:
-    """The paths of the `blocks` that are called as they are.
+def opaque_paths(model: nn.Module, run: ModelRun) -> tuple[str, ...]:
+    """The paths of the blocks of `run` that are called as they are.
 
     A block without parameters, state and hooks, such as a table of positions, is traced: what it computes can be
     computed again in any stage, so that it need not be sent. So is a block that a tensor escapes from. Raises
     `CaptureError` for what happens outside of these blocks and is no operator on tensors: a trace would lose it.
     """
     paths = []
-    for path in sorted(blocks):
+    for path in sorted(run.blocks):
         if not path or leaky(path, run.escapes):
             continue
         module = model.get_submodule(path)
@@ -297,6 +326,12 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
                 "in a block"
             )
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and not any(is_inside(path, block) for block in paths):
+            raise CaptureError(
+                f"{name}: {path or 'the model'} is a program of torch.jit and not inside of a block, so that it cannot "
+                f"be traced and is no module that can be called in its place. {way}. Put it in a module of Python: "
+                "self.inner = torch.jit.script(...) there, and return self.inner(x) in its forward"
+            )
         hooks = hooks_of(module)
         if hooks and not any(is_inside(path, block) for block in paths):
             raise CaptureError(

@@ -8,7 +8,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -19,18 +19,18 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from penstock.capturing.export.block_calls import is_plain
 from penstock.capturing.export.explanations import explained
 from penstock.capturing.export.gradient_modes import open_regions
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UsedWeights, opaque
 from penstock.capturing.export.recurrence import recurrence_in_one_step
+from penstock.capturing.lost_backwards import functions_refused
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
 from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
-from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards
+from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards, without_operator_cache
 from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
@@ -71,24 +71,42 @@ class Trace:
 class FlatModel(nn.Module):
     """The model between the tensors of its arguments and the tensors of its result."""
 
-    def __init__(self, model: nn.Module, inputs: ModelInputs) -> None:
+    def __init__(self, model: nn.Module, inputs: ModelInputs, blocks: OpaqueBlocks) -> None:
         super().__init__()
         self.model = model
         self.form = inputs
+        self.blocks = blocks
         self.training = model.training
-        self.leaves: tuple[Any, ...] = ()
-        """Of the last result: its leaves, with the class `Tensor` in place of every tensor."""
-        self.structure: pytree.TreeSpec | None = None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         rest = iter(tensors)
         constants = self.form.constants
         leaves = [constants[name] if name in constants else next(rest) for name in self.form.names]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-        results, structure = flatten(self.model(*args, **kwargs))
-        object.__setattr__(self, "structure", structure)
-        object.__setattr__(self, "leaves", tuple(_form(leaf) for leaf in results))
+        with self._hidden():
+            results, _ = flatten(self.model(*args, **kwargs))
+        if any(isinstance(leaf, torch.SymInt) for leaf in results):
+            raise CaptureError(
+                "the model returns a size that depends on its inputs: return the tensor, and take its size outside of "
+                "the model"
+            )
         return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Raises `UsedWeights` if its body used what is hidden, whatever came of it."""
+        hidden = self.blocks.hidden
+        if hidden is None:
+            yield
+            return
+        try:
+            with hidden.watched():
+                yield
+        except Exception:
+            if not hidden.used:
+                raise
+        if hidden.used:
+            raise UsedWeights
 
 
 def trace(
@@ -107,14 +125,19 @@ def trace(
         pairs = [(name, torch.cat([leaf, leaf]) if name in inputs.batched else leaf) for name, leaf in pairs]
     names = tuple(name for name, _ in pairs)
     tensors = tuple(leaf.detach() for _, leaf in pairs)
-    flat = FlatModel(model, inputs)
+    flat = FlatModel(model, inputs, blocks)
     samples = (
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
-    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step():
+    own_backwards = nullcontext() if blocks.evaluates else functions_refused()
+    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step(), own_backwards:
         try:
-            with opaque(blocks):
-                program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
+            try:
+                with opaque(blocks, hide=True):
+                    program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
+            except UsedWeights:
+                with opaque(blocks, hide=False):
+                    program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
         except export_refusals():
             # Outside, where blocks are themselves and can be run.
             _run_with_other_batch(flat, names, tensors, inputs)
@@ -191,7 +214,7 @@ def _export(
             sizes[0] = Dim.DYNAMIC
         shapes.append(sizes)
     # On its way to an error, export prints pages; what matters of them is in the exception.
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()), without_operator_cache():
         return torch.export.export(flat, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
 
 
@@ -279,15 +302,3 @@ def _bounds(size: int | torch.SymInt, program: ExportedProgram) -> tuple[int, in
     # Export starts from "at least 2" without having been asked.
     least = int(found.lower) if found.lower.is_Integer and found.lower > 2 else 0
     return least, int(found.upper) if found.upper.is_Integer else None
-
-
-def _form(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return Tensor
-    if isinstance(leaf, torch.SymInt):
-        raise CaptureError(
-            "the model returns a size that depends on its inputs: return the tensor, and take its size outside of "
-            "the model"
-        )
-    # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
-    return leaf if is_plain(leaf) else None

@@ -5,7 +5,7 @@ call of one planner. Combinations that make no sense are left out.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from penstock.arguments import FLAG, check_fields, integer, number, text_of
@@ -27,18 +27,20 @@ from penstock.scheduling.known_schedules import (
 from penstock.scheduling.orders import METHODS, SPP
 from penstock.scheduling.placements import StageLayout
 from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["PlanConstraints", "PlannerQuery"]
+__all__ = ["PlanConstraints", "PlannerQuery", "plans_for"]
 
 _MICROBATCHES_PER_DEVICE = 4
 """The microbatches per device in the default minibatch. A flush then idles for about a fifth of the time."""
 
-_MOST_ORDERED = 32
-"""With more devices the planner `spp`, whose time grows with their fourth power, runs only if it is named."""
-
 _MOST_FLAT = 128
 """With more devices the planner `pipedream` runs only if it or the number of stages is given."""
+
+
+_DEPTHS = (48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
+"""Stages of straight pipelines, beside the most that there can be: on slow links fewer are faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class PlannerQuery:
     request: Request
     may_recompute: bool
     """Whether a planner that chooses recomputation itself may use it. If the request requires it, it must."""
+    named: bool = False
+    """Whether the user named the planner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class PlanConstraints:
         return tuple(
             each
             for each in (METHODS if fixed is None else (fixed,))
-            if (self.planner is None or _plans_for(self.planner, each))
+            if (self.planner is None or plans_for(self.planner, each))
             and (not self.synchronous or each.flushes)
             and (not self.vertical_sync or each.has_vertical_sync)
             and not (self.whole_backwards and each.splits_backward)
@@ -140,18 +144,49 @@ class PlanConstraints:
     def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[PlannerQuery]:
         for planner in self._planners(cluster):
             for schedule in self._definitions:
-                if _plans_for(planner, schedule):
+                if plans_for(planner, schedule):
                     for profile in profiles:
                         for request in self._requests(planner, schedule, profile, profiles[0], cluster):
-                            yield PlannerQuery(planner, profile, request, self.recompute is not False)
+                            # Without a memory limit recomputation gains nothing.
+                            tries = self.recompute is None and cluster.memory_bytes is not None
+                            allowed = tries or self.recompute is True
+                            yield PlannerQuery(planner, profile, request, allowed, self.planner is not None)
 
-    def count_microbatches(self, profile: Profile, first: Profile, cluster: Cluster) -> int:
+    def opened(self) -> "PlanConstraints":
+        """These constraints without those that only choose among plans: `accepts` applies them to the proposals.
+
+        So a wish cannot lead the search to a plan that it would not find without the wish. A named planner and a
+        schedule of the user's own remain.
+        """
+        if self.planner is not None:
+            return self
+        own = self.schedule if find_definition(self.schedule) not in METHODS else None
+        return replace(self, schedule=own, straight=False, synchronous=False, whole_backwards=False)
+
+    def accepts(self, plan: Plan) -> bool:
+        """Whether `plan` has what is fixed."""
+        definition = plan.definition
+        return (
+            (self.schedule is None or plan.schedule == self.schedule)
+            and (definition.flushes or not self.synchronous)
+            and not (self.whole_backwards and definition.splits_backward)
+            and (max(plan.replicas) == 1 or not self.straight)
+            and self.stages in (None, len(plan.stages))
+            and self.recompute in (None, plan.recompute)
+        )
+
+    def count_microbatches(
+        self, profile: Profile, first: Profile, cluster: Cluster, schedule: ScheduleDefinition
+    ) -> int:
         """The number ``m`` of microbatches of `profile`'s size; 0 if the batch size is not a multiple of that size.
 
-        The default batch size is four microbatches of the first profile for every device.
+        The default batch size is four microbatches of the first profile for every device, and one microbatch where
+        each has an update of its own.
         """
         if self.microbatches is not None:
             return self.microbatches
+        if schedule.updates_per_microbatch and self.batch_size is None:
+            return 1
         batch = self.batch_size
         if batch is None:
             batch = _MICROBATCHES_PER_DEVICE * cluster.devices * first.microbatch_size
@@ -166,15 +201,13 @@ class PlanConstraints:
         if not self.vertical_sync:
             yield PlannerName.TWO_BW.value
             if not self.straight:
-                yield from [PlannerName.SPP.value] if cluster.devices <= _MOST_ORDERED else []
+                yield PlannerName.SPP.value
                 yield PlannerName.INTERLEAVED.value
 
     def _requests(
         self, planner: str, schedule: ScheduleDefinition, profile: Profile, first: Profile, cluster: Cluster
     ) -> Iterator[Request]:
-        microbatches = self.count_microbatches(profile, first, cluster)
-        if schedule.updates_per_microbatch and self.microbatches is None and self.batch_size is None:
-            microbatches = 1
+        microbatches = self.count_microbatches(profile, first, cluster, schedule)
         if not microbatches:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
@@ -186,24 +219,46 @@ class PlanConstraints:
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):
-                straight = self._is_straight(planner, schedule)
-                stages = self.stages
-                if straight and stages is None:
-                    most = min(cluster.devices, len(profile) // per_rank)
-                    stages = per_rank * _most_ranks(schedule, per_rank, microbatches, most)
-                if stages == 0 or (stages or 0) % per_rank:
-                    continue
-                yield Request(
-                    schedule=identify(schedule),
-                    microbatches=microbatches,
-                    stages=stages,
-                    stages_per_rank=per_rank,
-                    straight=straight,
-                    allreduce=self.allreduce,
-                    vertical_sync=self.vertical_sync,
-                    recompute=recompute,
-                    optimizer_copies=self.optimizer_copies,
-                )
+                depths = self._depths(planner, schedule, profile, cluster, per_rank=per_rank, microbatches=microbatches)
+                for stages, straight in depths:
+                    yield Request(
+                        schedule=identify(schedule),
+                        microbatches=microbatches,
+                        stages=stages,
+                        stages_per_rank=per_rank,
+                        straight=straight,
+                        allreduce=self.allreduce,
+                        vertical_sync=self.vertical_sync,
+                        recompute=recompute,
+                        optimizer_copies=self.optimizer_copies,
+                    )
+
+    def _depths(
+        self,
+        planner: str,
+        schedule: ScheduleDefinition,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        per_rank: int,
+        microbatches: int,
+    ) -> Iterator[tuple[int | None, bool]]:
+        """The numbers of stages to ask `planner` for (None: any), each with whether they have no replicas."""
+        if self.stages is not None and self.stages % per_rank:
+            return
+        straight = self._is_straight(planner, schedule)
+        if not straight:
+            yield self.stages, False
+        if straight or (planner == PlannerName.PIPEDREAM and self.stages is None):
+            ranks = min(cluster.devices, len(profile) // per_rank)
+            most = _most_ranks(schedule, per_rank, microbatches, ranks)
+            if self.stages is not None:
+                yield self.stages, True
+            elif most:
+                fewer = planner == PlannerName.PIPEDREAM and self.planner is None and per_rank == 1
+                for count in (most, *(each for each in _DEPTHS if fewer and each < most)):
+                    if count == most or can_run(schedule, count, per_rank, microbatches):
+                        yield count * per_rank, True
 
     def _is_straight(self, planner: str, schedule: ScheduleDefinition) -> bool:
         if planner in (PlannerName.UNIFORM, PlannerName.INTERLEAVED):
@@ -242,7 +297,7 @@ class PlanConstraints:
         )
 
 
-def _plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
+def plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
     """Whether `planner` can plan for `schedule`."""
     match PlannerName(planner):
         case PlannerName.PIPEDREAM | PlannerName.UNIFORM:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
+from penstock.simulating.losses import Losses
 from penstock.values.plans import Plan, Prediction
+from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["explain_search", "shape_text"]
+__all__ = ["explain_search", "rate_text", "shape_text", "wire_note"]
 
 _ROWS = 10
 """Plans in the table."""
@@ -16,26 +18,43 @@ _REASON = 160
 """Characters of the reason of a rejection."""
 
 
-def explain_search(search: SearchResult) -> str:
-    """The best plan, the ranked table, why the runner-up is not the best, and what could not be planned."""
+def explain_search(search: SearchResult, losses: Losses, memory_bytes: float | None) -> str:
+    """The best plan, the ranked table, where the time of the best goes, why the runner-up is not the best, and what
+    could not be planned.
+
+    `memory_bytes`: of each device; None if it is not limited.
+    """
     best, *others = search.ranked
     lines = [str(best), "", *_table(search.ranked[:_ROWS])]
     hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
     lines += ["", f"The best is limited by: {_predicted(best).limit}."]
+    needs = f"The fullest device needs {bytes_text(max(_predicted(best).peak_bytes))}"
+    lines += [f"{needs}; no limit was given." if memory_bytes is None else f"{needs} of {bytes_text(memory_bytes)}."]
+    lines += [f"Its time goes to: {losses}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
     lines += _list(search.rejections)
     return "\n".join(lines)
 
 
+def wire_note(profile: Profile) -> str:
+    """A line that says how much of what crosses cuts links carry; nothing if they carry it as it is."""
+    crossing, sent = (sum(layer.cut_bytes for layer in each.layers[:-1]) for each in (profile, profile.on_wire))
+    if profile.on_wire is profile or not crossing:
+        return ""
+    return f"\nLinks carry {sent / crossing:.0%} of what crosses cuts, as with wire_dtype= of the pipeline."
+
+
 def shape_text(plan: Plan) -> str:
-    """The replicas of the stages: ``15-1``, or ``8 stages x 2`` for many equal stages."""
+    """The replicas of the stages: ``15-1``, ``8 stages x 2`` for many equal ones, ``data parallel x 4`` for one."""
     replicas = plan.replicas[: len(plan.stages) // plan.stages_per_rank]
-    if len(set(replicas)) > 1 or 1 < len(replicas) <= 4:
+    if len(replicas) == 1:
+        text = f"data parallel x {replicas[0]}" if replicas[0] > 1 else "1 stage"
+    elif len(set(replicas)) > 1 or 1 < len(replicas) <= 4:
         text = "-".join(map(str, replicas))
     else:
-        text = f"{len(replicas)} stage{'s' if len(replicas) > 1 else ''}"
+        text = f"{len(replicas)} stages"
         text += f" x {replicas[0]}" if replicas[0] > 1 else ""
     text += f", v={plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
     return text + (f", t={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
@@ -65,7 +84,7 @@ def _row(position: int, plan: Plan) -> tuple[str, ...]:
         shape_text(plan),
         f"{plan.microbatches} x {plan.microbatch_size}",
         seconds_text(predicted.minibatch_seconds),
-        f"{predicted.samples_per_second:.4g}",
+        rate_text(predicted.samples_per_second),
         f"{predicted.bubble:.1%}",
         bytes_text(max(predicted.peak_bytes)),
         predicted.limit,
@@ -83,8 +102,18 @@ def _compare(best: Plan, other: Plan) -> str:
         if peaks[0] < peaks[1]:
             return f"{name} is as fast, but needs {bytes_text(peaks[1])} where the best needs {bytes_text(peaks[0])}."
         return f"{name} is as fast and needs as much memory."
-    slower = rate / lost - 1 if lost else float("inf")
-    return f"{name} is {slower:.1%} slower: it is limited by {_predicted(other).limit}."
+    return f"{name} {_slower(rate, lost)}: it is limited by {_predicted(other).limit}."
+
+
+def rate_text(rate: float) -> str:
+    """Samples per second with four digits, and never as a power of ten below a million."""
+    return f"{rate:.4g}" if rate < 1e4 or rate >= 1e6 else f"{rate:.0f}"
+
+
+def _slower(rate: float, lost: float) -> str:
+    """How much slower `lost` samples per second are than `rate`."""
+    times = rate / lost if lost else float("inf")
+    return f"is {times - 1:.1%} slower" if times < 2 else f"takes {times:.3g} times as long"
 
 
 def _advise(ranked: Sequence[Plan]) -> list[str]:
@@ -95,9 +124,9 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
         advice = "it trains with stale weights, so watch the loss"
         same = next((plan for plan in ranked if plan.definition.flushes), None)
         if same is not None:
-            share = _predicted(best).samples_per_second / _predicted(same).samples_per_second - 1
+            slower = _slower(_predicted(best).samples_per_second, _predicted(same).samples_per_second)
             advice += (
-                f"; the best plan that trains as one device does ({_name(same)}) is {share:.1%} slower: "
+                f"; the best plan that trains as one device does ({_name(same)}) {slower}: "
                 "synchronous=True (--synchronous) plans only such"
             )
         lines.append(f"{best.schedule} never flushes: {advice}.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import ceil, floor, log10
 
 from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
@@ -24,15 +25,40 @@ def explain_infeasibility(
     """The error of a search that `found` no plan."""
     free = replace(cluster, memory_bytes=None)
     either = replace(constraints, recompute=True) if constraints.recompute is None else constraints
-    unlimited = compare_plans(profiles, free, either).ranked
+    unlimited = compare_plans(profiles, free, either, refine=False).ranked
     if cluster.memory_bytes is None or not unlimited:
         reasons = "; ".join(dict.fromkeys(rejection.reason for rejection in found.rejections))
         return PlanError(f"no plan: {reasons}")
     needed = {plan: _needed_bytes(plan, profiles, constraints) for plan in unlimited}
     least = min(unlimited, key=needed.__getitem__)
-    memory = f"{bytes_text(needed[least])} on each device (for {_name(least)})"
+    enough, plan = _least_memory(profiles, cluster, constraints, needed[least], least)
+    memory = f"{bytes_text(enough)} on each device (for {_name(plan)})"
     changes = _changes(profiles, cluster, constraints)
     return nothing_fits("a plan", cluster, profiles[0].parameter_bytes, [[memory], *changes])
+
+
+def _least_memory(
+    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, enough: float, plan: Plan
+) -> tuple[float, Plan]:
+    """The least memory with which the search finds a plan, up to 1 % and rounded up to three digits, and that plan.
+
+    `enough`: memory that is enough for `plan`.
+    """
+    too_little = cluster.memory_bytes or 0.0
+    high = _three_digits_up(enough)
+    while high > 1.01 * too_little and (middle := _three_digits_up((too_little + high) / 2)) < high:
+        found = compare_plans(profiles, replace(cluster, memory_bytes=middle), constraints, refine=False).ranked
+        if found:
+            high, plan = middle, found[0]
+        else:
+            too_little = middle
+    return high, plan
+
+
+def _three_digits_up(number: float) -> float:
+    """`number` rounded up to three digits."""
+    unit = 10.0 ** (floor(log10(number)) - 2) if number > 0 else 1.0
+    return ceil(number / unit * (1 - 1e-12)) * unit
 
 
 def _changes(
@@ -41,7 +67,7 @@ def _changes(
     """The attempts of `nothing_fits`: single changes of the search."""
 
     def attempt(words: str, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> str | None:
-        ranked = compare_plans(profiles, cluster, constraints).ranked
+        ranked = compare_plans(profiles, cluster, constraints, refine=False).ranked
         return f"{words} (for {_name(ranked[0])})" if ranked else None
 
     if constraints.stages is None:

@@ -6,10 +6,12 @@ its schedules in `constraints`.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import assert_never
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream
@@ -17,12 +19,13 @@ from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlannerQuery
+from penstock.planning.spp.grouped_machines import MOST_ORDERED, propose_grouped
 from penstock.planning.spp.spp_search import find_spp
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.values.clusters import Cluster
+from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
@@ -43,9 +46,27 @@ class Proposer:
         self._limit = cluster.memory_bytes
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
         """Plans without a memory limit; they are the same for all schedules with one stage per rank."""
+        self._parts: tuple[Proposer, ...] | None = None
 
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
-        """The plans of one query. Raises `PlanError` if there are none."""
+        """The plans of one query, also on half and on a quarter of the devices where the planner would use all: on
+        slow links fewer are faster. Raises `PlanError` if there are none.
+        """
+        yield from self._propose(query)
+        uses_all = query.planner == PlannerName.SPP or (
+            query.planner == PlannerName.PIPEDREAM
+            and not query.request.straight
+            and query.request.stages is None
+            and not query.request.definition.layout.has_several
+        )
+        if uses_all and not query.named:
+            if self._parts is None:
+                self._parts = tuple(map(Proposer, _parts(self._cluster)))
+            for part in self._parts:
+                with suppress(PlanError, ScheduleError):
+                    yield from part._propose(query)
+
+    def _propose(self, query: PlannerQuery) -> Iterator[Plan]:
         profile, request = query.profile, query.request
         match query.planner:
             case PlannerName.PIPEDREAM:
@@ -53,7 +74,10 @@ class Proposer:
             case PlannerName.TWO_BW:
                 yield from self._propose_two_bw(query)
             case PlannerName.SPP:
-                yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
+                if query.named or self._cluster.devices <= MOST_ORDERED:
+                    yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
+                else:
+                    yield from propose_grouped(profile, self._cluster, request)
             case PlannerName.INTERLEAVED:
                 yield from self._propose_interleaved(profile, request)
             case PlannerName.UNIFORM:
@@ -62,24 +86,30 @@ class Proposer:
                 raise AssertionError(f"constraints: unknown planner {other}")
 
     def _propose_pipedream(self, profile: Profile, request: Request) -> Iterator[Plan]:
-        """Proposes PipeDream's plans; links carry both directions at once, as in the simulator."""
-        duplex = replace(request, full_duplex=True)
-        found = list(self._with_buffers(partial(self._find_pipedream, profile), profile, duplex))
+        """Proposes PipeDream's plans: with links that carry both directions at once, as in the simulator, and with the
+        sum of both, as in the paper. Few microbatches hide few messages, and then the sum is often the better guide.
+        """
+        found: list[Plan] = []
+        for duplex in (True,) if request.definition.layout.has_several else (True, False):
+            wished = replace(request, full_duplex=duplex)
+            found += self._with_buffers(partial(self._find_pipedream, profile), profile, wished)
         yield from found or _require(None)
 
     def _propose_two_bw(self, query: PlannerQuery) -> Iterator[Plan]:
         for buffers in (0,) if self._limit is None else (0, _BUFFERS):
             ranked = rank_pipelines(query.profile, self._cluster, replace(query.request, buffers=buffers))
             allowed = [candidate for candidate in ranked if query.may_recompute or not candidate.recompute]
-            yield from (candidate.plan(self._cluster) for candidate in allowed[:_PROPOSED])
+            alone = [candidate for candidate in allowed if candidate.replicas == 1]
+            chosen = [*allowed[:_PROPOSED], *alone[:_PROPOSED]]
+            yield from (candidate.plan(self._cluster) for candidate in chosen)
 
     def _propose_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
-        """Proposes d equal pipelines of several stages per rank, on all devices, for every possible d of 2 or more."""
-        devices = self._cluster.devices
-        for replicas in range(2, devices + 1):
-            length = devices // replicas
+        """Proposes d equal pipelines of several stages per rank for every possible d of 2 or more: on all devices, or
+        with the number of stages that is fixed.
+        """
+        for length, replicas in self._shapes(request):
             stages = length * request.stages_per_rank
-            if devices % replicas or length < 2 or request.microbatches % replicas or stages > len(profile):
+            if length < 2 or request.microbatches % replicas or stages > len(profile):
                 continue
             if not request.can_run(length, replicas=replicas):
                 continue
@@ -87,6 +117,15 @@ class Proposer:
             one = Cluster.uniform(length, self._cluster.slowest, self._limit)
             for narrow in self._with_buffers(partial(find_pipedream, profile, one), profile, alone):
                 yield widen(narrow, replicas, profile, self._cluster, request)
+
+    def _shapes(self, request: Request) -> Iterator[tuple[int, int]]:
+        """(Ranks in a row, pipelines) to propose; two pipelines or more."""
+        devices = self._cluster.devices
+        if request.stages is None:
+            yield from ((devices // count, count) for count in range(2, devices + 1) if devices % count == 0)
+        else:
+            length = request.stages // request.stages_per_rank
+            yield from ((length, count) for count in range(2, devices // length + 1))
 
     def _find_pipedream(self, profile: Profile, request: Request) -> Plan | None:
         if request.definition.layout.has_several:
@@ -117,6 +156,31 @@ class Proposer:
             if max(peak_bytes(plan, buffered, request.optimizer_copies)) > self._limit:
                 other = find(replace(request, buffers=_BUFFERS))
                 yield from () if other is None else (other,)
+
+
+def _parts(cluster: Cluster) -> Iterator[Cluster]:
+    """The first half and the first quarter of the devices, if those are two or more."""
+    for count in (cluster.devices // 2, cluster.devices // 4):
+        if count < 2:
+            return
+        match cluster.links:
+            case LinkLevels(levels, latencies):
+                kept, left = [], count
+                for (size, bandwidth), latency in zip(levels, latencies, strict=True):
+                    own = min(size, left)
+                    kept.append((own, bandwidth, latency))
+                    left //= own
+                links: LinkLevels | LinkMatrix = LinkLevels(
+                    tuple((size, bandwidth) for size, bandwidth, _ in kept), tuple(latency for _, _, latency in kept)
+                )
+            case LinkMatrix(rows, delays):
+                links = LinkMatrix(
+                    tuple(row[:count] for row in rows[:count]), tuple(row[:count] for row in delays[:count])
+                )
+            case _:
+                assert_never(cluster.links)
+        if links.devices <= cluster.devices // 2:
+            yield replace(cluster, links=links)
 
 
 def _require(found: Plan | None) -> tuple[Plan]:

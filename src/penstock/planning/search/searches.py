@@ -6,7 +6,10 @@ each other, fill and drain of unequal stages, the peak memory of a rank. So plan
 Rules of the search:
   1. Only plans that were simulated are ranked.
   2. Plans within a thousandth of the fastest count as equally fast. Of these the first in this order is taken: one that
-     trains as one device does, one that needs the least memory, one with the fewest stages.
+     trains as one device does, one whose replicas take whole microbatches (a part of a microbatch takes longer than its
+     share, which a profile of one size does not show), one that needs the least memory, one with the fewest stages.
+  3. Constraints choose among the proposals, and do not change them (`PlanConstraints.opened`); the local search treats
+     every family of proposals alike. So no wish leads to a faster plan than none.
 """
 
 from collections.abc import Sequence
@@ -16,19 +19,24 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import simulator_options
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.search.proposals import Proposer
+from penstock.planning.search.refinements import Refiner
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.verification.verifier import verify
+from penstock.simulating.assumptions import Options
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans"]
+__all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans", "simulated_with"]
 
 _SHORTLIST = 12
 """How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
+
+_COMPARED = 4
+"""How many plans of a family are simulated where the local search does not know the times or the memory exactly."""
 
 EQUAL = 1e-3
 """A relative difference; predictions are not more accurate than that."""
@@ -55,37 +63,95 @@ class SearchResult:
 
 
 def compare_plans(
-    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, *, progress: bool | None = False
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    constraints: PlanConstraints,
+    *,
+    progress: bool | None = False,
+    refine: bool = True,
 ) -> SearchResult:
     """Plans for `cluster` and a model that was measured at one or several microbatch sizes.
 
-    `ranked` is empty if nothing fits. `progress` shows a line on stderr; None shows it on a terminal only.
+    `ranked` is empty if nothing fits. `progress` shows a line on stderr; None shows it on a terminal only. Without
+    `refine` the planners' proposals are ranked as they are; so are those of a planner that is named.
     """
     rejections: list[Rejection] = []
+    proposals = _propose(profiles, cluster, constraints, rejections, progress)
+    if constraints.planner is None and refine:
+        return _refine(proposals, profiles, cluster, constraints, rejections=rejections, progress=progress)
+    chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.memory_bytes is not None)
+    sizes = {profile.microbatch_size: profile for profile in profiles}
+    simulated: list[Plan] = []
+    for plan in progress_line(chosen, lambda plan: str(plan.schedule), "simulating", progress):
+        if len(simulated) >= _SHORTLIST and plan.schedule in {other.schedule for other in simulated}:
+            continue
+        try:
+            simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
+        except (PlanError, ScheduleError) as error:
+            rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
+    return SearchResult(_rank(simulated), len(proposals) - len(chosen), tuple(rejections))
+
+
+def _propose(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    constraints: PlanConstraints,
+    rejections: list[Rejection],
+    progress: bool | None,
+) -> list[Plan]:
+    """The proposals of all planners, each once, whatever the constraints choose among them."""
     proposals: dict[Plan, Plan] = {}
     proposer = Proposer(cluster)
-    for query in progress_line(constraints.trials(profiles, cluster), _title, "planning", progress):
+    constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
+    opened = constraints.opened()
+    # Raises an error for numbers that no query has, which other schedules than the wished one may have.
+    constraints.trials(profiles, cluster)
+    allowed = set(constraints.schedules)
+    for query in progress_line(opened.trials(profiles, cluster), _title, "planning", progress):
+        wished = query.request.schedule in allowed
         try:
             for proposed in proposer.propose(query):
                 if _is_pointless(proposed) and DEFAULT_SCHEDULE in constraints.schedules:
                     continue
                 if constraints.microbatches not in (None, proposed.microbatches):
                     reason = f"it has {proposed.microbatches} microbatches, and {constraints.microbatches} are required"
-                    rejections.append(Rejection(query.planner, str(query.request.schedule), reason))
+                    rejections += [Rejection(query.planner, str(query.request.schedule), reason)] if wished else []
                     continue
                 bare = replace(proposed, predicted=None)
                 proposals.setdefault(bare, replace(proposed, planner=query.planner))
         except (PlanError, ScheduleError) as error:
-            rejections.append(Rejection(query.planner, str(query.request.schedule), str(error)))
-    chosen = _shorten(list(proposals.values()))
+            rejections += [Rejection(query.planner, str(query.request.schedule), str(error))] if wished else []
+    return list(proposals.values())
+
+
+def _refine(
+    proposals: list[Plan],
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    constraints: PlanConstraints,
+    *,
+    rejections: list[Rejection],
+    progress: bool | None,
+) -> SearchResult:
+    """The best plan of every family, after a local search."""
     sizes = {profile.microbatch_size: profile for profile in profiles}
+    refiner = Refiner(profiles, cluster, constraints)
+    families = refiner.families(proposals)
+    finalists = refiner.search(families, progress)
     simulated = []
-    for plan in progress_line(chosen, lambda plan: str(plan.schedule), "simulating", progress):
-        try:
-            simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
-        except (PlanError, ScheduleError) as error:
-            rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
-    return SearchResult(_rank(simulated), len(proposals) - len(chosen), tuple(rejections))
+    for family in progress_line(finalists, lambda family: str(family[0].schedule), "simulating", progress):
+        found = []
+        for plan in family:
+            try:
+                found.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
+            except (PlanError, ScheduleError) as error:
+                rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
+            if found and (refiner.exact or len(found) == _COMPARED):
+                break
+        simulated += [max(found, key=_speed)] if found else []
+    others = sum(map(len, families.values())) - len(simulated)
+    kept = [each for each in rejections if each.schedule not in {str(plan.schedule) for plan in simulated}]
+    return SearchResult(_rank(simulated), others, tuple(kept))
 
 
 def _title(query: PlannerQuery) -> str:
@@ -98,14 +164,16 @@ def _is_pointless(plan: Plan) -> bool:
     return len(plan.stages) == 1 and same and plan.routing != "split"
 
 
-def _shorten(plans: list[Plan]) -> list[Plan]:
-    """The plans that are worth a simulation, the fastest by closed form first."""
+def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
+    """The plans that are worth a simulation, the fastest by closed form first; all of them where memory is `limited`,
+    since the first ones may not fit with their messages.
+    """
     plans.sort(key=_speed, reverse=True)
     kinds: set[tuple[str, str]] = set()
     chosen = []
     for position, plan in enumerate(plans):
         kind = plan.planner, str(plan.schedule)
-        if position < _SHORTLIST or kind not in kinds:
+        if limited or position < _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
     return chosen
@@ -116,9 +184,7 @@ def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanC
     if not isinstance(plan.schedule, str):
         # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
         verify(schedule(plan))
-    options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
-    options["shared_nic"] = constraints.shared_nic
-    outcome = evaluate(plan, profile, cluster, **options)
+    outcome = evaluate(plan, profile, cluster, **simulated_with(constraints))
     if cluster.memory_bytes is not None and max(outcome.peak_bytes) > cluster.memory_bytes:
         worst = max(range(plan.ranks), key=outcome.peak_bytes.__getitem__)
         raise PlanError(
@@ -126,6 +192,13 @@ def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanC
             f"{bytes_text(cluster.memory_bytes)}"
         )
     return replace(plan, predicted=outcome.prediction())
+
+
+def simulated_with(constraints: PlanConstraints) -> Options:
+    """The options with which plans are simulated under `constraints`."""
+    options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
+    options["shared_nic"] = constraints.shared_nic
+    return options
 
 
 def _rank(simulated: list[Plan]) -> tuple[Plan, ...]:
@@ -143,6 +216,7 @@ def _speed(plan: Plan) -> float:
     return plan.predicted.samples_per_second
 
 
-def _tie_break(plan: Plan) -> tuple[bool, float, int]:
+def _tie_break(plan: Plan) -> tuple[bool, bool, float, int]:
     assert plan.predicted is not None
-    return not plan.definition.flushes, max(plan.predicted.peak_bytes), len(plan.stages)
+    split = plan.routing == "split" and max(plan.replicas) > 1
+    return not plan.definition.flushes, split, max(plan.predicted.peak_bytes), len(plan.stages)

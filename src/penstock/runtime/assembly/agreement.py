@@ -26,16 +26,21 @@ from penstock.values.plans import schedule as schedule_of
 __all__ = ["check_agreement", "check_optimizers", "check_options"]
 
 
-def check_options(world: World, recipe: Recipe, **others: Any) -> None:
-    """Raises `PenstockError` on every rank if the ranks were given different options: those of `recipe`, or `others`.
-    Collective.
+_COMPARED = ("seed", "compile", "recompute", "balance", "timeout_seconds")
+"""The arguments of `Pipeline` that all ranks must be given alike, beside those of the recipe and of the plan."""
+
+
+def check_options(world: World, recipe: Recipe, arguments: Mapping[str, Any]) -> None:
+    """Raises `PenstockError` on every rank if the ranks were given different options: those of `recipe`, or others
+    among the `arguments` of `Pipeline`. Collective.
 
     A function is compared by whether it is given, since ranks may define it in different places.
     """
     given = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
     del given["optimizer"]
     given["loss_fn"] = "penstock.model_loss" if recipe.reads_model_loss else "a function"
-    mine = {name: _describe(value) for name, value in {**given, **others}.items()}
+    given.update({name: arguments[name] for name in _COMPARED})
+    mine = {name: _describe(value) for name, value in given.items()}
     for rank, other in enumerate(world.gather(mine, "while they compared their options")):
         for name, value in mine.items():
             if other[name] != value:
@@ -60,16 +65,20 @@ class _Fingerprint:
     skips: tuple[Skip, ...]
 
 
-def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None) -> None:
-    """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective."""
+def check_agreement(
+    world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None, *, weights: bool = True
+) -> None:
+    """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective.
+
+    `weights`: whether the values of the weights count. They do not where all are loaded afterwards.
+    """
     if world.processes == 1:
         return
     compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
     layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
     programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
-    mine = _Fingerprint(
-        compared, str(plan), programs, layers=layers, parameters=_digests(chain.parameters), skips=skips
-    )
+    digests = _digests(chain.parameters) if weights else {}
+    mine = _Fingerprint(compared, str(plan), programs, layers=layers, parameters=digests, skips=skips)
     own = tuple(getattr(mine, field.name) for field in fields(mine))
     for rank, gathered in enumerate(world.gather(own, "while they compared models and plans")):
         other = _Fingerprint(*gathered)

@@ -8,13 +8,14 @@ from typing import Any, get_args
 
 from penstock.arguments import FLAG, Rule, check_arguments, choice, function, instance, integer
 from penstock.capturing.model_kinds import check_model
+from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.skips import SkipChoice
 from penstock.values.plans import Plan, require_schedule
 
-__all__ = ["check_pipeline"]
+__all__ = ["check_pipeline", "plan_arguments", "planned_anew"]
 
 _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "plan": instance(
@@ -42,6 +43,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     ).optional,
     "seed": integer().but("give one such as 0, or None for PyTorch's own stream").optional,
 }
+_OF_PLANS = ("schedule", "stages", "microbatches", "vertical_sync", "tensor_parallel")
 
 
 def check_pipeline(given: Mapping[str, Any]) -> int | None:
@@ -55,5 +57,31 @@ def check_pipeline(given: Mapping[str, Any]) -> int | None:
     check_arguments("Pipeline", {**given, "plan": None if makes else planned}, _PLAN_RULES, PlanError)
     if given["schedule"] is not None:
         require_schedule(given["schedule"])
+    if given["on_nonfinite"] == "rollback" and given["resume"] is None:
+        raise PenstockError(
+            "on_nonfinite='rollback' goes back to the newest checkpoint in the directory resume=: expected a "
+            "directory, found None. Pass resume=directory, and save there, or pass on_nonfinite='skip'"
+        )
     seed: int | None = check_arguments("Pipeline", given, _RULES, PenstockError)["seed"]
     return seed
+
+
+def plan_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for a plan that is made here, among those `given` by name."""
+    return {name: given[name] for name in _OF_PLANS}
+
+
+def planned_anew(given: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """The arguments of `Pipeline` that were `given` by name, with `plan` in place of what it was built from.
+
+    `PenstockError` if its model cannot be built on again.
+    """
+    if given["parallelize"] is not None:
+        raise PenstockError(
+            "replan(apply=): expected a pipeline without parallelize=, found one: its hook has changed the modules in "
+            "place, and cannot be called on them again. Save, build model and Pipeline anew with plan=, and load"
+        )
+    free = {name: False if name == "vertical_sync" else None for name in _OF_PLANS}
+    # In a single process all weights are there by now.
+    init_fn = given["init_fn"] if is_weightless(given["model"]) else None
+    return {**given, **free, "plan": plan, "init_fn": init_fn}

@@ -1,18 +1,23 @@
-"""Refuses combinations of options that split backwards or CUDA graphs cannot work with, and says why."""
+"""Refuses options that split backwards, CUDA graphs or the links between stages cannot work with, and says why."""
 
 from collections.abc import Mapping
 
 import torch
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.crossings import crossings_of
 from penstock.errors import PlanError
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.recomputation import Granularity, Recompute
 from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedules import Schedule
+from penstock.training.recipes import Recipe
+from penstock.training.wire_codecs import sent_bytes
+from penstock.values.crossings import find_stops
+from penstock.values.plans import Plan
 
-__all__ = ["check_graphs", "check_split_backwards", "needs_whole_backwards"]
+__all__ = ["check_graphs", "check_split_backwards", "check_wire_dtype", "needs_whole_backwards"]
 
 
 def check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
@@ -70,6 +75,25 @@ def check_graphs(
         f"compile= asks for CUDA graphs, and {reason}. {remedy}, or a mode without graphs: "
         '"max-autotune-no-cudagraphs" or "default"'
     )
+
+
+def check_wire_dtype(recipe: Recipe, plan: Plan, chain: LayerChain) -> None:
+    """Raises `PlanError` if ``wire_dtype=`` makes nothing smaller that the stages of `plan` send each other."""
+    codec = recipe.codec
+    if codec is None:
+        return
+    starts = [stage.start for stage in plan.stages]
+    crossing = {each.name for each in crossings_of(chain) if len(find_stops(each, starts)) > 1}
+    kinds = {
+        name: kind for layer in chain.layers for name, kind in zip(layer.outputs, layer.output_kinds, strict=False)
+    }
+    known = {name: kinds[name] for name in sorted(crossing & kinds.keys())}
+    if known and not any(sent_bytes(codec, *kind) < sent_bytes(None, *kind) for kind in known.values()):
+        found = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in [*known.items()][:3])
+        raise PlanError(
+            f"wire_dtype={recipe.wire_dtype!r}: expected floating tensors between the stages that it makes smaller, "
+            f"found {found}: leave it out, or give one of fewer bytes, such as penstock.RowInt8()"
+        )
 
 
 def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:

@@ -66,16 +66,20 @@ class BackgroundSaves:
         self._gather: PatientGather | None = None
 
     def prepare(self) -> None:
-        """Waits for the save before, whose error was logged, and drains where the state without what is in flight would
-        not be enough to go on from. Collective.
+        """Waits for the save before, and drains where the state without what is in flight would not be enough to go on
+        from. Collective.
         """
         self._began = time.perf_counter()
+        self.finish()
+        if not self._engine.cuts() or (self._states.parallelized and not self._states.schedule.flushes):
+            self.drain()
+
+    def finish(self) -> None:
+        """Waits for the save that is under way, whose error is logged. Collective."""
         if self._present is not None:
             self._reach()
             self._engine.snapshots.settle()
             self._present._result.exception()
-        if not self._engine.cuts() or (self._states.parallelized and not self._states.schedule.flushes):
-            self.drain()
 
     def begin(self, write: Write, gather: PatientGather) -> BackgroundSave:
         """Begins to save the state after the steps so far with `write`, which gathers with `gather`. Collective."""

@@ -1,7 +1,7 @@
 """Saves and loads the training of a pipeline: collects on the main thread, then writes, or reads and restores."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import shared_names
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves
@@ -20,7 +21,7 @@ from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path,
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, write
 from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
-from penstock.runtime.checkpoints.own_states import OwnStates
+from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
 from penstock.runtime.checkpoints.plain_values import Json, encode, name_of
 from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.stage_states import StageStates
@@ -148,10 +149,30 @@ class Checkpoints:
         held = self.training.held
         return find_and_verify(path, self.ranks, self.training.chain, self._read, held.__contains__)
 
-    def restore(self, loaded: Loaded) -> None:
-        """Takes over what `find` has found."""
-        self.training.restore(loaded.state)
-        self.own.restore(loaded.own, loaded.manifest)
+    def load(self, directory: str | os.PathLike[str], guarded: FailureGuard) -> None:
+        """Restores a checkpoint as `Pipeline.load` describes. `guarded` reports errors to all processes. Collective."""
+        self._load(directory, guarded, ALL_KINDS)
+
+    def go_back(self, directory: str | os.PathLike[str], guarded: FailureGuard) -> None:
+        """Restores the newest checkpoint, one that is being saved included, and leaves loaders where they are.
+        Collective.
+        """
+        self.saves.finish()
+        self._load(directory, guarded, ("generators", "objects"))
+
+    def continue_from(self, own: OwnStates, directory: str | os.PathLike[str], guarded: FailureGuard) -> None:
+        """Takes the place of a pipeline that had the loaders and objects `own`, which stay as they are, and has saved
+        itself to `directory`. Collective.
+        """
+        self._load(directory, guarded, ("generators",))
+        self.own.take_over(own)
+
+    def _load(self, directory: str | os.PathLike[str], guarded: FailureGuard, kinds: Collection[str]) -> None:
+        with guarded.loading(self.saves.drain):
+            found = self.find(directory)
+            with guarded("in a load"):
+                self.training.restore(found.state)
+                self.own.restore(found.own, found.manifest, kinds)
 
     def _read(self, manifest: Manifest) -> Loaded:
         content, trained = manifest.content, self.training.trained()

@@ -7,7 +7,7 @@ number of processes gets them only if they were all equal.
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,9 +23,11 @@ from penstock.runtime.checkpoints.plain_values import Json, encode
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["OwnStates"]
+__all__ = ["ALL_KINDS", "OwnStates"]
 
 _OBJECTS = "objects"
+ALL_KINDS = ("generators", "loaders", _OBJECTS)
+"""Of what a process keeps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +62,10 @@ class OwnStates:
             self.tracked[name] = value
             if name in self.waiting:
                 _give(name, value, self.waiting.pop(name)())
+
+    def take_over(self, other: "OwnStates") -> None:
+        """Goes on with the loaders and objects of a pipeline whose place this one has taken."""
+        self.since, self.tracked, self.waiting = other.since, other.tracked, other.waiting
 
     def collect(self, seed: int | None, tensors: dict[str, Tensor]) -> Json:
         """The document of this process's own states. Their tensors are added to `tensors`, as copies on the CPU.
@@ -119,11 +125,14 @@ class OwnStates:
             )
         return chosen
 
-    def restore(self, states: Mapping[str, Json], manifest: Manifest) -> None:
-        """Takes over what `choose` has chosen from the checkpoint of `manifest`."""
-        if states["generators"] is not None:
+    def restore(self, states: Mapping[str, Json], manifest: Manifest, kinds: Collection[str]) -> None:
+        """Takes over the `kinds` of what `choose` has chosen from the checkpoint of `manifest`."""
+        if "generators" in kinds and states["generators"] is not None:
             self._restore_generators(manifest.read(states["generators"]))
-        restore_loaders(manifest.read(states["loaders"]))
+        if "loaders" in kinds:
+            restore_loaders(manifest.read(states["loaders"]))
+        if _OBJECTS not in kinds:
+            return
         objects = {name: partial(manifest.read, state) for name, state in states[_OBJECTS].items()}
         self.waiting = {name: read for name, read in objects.items() if name not in self.tracked}
         for name, value in self.tracked.items():

@@ -1,18 +1,20 @@
 """A training that goes on: from the newest checkpoint of a directory, on the processes that are there."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
 from penstock.errors import PlanError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.preemption import Preemption
+from penstock.runtime.checkpoints.rollbacks import Rollbacks
 from penstock.runtime.checkpoints.step_directories import check_target, steps_in
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 
-__all__ = ["plan_for", "resume_training"]
+__all__ = ["Resumption", "plan_for", "resume_training"]
 
 
 class _Training(Protocol):
@@ -42,16 +44,45 @@ def plan_for(plan: Plan | str | Callable[[int], Plan] | None, world: World) -> P
     return made
 
 
-def resume_training(
-    training: _Training, directory: str | Path | None, world: World, timeout_seconds: float
-) -> Preemption:
-    """Loads the newest checkpoint in `directory` if there is one, and watches for signals to save there and leave.
+class Resumption:
+    """What a training does after its steps with the directory of checkpoints that it resumes from: it goes back to the
+    newest one (`rollbacks`, if it was asked to), or saves and leaves (`preemption`).
+    """
 
-    Does nothing without a directory. Collective. `CheckpointError` if `directory` cannot take checkpoints, or has
-    checkpoints and none of them is whole and of this training.
+    def __init__(self, preemption: Preemption, rollbacks: Rollbacks | None) -> None:
+        self._preemption, self._rollbacks = preemption, rollbacks
+        self.close = preemption.close
+
+    @property
+    def rollbacks(self) -> int:
+        """How often the training went back."""
+        return 0 if self._rollbacks is None else self._rollbacks.count
+
+    def after_step(self, loss: SupportsFloat, check: Callable[[], None]) -> None:
+        """Called after every step with its `loss`. `check` raises if another rank has failed."""
+        if self._rollbacks is not None:
+            self._rollbacks.after_step(loss)
+        self._preemption.after_step(check)
+
+
+def resume_training(
+    training: _Training,
+    directory: str | Path | None,
+    world: World,
+    timeout_seconds: float,
+    go_back: Callable[[str | Path], object] | None,
+    *,
+    loads: bool = True,
+) -> Resumption:
+    """Loads the newest checkpoint in `directory` if there is one and it `loads`, and watches for signals to save there
+    and leave.
+
+    Does nothing without a directory. `go_back`: loads the newest one after a loss that is not finite; None if it is not
+    to. Collective. `CheckpointError` if `directory` cannot take checkpoints, or has checkpoints and none of them is
+    whole and of this training.
     """
     if directory is None:
-        return Preemption(world, training, None, timeout_seconds)
+        return Resumption(Preemption(world, training, None, timeout_seconds), None)
 
     def look() -> bool:
         # A damaged checkpoint counts: a training that begins anew would throw away what it holds.
@@ -59,6 +90,9 @@ def resume_training(
         check_target(run)
         return bool(steps_in(run))
 
-    if any(Ranks(world.rank, world.gather).together(look)):
+    if loads and any(Ranks(world.rank, world.gather).together(look)):
         training.load(directory)
-    return Preemption(world, training, directory, timeout_seconds)
+    preemption = Preemption(world, training, directory, timeout_seconds)
+    if go_back is None:
+        return Resumption(preemption, None)
+    return Resumption(preemption, Rollbacks(training, directory, world.rank, partial(go_back, directory)))

@@ -25,6 +25,7 @@ from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.host_copies import HostCopier
 from penstock.runtime.engine.buffers import share_buffers
 from penstock.runtime.engine.call_agreement import CallAgreement, comparing_rank
+from penstock.runtime.engine.coded_messages import messages_of
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively
 from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.engine.forwards import Forwards
@@ -472,7 +473,7 @@ def make_workers(
         worker = Worker(
             rank=rank,
             stages=own,
-            mailbox=Mailbox(rank, schedule, transport),
+            mailbox=Mailbox(rank, schedule, messages_of(transport, recipe.codec, context.device)),
             inputs=chain.inputs,
             forwards=Forwards(own, heads, autocast),
             heads=heads,

@@ -5,7 +5,7 @@ each holds some of its rows (samples), and a message goes to all replicas of the
 same rows, in pieces: scattered where the neighbour has more replicas, gathered where it has fewer.
 
 Laws of this file:
-  1. A value that another stage of this rank reads is never sent.
+  1. A value that another stage of this rank reads is never sent. It is rounded as if it were.
   2. Receives of an edge are posted in the order of the program, a few ahead of their use.
 """
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, even_spans
-from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
+from penstock.runtime.engine.coded_messages import CodedMessages, PlainMessages
+from penstock.runtime.transport.transport import Edge, Message, PendingMessage
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import nexts, peer, peers
 from penstock.scheduling.norms import carried_norms
@@ -33,12 +34,15 @@ Rows: TypeAlias = tuple[int, int]
 
 
 class Mailbox:
-    """Sends and receives the messages of `rank` while it runs `schedule`, or an evaluation."""
+    """Sends and receives the messages of `rank` while it runs `schedule`, or an evaluation.
 
-    def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
+    `messages` carries activations and their gradients; all else goes over its transport as it is.
+    """
+
+    def __init__(self, rank: int, schedule: Schedule, messages: PlainMessages | CodedMessages) -> None:
         self.rank = rank
         self._schedule, self._placement = schedule, schedule.placement
-        self._transport = transport
+        self._messages, self._transport = messages, messages.transport
         self._microbatches: Mapping[int, Microbatch] = {}
         self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
         """By stage and direction; looked up at every forward and backward."""
@@ -72,6 +76,7 @@ class Mailbox:
         """Drops all messages, and the receives that are due."""
         for kept in (self._due, self._awaited, self._receives, self._arrived, self._leaving):
             kept.clear()
+        self._messages.discard()
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
         """Takes the tensors of `microbatch` that came for `stage`, one from each of `sources`, in their order.
@@ -101,7 +106,7 @@ class Mailbox:
     def put(self, stage: int, microbatch: int, target: int, message: Message) -> None:
         """Puts `message` aside for the stage `target`: to be taken if it is on this rank, else for a `Send`."""
         if self.rank in self._placement.stages[target]:
-            self._arrived[target, microbatch, stage] = message
+            self._arrived[target, microbatch, stage] = self._messages.pass_on(message)
             return
         # Now, since a backward of the rank's first stage drops the microbatch.
         kind = self._kind(stage, target, microbatch)
@@ -116,7 +121,7 @@ class Mailbox:
     def send(self, action: Send) -> None:
         """Sends the message that was put aside for it."""
         for edge, kind, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
-            self._transport.send(edge, kind, message)
+            self._messages.send(edge, kind, message)
 
     def receive(self, action: Receive) -> None:
         """Waits for a message, which `take` then returns."""
@@ -159,9 +164,10 @@ class Mailbox:
         """Posts the next receive that is due on `edge`, if there is one."""
         if due := self._due[edge]:
             action = due.popleft()
+            post = self._transport.post
             match action:
                 case Receive(stage, microbatch, source):
-                    kind = self._kind(source, stage, microbatch)
+                    kind, post = self._kind(source, stage, microbatch), self._messages.post
                 case ReceiveTied(stage, version, source):
                     kind = self._tied_kind(source, stage, version)
                 case ReceiveNorms(stage, version, source):
@@ -169,7 +175,7 @@ class Mailbox:
                     kind = ("norms", source, stage, len(norms))
                 case _:
                     assert_never(action)
-            self._receives[action, edge] = self._transport.post(edge, kind)
+            self._receives[action, edge] = post(edge, kind)
 
     def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> tuple[Edge, ...]:
         if isinstance(action, Receive) and self._placement.split:

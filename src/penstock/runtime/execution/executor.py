@@ -75,7 +75,11 @@ class StageExecutor:
         saved = self._take(microbatch)
         outputs, given = _roots(saved, gradients)
         if outputs:
-            run_backward(outputs, given)
+            try:
+                run_backward(outputs, given)
+            except RuntimeError as error:
+                _explain(error, microbatch)
+                raise
         result = tuple([leaf.grad for leaf in saved.received])
         for leaf in saved.received:
             leaf.grad = None
@@ -84,7 +88,11 @@ class StageExecutor:
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Like `backward`, but leaves the gradients of the weights to `backward_weight`."""
         saved = self._take(microbatch)
-        result, self.in_flight[microbatch] = run_input_backward(*_roots(saved, gradients), saved.received)
+        try:
+            result, self.in_flight[microbatch] = run_input_backward(*_roots(saved, gradients), saved.received)
+        except RuntimeError as error:
+            _explain(error, microbatch)
+            raise
         return result
 
     def backward_weight(self, microbatch: int, hooked: bool = False) -> None:
@@ -97,6 +105,19 @@ class StageExecutor:
         saved = self.in_flight.pop(microbatch)
         assert isinstance(saved, _SavedForward), "an input backward comes once, and instead of a whole backward"
         return saved
+
+
+def _explain(error: RuntimeError, microbatch: int) -> None:
+    """Raises `PenstockError` if `error` says that a later forward wrote what the backward of `microbatch` needs."""
+    if "modified by an inplace operation" not in str(error):
+        return
+    said = " ".join(str(error).partition("Hint:")[0].split())
+    raise PenstockError(
+        f"the backward of microbatch {microbatch} needs a tensor that was written in place after its forward: {said} "
+        "Expected that no forward writes what the backward of an earlier one reads, since several microbatches are in "
+        "flight: a plain loop ends each backward before the next forward. If a block writes its own weights or "
+        "buffers, have it read a copy, as in torch.nn.functional.linear(x, self.weight.clone())"
+    ) from error
 
 
 def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.attempts import attempt_store, shares_store
+from penstock.runtime.transport.interfaces import choose_interface
 from penstock.runtime.transport.timeouts import run_bounded
 
 __all__ = ["call_at_meeting", "make_default_group"]
@@ -83,6 +84,7 @@ def make_default_group(timeout_seconds: float) -> None:
         raise _absence(f"rank {', '.join(map(str, late))}", timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store.set_timeout(_STORE_TIMEOUT)
+    choose_interface(host, port)
     own: Store = PrefixStore("default_pg", store)
     call_at_meeting(
         lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=processes),

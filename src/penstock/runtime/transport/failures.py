@@ -26,13 +26,17 @@ from penstock.runtime.transport.wait_observers import WaitObserver
 __all__ = ["FailureBoard", "explained", "name_ranks"]
 
 _ANSWER_SECONDS = 1.0
-"""How long a rank that knows of a failure waits for the store."""
+"""How long a rank that knows of a failure waits for a store that has been silent."""
+_SLOW_ANSWER_SECONDS = 5.0
+"""How long it waits for one that has answered until now, on a machine that may be busy."""
 _CAUSE_SECONDS = 1.0
 """How long the error of a script may come after the script has closed its pipeline."""
 _LOOK_SECONDS = 0.25
 """How often the operating system is asked for other processes."""
 _LINGER_SECONDS = 2.0
 """How long a rank that has reported a failure stays for those that have not read it."""
+_LONGEST_LINGER = 5.0
+"""How many times as long it stays for those that are known to run, on a machine that may be busy."""
 
 
 class FailureBoard:
@@ -66,21 +70,31 @@ class FailureBoard:
         record = encode_plain({"rank": self._rank, "place": place, "traceback": trace}).decode()
         # The process of a store that cannot be reached has ended or stands still. A report would reach no rank.
         with suppress(StoreUnreachable):
-            first = self.watch.ask(lambda store: store.compare_set(FAILURE, "", record), _ANSWER_SECONDS)
-            self.watch.look(_ANSWER_SECONDS)
+            first = self.watch.ask(lambda store: store.compare_set(FAILURE, "", record), self._patience)
+            self.watch.look(self._patience)
             if decode_plain(first)["rank"] == self._rank:
                 self._wait_for_readers(linger_seconds)
 
     def _wait_for_readers(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         others = set(range(self._ranks)) - {self._rank}
         self.watch.observe(sorted(others))
-        while time.monotonic() < deadline:
+        while (waited := time.monotonic() - began) < seconds * _LONGEST_LINGER:
             states = self.watch.states
             gone = {rank for rank in others if self._has_ended(rank) or (rank in states and states[rank].left)}
-            if self.watch.ask(lambda store: store.add(READERS, 0), _ANSWER_SECONDS) >= len(others - gone - self._ended):
+            readers = others - gone - self._ended
+            if self.watch.ask(lambda store: store.add(READERS, 0), self._patience) >= len(readers):
+                return
+            if waited >= seconds and not any(
+                rank in self.processes and self.processes[rank].runs() for rank in readers
+            ):
                 return
             time.sleep(0.02)
+
+    @property
+    def _patience(self) -> float:
+        """How long to wait for the store, in seconds."""
+        return _ANSWER_SECONDS if self.watch.silent_seconds > _ANSWER_SECONDS else _SLOW_ANSWER_SECONDS
 
     def check(self) -> None:
         """Raises `TransportError` with the failed rank's traceback if another rank has reported a failure."""
@@ -122,7 +136,7 @@ class FailureBoard:
         self.watch.observe(ranks)
         deadline = time.monotonic() + _CAUSE_SECONDS
         while True:
-            self.watch.look(_ANSWER_SECONDS)
+            self.watch.look(self._patience)
             self.check()
             states = self.watch.states
             left = [rank for rank in ranks if rank in states and states[rank].left]

@@ -43,6 +43,10 @@ class ProcessIdentity:
         """Whether the process is known to have ended."""
         return self._letter() in _ENDED
 
+    def runs(self) -> bool:
+        """Whether the process is known to run, or to wait for the processor."""
+        return self._letter() not in ("", *_ENDED, *_STOPPED)
+
     def is_stopped(self) -> bool:
         """Whether the process is known to be stopped."""
         return self._letter() in _STOPPED

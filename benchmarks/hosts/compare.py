@@ -1,0 +1,115 @@
+"""Which way to train is the fastest on hosts with slow links, and does the planner know?
+
+    cd benchmarks
+    python -m hosts.compare --save results/hosts.txt
+
+joins two hosts on this machine by links of several rates (`networks.py`; needs root). At each rate all contenders take
+turns in one launch: a plain loop, DDP, PyTorch's pipelining, every schedule of Penstock's, replicas, and
+``plan="auto"``. The table has what was measured and what Penstock predicted; the picture has steps per second over the
+rate, with the planner's choice marked. ``--hosts 3`` joins three hosts by a switch.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from contenders.contenders import DDP
+from contenders.jobs import JOBS
+from hosts.launches import run_everywhere
+from hosts.lineup import AUTO
+from hosts.networks import NotAllowed, joined_hosts
+from hosts.pictures import draw
+from hosts.trials import Trial
+from measurement.launches import conditions
+
+RATES = (1e8, 4e8, 1e9, 1e10)
+"""Bits per second."""
+DELAYED = ("penstock 2bw", "penstock pipedream")
+"""Contenders whose updates are delayed. The planner proposes none of these unless it is asked to."""
+_LAUNCH_SECONDS = 1800.0
+
+
+def run_trial(rate: float, options: argparse.Namespace) -> Trial:
+    """One launch on hosts that are joined by links of `rate` bits per second."""
+    with tempfile.TemporaryDirectory() as folder, joined_hosts(options.hosts, rate) as network:
+        report = Path(folder) / "trial.json"
+        arguments = ["-m", "hosts.trials", str(report), "--size", options.size, "--hosts", str(options.hosts)]
+        arguments += ["--microbatches", str(options.microbatches), "--rounds", str(options.rounds)]
+        arguments += ["--turn-seconds", str(options.turn_seconds)]
+        arguments += [] if options.only is None else ["--only", *options.only]
+        run_everywhere(network, arguments, _LAUNCH_SECONDS)
+        return Trial(**json.loads(report.read_text()))
+
+
+def table(rate: float, trial: Trial) -> str:
+    """What was measured at `rate`, and beside it what was predicted."""
+    medians = {name: statistics.median(walls) for name, walls in trial.walls.items()}
+    link = {name: 1e6 * value for name, value in trial.link.items()}
+    lines = [
+        f"{rate / 1e6:g} Mbit/s; the probe found {trial.link['bytes_per_second'] / 1e6:.1f} MB/s, "
+        f"{link['latency_seconds']:.0f} us of latency, {link['message_seconds']:.0f} us and "
+        f"{1e3 * link['message_seconds_per_byte']:.2f} ns a byte for a message at each end, "
+        f"{link['action_seconds']:.0f} us for an action",
+        f"{'ms per step':28}{'median':>9}{'least':>9}{'most':>9}{'predicted':>11}{'ratio':>8}{'over DDP':>10}",
+    ]
+    for name, seconds in sorted(medians.items(), key=lambda item: item[1]):
+        walls, guess = trial.walls[name], trial.predicted.get(name)
+        told = "" if guess is None else f"{1e3 * guess:11.1f}{guess / seconds:8.3f}"
+        ratio = "" if DDP not in medians or name == DDP else f"{medians[DDP] / seconds:9.2f}x"
+        lines.append(
+            f"{name:28}{1e3 * seconds:9.1f}{1e3 * min(walls):9.1f}{1e3 * max(walls):9.1f}{told:19}{ratio:>10}".rstrip()
+        )
+    return "\n".join([*lines, "", trial.plan, findings(trial, medians)])
+
+
+def findings(trial: Trial, medians: dict[str, float]) -> str:
+    """How good the planner's choice and its prediction are."""
+    rivals = {name: taken for name, taken in medians.items() if name != AUTO and not name.startswith(DELAYED)}
+    best = min(rivals, key=rivals.__getitem__)
+    own = medians[AUTO]
+    words = [
+        f"{AUTO} takes {own / rivals[best] - 1:+.1%} beside the fastest without delayed updates, {best}",
+        f"predicted {trial.planned_seconds / own - 1:+.1%}",
+    ]
+    if DDP in medians:
+        words.append(f"{medians[DDP] / own:.2f}x DDP")
+    return "; ".join(words)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="of the links, in bits per second")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--size", choices=JOBS, default="big", help="of the model")
+    parser.add_argument("--microbatches", type=int, default=None, help="of two samples, in a step (default: 4 a host)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
+    parser.add_argument("--turn-seconds", type=float, default=1.0, help="of each contender, in a round")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these in their names")
+    parser.add_argument("--save", type=Path, help="a file for the tables; the picture goes beside it (.svg)")
+    parser.add_argument("--json", type=Path, help="a file for everything that was measured")
+    options = parser.parse_args()
+    options.microbatches = options.microbatches or 4 * options.hosts
+    trials: dict[float, Trial] = {}
+    head = f"{options.size}: {options.hosts} hosts, {options.microbatches} microbatches of two samples"
+    parts = [conditions("-m hosts.compare"), head]
+    print(head, flush=True)
+    for rate in options.rates:
+        try:
+            trials[rate] = run_trial(rate, options)
+        except NotAllowed as error:
+            sys.exit(f"no hosts can be made here: {error}")
+        parts.append(table(rate, trials[rate]))
+        print(f"\n{parts[-1]}", flush=True)
+        if options.save is not None:
+            options.save.write_text("\n\n".join(parts) + "\n")
+            options.save.with_suffix(".svg").write_text(draw(trials, head))
+        if options.json is not None:
+            options.json.write_text(json.dumps({rate: asdict(trial) for rate, trial in trials.items()}))
+
+
+if __name__ == "__main__":
+    main()

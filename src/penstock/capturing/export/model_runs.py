@@ -1,0 +1,164 @@
+"""What two runs of a model on its sample show: which modules compute, draw and change something, what they are called
+with, and what the model returns.
+
+A dispatch mode notes in which modules something is computed that depends on parameters: these are the modules that
+blocks are chosen from.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.export.blocks import choose_blocks
+from penstock.capturing.export.watched_runs import ModuleCalls, Watch, is_plain
+from penstock.capturing.module_state import ModuleState, is_plain_memory
+from penstock.capturing.observation import memory_of, observed
+from penstock.capturing.preservation import python_generators
+from penstock.capturing.sampled_models import SampledModel
+from penstock.capturing.samples import flatten
+from penstock.capturing.tensor_notes import TensorNotes
+from penstock.errors import CaptureError
+from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
+from penstock.torch_internals.pytrees import TreeSpec, tree_leaves
+
+__all__ = ["ModelRun", "run_on_sample"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelRun:
+    """What two consecutive runs of a model on the sample showed."""
+
+    blocks: frozenset[str]
+    """Paths of the modules that are blocks, after what the first run showed."""
+    drawing: frozenset[str]
+    """Paths of the modules that draw PyTorch's random numbers themselves; not of those around them."""
+    drawing_elsewhere: frozenset[str]
+    """The same of Python's and NumPy's random numbers."""
+    changed: frozenset[str]
+    """Attributes that the second run changed, such as ``encoder.count``."""
+    written: frozenset[str]
+    """Tensors in attributes that the second run wrote in place."""
+    written_buffers: frozenset[int]
+    """The ids of the buffers that the first run wrote."""
+    calls: tuple[ModuleCalls, ModuleCalls]
+    """All calls of blocks in the two runs."""
+    escapes: frozenset[tuple[str, str]]
+    """Modules that a tensor escaped from, each with one that used it."""
+    structure: TreeSpec
+    """Of what the model returns."""
+    leaves: tuple[Any, ...]
+    """Of what it returns, with the class `Tensor` in place of every tensor, and None for an object that cannot be
+    opened."""
+
+
+def run_on_sample(sampled: SampledModel) -> ModelRun:
+    """Runs the model on the sample. Raises `CaptureError` if it fails on it."""
+    # To note who draws Python's and NumPy's numbers takes long, and few models do.
+    found = _run_twice(sampled, draws=False) or _run_twice(sampled, draws=True)
+    assert found is not None, "the second one notes who draws"
+    return found
+
+
+def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
+    """None if, without `draws`, Python's or NumPy's generator was used."""
+    model, call = sampled.model, sampled.call
+    watch = Watch(model, draws=draws)
+    with sampled.preserved(), torch.no_grad():
+        before = python_generators()
+        with _failures_explained(model):
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            dependence = _Dependence(list(model.parameters()), watch.note_computation, sampled.save_parameter)
+            with observed(model, ()) as observation, dependence:
+                result = watch.run(call.copied())
+            if not draws and python_generators() != before:
+                return None
+            blocks = choose_blocks(model, watch.working)
+            # What is changed by the first run only is a cache.
+            state = ModuleState([model]) if dependence.written else sampled.state_now()
+            for parameter in dependence.written:
+                state.save_content(names[id(parameter)], parameter)
+            again = Watch(model, blocks)
+            again.run(call.copied())
+        changes = list(state.changes())
+    leaves, structure = flatten(result)
+    return ModelRun(
+        blocks=blocks,
+        drawing=frozenset(watch.drawing),
+        drawing_elsewhere=frozenset(watch.drawing_elsewhere),
+        changed=frozenset(path for path, written in changes if not written),
+        written=frozenset(path for path, written in changes if written),
+        written_buffers=frozenset(id(buffer) for buffer in observation.mutated_buffers),
+        calls=({path: watch.calls[path] for path in blocks}, again.calls),
+        escapes=frozenset(watch.owners.escapes),
+        structure=structure,
+        # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
+        leaves=tuple(Tensor if isinstance(leaf, Tensor) else leaf if is_plain(leaf) else None for leaf in leaves),
+    )
+
+
+class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows what depends on parameters through the operators of a run."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        note: Callable[[bool, bool, Sequence[Tensor], Sequence[Tensor]], None],
+        save: Callable[[nn.Parameter], None],
+    ) -> None:
+        """`save` is called with a parameter before it is written."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: list[nn.Parameter] = []
+        self._dependent: TensorNotes[bool] = TensorNotes()
+        self._dependent.write(parameters, True)
+        self._by_memory = {memory_of(p): p for p in parameters if is_plain_memory(p)}
+        self._note, self._save = note, save
+        self._kinds: dict[Any, tuple[bool, bool]] = {}
+        """Of every operator: whether it writes its arguments, and whether it draws random numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _tensors((*args, *kwargs.values()) if kwargs else args)
+        kind = self._kinds.get(func)
+        if kind is None:
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            kind = self._kinds[func] = schema_of(func).is_mutable, draws
+        mutable, draws = kind
+        for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if mutable and args else ():
+            if is_plain_memory(tensor) and (found := self._by_memory.get(memory_of(tensor))) is not None:
+                self._save(found)
+                self.written.append(found)
+        result = func(*args, **(kwargs or {}))
+        depends = any(map(self._dependent.read, given))
+        made = [result] if isinstance(result, Tensor) else _tensors((result,))
+        self._note(depends, draws, given, made)
+        if depends or draws:
+            self._dependent.write([*made, *given[:1]] if mutable else made, True)
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments or the results of an operator."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+@contextmanager
+def _failures_explained(model: nn.Module) -> Iterator[None]:
+    """Raises `CaptureError` if `model` fails on the sample in this block."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
+            "arguments that the model accepts"
+        ) from error

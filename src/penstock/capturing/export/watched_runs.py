@@ -1,0 +1,139 @@
+"""One run of a model, watched by hooks: for every call of a module, the structure of its arguments and results, and the
+sizes of the tensors in them.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.export.escapes import TensorOwners
+from penstock.capturing.preservation import python_generators
+from penstock.capturing.samples import Call, flatten
+from penstock.torch_internals.pytrees import TreeSpec
+
+__all__ = ["ModuleCall", "ModuleCalls", "ResultShape", "Watch", "is_plain"]
+
+
+@dataclass(slots=True, eq=False)
+class ModuleCall:
+    """One call of a module in one run."""
+
+    arguments: list[torch.Size]
+    numbers: list[int]
+    objects: list[Any]
+    """For every leaf: the class `Tensor` for a tensor, else the object."""
+    structure: TreeSpec | None = None
+    leaves: list[Any] = field(default_factory=list)
+    """A `ResultShape`, or what is not a tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResultShape:
+    """A tensor that a module returned."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "ResultShape":
+        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+        return cls(tensor.shape, tensor.dtype, tensor.device, stride)
+
+
+ModuleCalls: TypeAlias = dict[str, list[ModuleCall]]
+"""The calls in one run, by path of the module."""
+_, _LEAF = flatten(0)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether `leaf` is a constant that two calls can be compared by."""
+    return leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+
+
+class Watch:
+    """Watches one run of a model.
+
+    `paths`: the modules whose calls are noted; None for all. `draws`: whether to note who uses the generators of Python
+    and NumPy, which takes long.
+    """
+
+    def __init__(self, model: nn.Module, paths: Collection[str] | None = None, *, draws: bool = False) -> None:
+        self.model = model
+        self.paths = paths
+        self._draws = draws
+        self.calls: ModuleCalls = defaultdict(list)
+        self.working: set[str] = set()
+        self.drawing: set[str] = set()
+        self.drawing_elsewhere: set[str] = set()
+        self.owners = TensorOwners()
+        self._stack: list[tuple[str, ModuleCall]] = []
+        self._generators = python_generators() if draws else {}
+
+    def run(self, call: Call) -> Any:
+        """What the model returns for `call`."""
+        with ExitStack() as hooks:
+            for path, module in self.model.named_modules():
+                # A scripted module takes no hooks and runs none of its modules: what it does its parent does.
+                if isinstance(module, torch.jit.ScriptModule) or (self.paths is not None and path not in self.paths):
+                    continue
+                for handle in (
+                    module.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True),
+                    module.register_forward_hook(self._leave, with_kwargs=True),
+                ):
+                    hooks.callback(handle.remove)
+            result = self.model(*call.args, **call.kwargs)
+            self._note_draws()
+        return result
+
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._note_draws()
+        if not kwargs and all(type(argument) is Tensor for argument in args):
+            made = ModuleCall([argument.shape for argument in args], [], [Tensor] * len(args))
+        else:
+            leaves, _ = flatten((args, kwargs))
+            tensors = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
+            objects = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            made = ModuleCall(tensors, [leaf for leaf in leaves if type(leaf) is int], objects)
+        self.calls[path].append(made)
+        self._stack.append((path, made))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        self._note_draws()
+        path, made = self._stack.pop()
+        leaves, made.structure = ([result], _LEAF) if type(result) is Tensor else flatten(result)
+        if self.paths is None:
+            self.owners.returned(path, self._path, (leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        made.leaves = [ResultShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    @property
+    def _path(self) -> str:
+        """The innermost module that runs."""
+        return self._stack[-1][0] if self._stack else ""
+
+    def note_computation(self, depends: bool, draws: bool, used: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Notes that the innermost module computes something that `depends` on parameters, or `draws` numbers."""
+        path = self._path
+        self.owners.note(path, used, made)
+        if depends or draws:
+            self.working.add(path)
+        if draws:
+            self.drawing.add(path)
+
+    def _note_draws(self) -> None:
+        """Notes whether Python's or NumPy's generator was used by the innermost module since the last look."""
+        if not self._draws:
+            return
+        now = python_generators()
+        if now != self._generators:
+            path = self._path
+            self.drawing_elsewhere.add(path)
+            self.working.add(path)
+        self._generators = now

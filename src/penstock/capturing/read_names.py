@@ -1,0 +1,73 @@
+"""The names of attributes that a module's forward may read, found in its code and not by running it."""
+
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["names_read"]
+
+
+def names_read(module: nn.Module) -> frozenset[str]:
+    """All names and words in the code of the forward of `module`, and in that of the functions that it names: methods,
+    functions in attributes, and functions of the files that these are in. Those of PyTorch are not looked into.
+    """
+    names: set[str] = set()
+    seen: set[CodeType] = set()
+    waiting: list[Any] = [getattr(module, "forward", None)]
+    while waiting:
+        function = _function_in(waiting.pop())
+        if function is None or function.__code__ in seen or function.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(function.__code__)
+        found = _words(function.__code__) - names
+        names |= found
+        held = {**function.__globals__, **_closure(function)}
+        for name in found:
+            waiting += [held.get(name), vars(module).get(name)]
+            waiting += [vars(base)[name] for base in type(module).__mro__ if name in vars(base)]
+        waiting += _closure(function).values()
+    return frozenset(names)
+
+
+def _function_in(value: Any) -> FunctionType | None:
+    """The Python function that a call of `value` runs; None if there is none."""
+    while True:
+        match value:
+            case FunctionType():
+                return value if value.__module__ is not None else None
+            case MethodType() | staticmethod() | classmethod():
+                value = value.__func__
+            case property():
+                value = value.fget
+            case partial():
+                value = value.func
+            case _:
+                # A decorated function holds the one that it was made of.
+                inner = getattr(value, "__wrapped__", None) if callable(value) else None
+                if inner is None or inner is value:
+                    return None
+                value = inner
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """What the function holds of the function that it was made in."""
+    held = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held[name] = cell.cell_contents
+        except ValueError:
+            # It has no value yet.
+            continue
+    return held
+
+
+def _words(code: CodeType) -> set[str]:
+    words = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            words.add(constant)
+        elif isinstance(constant, CodeType):
+            words |= _words(constant)
+    return words

@@ -1,0 +1,154 @@
+"""Refinement: from the proposals of the planners to the best plan of every family, by local search."""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+
+from penstock.planning.costs import chain_costs, simulator_options
+from penstock.planning.search.constraints import PlanConstraints
+from penstock.planning.search.families import Family, family_of, fastest, share_stages
+from penstock.planning.search.local_search import Effort, LocalSearch, Timed
+from penstock.progress import progress_line
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import METHODS
+from penstock.simulating.assumptions import Assumptions
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan
+from penstock.values.profiles import Profile
+
+__all__ = ["Refiner"]
+
+_QUICK = 5_000
+"""Simulated actions for every device that the first look at a family may spend."""
+
+_DEEP = 10_000
+"""Simulated actions for every device that the search around the best plan of a family may spend."""
+
+_LEAST = 200_000
+"""What it may spend at least, on machines of few devices."""
+
+_SEEDS = 4
+"""How many proposals of a family are looked at, if the effort lasts."""
+
+_HOPELESS = 2.0
+"""A family whose first proposals take this many times as long as the best plan so far is not improved."""
+
+_RANKED = 12
+"""How many families are simulated in the end."""
+
+_ATTEMPTS = 16
+"""How many plans of a family are simulated until one fits in memory."""
+
+_BUFFERS = 2
+"""Messages on either side of a stage that memory is reserved for, where it is limited."""
+
+_NEAR = 1.2
+"""A family that takes this many times as long as the best one after the first look is not searched further."""
+
+
+class Refiner:
+    """Searches around the proposals for one cluster and one set of constraints."""
+
+    def __init__(self, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> None:
+        self._profiles = {profile.microbatch_size: profile for profile in profiles}
+        self._first = profiles[0]
+        # The variants of a plan have no times of ranks for messages; the last simulation has them.
+        self._cluster = cluster.with_costs()
+        self._constraints = constraints
+        options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
+        options["shared_nic"] = constraints.shared_nic
+        self._assumptions = Assumptions(**options)
+        self._searches: dict[tuple[int, bool], LocalSearch] = {}
+        self.exact = not constraints.shared_nic and not any(profile.crossings for profile in profiles)
+        """Whether the times of the local search are those of the simulator, and there is enough memory for all."""
+        self.exact = self.exact and cluster.memory_bytes is None and cluster == self._cluster
+
+    def families(self, proposals: Sequence[Plan]) -> dict[Family, list[Plan]]:
+        """The accepted plans of every family: the proposals, and their stages under the other schedules."""
+        every: dict[Plan, Plan] = {plan: plan for plan in proposals}
+        for size, profile in self._profiles.items():
+            costs = {again: chain_costs(profile, recompute=again, full_duplex=True) for again in (False, True)}
+            own = [plan for plan in proposals if plan.microbatch_size == size]
+            allreduce = self._constraints.allreduce
+            shared = share_stages(
+                own, self._microbatches(profile), profile, costs=costs, cluster=self._cluster, allreduce=allreduce
+            )
+            for plan in shared:
+                every.setdefault(plan, plan)
+        families: dict[Family, list[Plan]] = {}
+        for plan in every:
+            if self._constraints.accepts(plan):
+                families.setdefault(family_of(plan), []).append(plan)
+        return families
+
+    def search(self, families: Mapping[Family, Sequence[Plan]], progress: bool | None) -> list[list[Plan]]:
+        """The best plan of each of the fastest families, with others in case that it does not fit in the end."""
+        looked: dict[Family, list[Timed]] = {}
+        best = inf
+        bounds = {family: min(map(self._least_seconds, plans)) for family, plans in families.items()}
+        order = sorted(families, key=bounds.__getitem__)
+        for family in progress_line(order, lambda family: str(family.schedule), "comparing", progress):
+            looked[family] = self._look(family, families[family], best)
+            best = min([best, *(timed.seconds for timed in looked[family][:1])])
+        order.sort(key=lambda family: looked[family][0].seconds if looked[family] else inf)
+        found = []
+        for family in progress_line(order[:_RANKED], lambda family: str(family.schedule), "improving", progress):
+            own = looked[family]
+            if own and own[0].seconds <= _NEAR * best:
+                own = [self._improve(family, own[0]), *own]
+            others = fastest(families[family], _ATTEMPTS if self._cluster.memory_bytes is not None else 2)
+            found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
+        return found
+
+    def _least_seconds(self, plan: Plan) -> float:
+        """The least seconds for a sample that any cuts of `plan` can take; without replicas, that is what the slowest
+        stage or link takes, if `plan` has the cuts that make this least.
+        """
+        profile = self._profiles[plan.microbatch_size or 0]
+        if max(plan.replicas) > 1:
+            return profile.seconds / plan.ranks / profile.microbatch_size
+        return self._search(family_of(plan)).slowest_seconds(plan) / profile.microbatch_size
+
+    def _look(self, family: Family, plans: Sequence[Plan], best: float) -> list[Timed]:
+        """The first proposals of a family, timed, with the best of them improved a little; fastest first.
+
+        Those that cannot be as fast as `best` seconds a sample are left out, unless there are no others.
+        """
+        search = self._search(family)
+        effort = Effort(_QUICK * self._cluster.devices)
+        shapes: dict[object, list[Plan]] = {}
+        for plan in sorted(plans, key=search.estimate_seconds):
+            shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
+        seeds = list(shapes.values())
+        seeds = [alike for alike in seeds if min(map(self._least_seconds, alike)) <= best] or seeds[:1]
+        timed = [found for alike in seeds[:_SEEDS] if (found := search.time(*alike, effort=effort)) is not None]
+        timed.sort(key=lambda found: found.seconds)
+        if not timed or timed[0].seconds > _HOPELESS * best:
+            return timed
+        return [search.move_cuts(timed[0], effort), *timed]
+
+    def _improve(self, family: Family, timed: Timed) -> Timed:
+        search = self._search(family)
+        effort = Effort(max(_LEAST, _DEEP * self._cluster.devices))
+        timed = search.move_cuts(timed, effort)
+        return search.move_replicas(timed, effort, straight=family.straight, stages=self._constraints.stages)
+
+    def _search(self, family: Family) -> LocalSearch:
+        profile = self._profiles[family.microbatch_size or 0]
+        key = profile.microbatch_size, family.recompute
+        if key not in self._searches:
+            # Moves leave room for messages, which the proposals do not.
+            buffers = 0 if self._cluster.memory_bytes is None else _BUFFERS
+            costs = chain_costs(profile, recompute=family.recompute, buffers=buffers)
+            allreduce = self._constraints.allreduce
+            self._searches[key] = LocalSearch(profile, costs, self._cluster, allreduce, self._assumptions)
+        return self._searches[key]
+
+    def _microbatches(self, profile: Profile) -> dict[ScheduleDefinition | str, int]:
+        """The number of microbatches under every schedule that may be searched."""
+        count = self._constraints.opened().count_microbatches
+        counts: dict[ScheduleDefinition | str, int] = {}
+        for definition in METHODS:
+            microbatches = count(profile, self._first, self._cluster, definition)
+            if microbatches and definition.name in self._constraints.opened().schedules:
+                counts[definition.name] = microbatches
+        return counts

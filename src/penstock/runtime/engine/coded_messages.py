@@ -1,0 +1,217 @@
+"""Messages between stages that travel encoded, over any transport.
+
+The tensors that the codec encodes leave as several tensors, or as one of another type. What the receiver must know to
+decode them goes ahead of the first message of each kind, in a message of its own: it is the same for all of that kind.
+
+Laws of this file:
+  1. What another stage receives is rounded in the same way on this rank, on another one of this process, and behind a
+     link.
+  2. It changes neither the number nor the order of the messages, except for the one ahead of each kind.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.errors import TransportError
+from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
+from penstock.training.wire_codecs import WireCodec, decode, encodes, round_to_wire
+
+__all__ = ["CodedMessages", "PlainMessages", "messages_of"]
+
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The types of tensors that are encoded; a message names one by its position here."""
+_PLAIN = 0
+"""In place of the number of parts: a tensor that is sent as it is, or None."""
+_HEAD = 4
+"""Of every encoded tensor: the number of its parts, its type, whether it requires a gradient, and its dimensions."""
+
+
+class _Form(NamedTuple):
+    """What one tensor is made of that travels in `parts` tensors."""
+
+    parts: int
+    dtype: torch.dtype
+    requires_grad: bool
+    shape: tuple[int, ...]
+
+
+_Forms: TypeAlias = tuple[_Form | None, ...]
+"""Of each tensor of a message; None for one that is sent as it is."""
+
+
+@dataclass(slots=True)
+class PlainMessages:
+    """Sends messages as they are."""
+
+    transport: Transport
+
+    def send(self, edge: Edge, kind: Hashable, message: Message) -> None:
+        self.transport.send(edge, kind, message)
+
+    def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
+        return self.transport.post(edge, kind)
+
+    def pass_on(self, message: Message) -> Message:
+        return message
+
+    def discard(self) -> None:
+        """Does nothing."""
+
+
+@dataclass(slots=True)
+class CodedMessages:
+    """Encodes the messages of one rank, which computes on `device`, with `codec`."""
+
+    transport: Transport
+    codec: WireCodec
+    device: torch.device
+    _sent: dict[tuple[Edge, Hashable], _Forms] = field(default_factory=dict)
+    _awaited: dict[tuple[Edge, Hashable], "_AwaitedForms"] = field(default_factory=dict)
+
+    def send(self, edge: Edge, kind: Hashable, message: Message) -> None:
+        """Sends `message`, encoded."""
+        parts: list[Tensor | None] = []
+        forms: list[_Form | None] = []
+        for tensor in message:
+            if tensor is None or not encodes(self.codec, tensor):
+                parts.append(tensor)
+                forms.append(None)
+                continue
+            with torch.no_grad():
+                own = self.codec.encode(tensor.detach())
+            parts += own
+            forms.append(_Form(len(own), tensor.dtype, tensor.requires_grad, tuple(tensor.shape)))
+        known = self._sent.get((edge, kind))
+        if known is None:
+            known = self._sent[edge, kind] = tuple(forms)
+            self.transport.send(edge, _ahead(kind), (_write(known).to(self.device),))
+        if known != tuple(forms):
+            raise TransportError(
+                f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
+                f"first one: {_describe(known)}; now: {_describe(forms)}. The model's shapes or used outputs depend on "
+                "its data: make them depend on the input shapes only"
+            )
+        self.transport.send(edge, kind, tuple(parts))
+
+    def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
+        """Posts the receive of the next message on `edge`, which is of `kind`."""
+        if (edge, kind) not in self._awaited:
+            self._awaited[edge, kind] = _AwaitedForms(edge, self.transport.post(edge, _ahead(kind)))
+        return _CodedReceive(self.transport.post(edge, kind), self._awaited[edge, kind], self.codec)
+
+    def pass_on(self, message: Message) -> Message:
+        """`message` as another stage of this rank receives it."""
+        return tuple(None if tensor is None else round_to_wire(self.codec, tensor) for tensor in message)
+
+    def discard(self) -> None:
+        """Forgets what was agreed: messages may have been dropped."""
+        self._sent.clear()
+        self._awaited.clear()
+
+
+def messages_of(transport: Transport, codec: WireCodec | None, device: torch.device) -> PlainMessages | CodedMessages:
+    """What sends the messages of a rank between its stages and others; `codec`: None sends them as they are."""
+    return PlainMessages(transport) if codec is None else CodedMessages(transport, codec, device)
+
+
+@dataclass(slots=True, eq=False)
+class _AwaitedForms:
+    """The forms of the messages of one kind, which travel ahead of the first one."""
+
+    edge: Edge
+    receive: PendingMessage
+    forms: _Forms | None = None
+
+    def get(self) -> _Forms:
+        if self.forms is None:
+            (code,) = self.receive.wait()
+            assert code is not None
+            self.forms = _read(code, self.edge)
+        return self.forms
+
+
+@dataclass(slots=True, eq=False)
+class _CodedReceive:
+    """A message that is decoded when it is waited for."""
+
+    receive: PendingMessage
+    awaited: _AwaitedForms
+    codec: WireCodec
+
+    def ready(self) -> bool:
+        return self.receive.ready()
+
+    def wait(self) -> Message:
+        forms, arrived = self.awaited.get(), self.receive.wait()
+        if sum(1 if form is None else form.parts for form in forms) != len(arrived):
+            raise _unlike(self.awaited.edge, f"{len(arrived)} tensors for {_describe(forms)}")
+        tensors: list[Tensor | None] = []
+        place = 0
+        for form in forms:
+            count = 1 if form is None else form.parts
+            tensors.append(arrived[place] if form is None else self._decode(form, arrived[place : place + count]))
+            place += count
+        return tuple(tensors)
+
+    def _decode(self, form: _Form, arrived: Sequence[Tensor | None]) -> Tensor:
+        parts = tuple(part for part in arrived if part is not None)
+        with torch.no_grad():
+            tensor = decode(self.codec, parts, form.shape, form.dtype)
+        return tensor.detach().requires_grad_(form.requires_grad)
+
+
+def _ahead(kind: Hashable) -> Hashable:
+    return ("forms", kind)
+
+
+def _write(forms: _Forms) -> Tensor:
+    """The head and the shape of every encoded tensor, and `_PLAIN` for the others."""
+    numbers: list[int] = []
+    for form in forms:
+        if form is None:
+            numbers.append(_PLAIN)
+        else:
+            numbers += [form.parts, _TYPES.index(form.dtype), form.requires_grad, len(form.shape), *form.shape]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _read(code: Tensor, edge: Edge) -> _Forms:
+    """Reads what `_write` made. `TransportError` if it made no such thing."""
+    numbers: list[int] = code.tolist()
+    forms: list[_Form | None] = []
+    place = 0
+    while place < len(numbers):
+        parts, *head = numbers[place : place + _HEAD]
+        if parts == _PLAIN:
+            forms.append(None)
+            place += 1
+            continue
+        place += _HEAD
+        dimensions = head[-1] if len(head) == _HEAD - 1 else -1
+        shape = tuple(numbers[place : place + dimensions])
+        if (
+            parts < 0
+            or dimensions < 0
+            or len(shape) < dimensions
+            or not 0 <= head[0] < len(_TYPES)
+            or min(shape, default=0) < 0
+        ):
+            raise _unlike(edge, str(numbers[:16]))
+        forms.append(_Form(parts, _TYPES[head[0]], bool(head[1]), shape))
+        place += dimensions
+    return tuple(forms)
+
+
+def _unlike(edge: Edge, found: str) -> TransportError:
+    return TransportError(
+        f"{edge}: expected the forms of encoded tensors, found {found}. The ranks make different calls, or their "
+        "codecs differ: call the same methods of the Pipeline on every rank, with the same wire_dtype="
+    )
+
+
+def _describe(forms: Sequence[_Form | None]) -> str:
+    return "[" + ", ".join("as it is" if form is None else f"{form.shape} {form.dtype}" for form in forms) + "]"

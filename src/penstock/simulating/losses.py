@@ -1,0 +1,121 @@
+"""Where the time of a minibatch goes: what each kind of wait costs, by simulating the plan without it.
+
+The parts are found one after the other, each with what came before it taken away, too: the time of ranks for messages,
+the latency of links, the transfer of messages, and all-reduces. A part says how much faster a minibatch would be
+without it, and can be less than nothing where a wait happens to order the messages better. What remains is computation,
+the mean over the ranks; the imbalance, by which the busiest rank has more to compute than the mean; and the bubble, in
+which that rank waits even without any communication. So the parts add up to the whole.
+"""
+
+from dataclasses import dataclass, fields, replace
+from math import inf
+from typing import Any, Unpack, assert_never
+
+from penstock.simulating.assumptions import Options
+from penstock.simulating.outcomes import evaluate
+from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.plans import Plan
+from penstock.values.profiles import Profile
+from penstock.values.quantities import seconds_text
+
+__all__ = ["Losses", "find_losses"]
+
+_LEAST_SHARE = 0.0005
+"""Smaller parts are left out of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The seconds of a minibatch in parts, which add up to the whole."""
+
+    computation: float
+    """Forwards, backwards and updates: the mean over the ranks."""
+    bubble: float
+    """Waits of the busiest rank that the schedule has without any communication."""
+    imbalance: float
+    """How much more the busiest rank has to compute than the mean."""
+    all_reduce: float
+    """Waits for sums of gradients over replicas."""
+    transfer: float
+    """Waits for the bytes of activations and gradients on links."""
+    latency: float
+    """Waits for the latency of links."""
+    handling: float
+    """Time of the ranks for messages, which they hand over, take in and copy."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole minibatch."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name, computation first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __str__(self) -> str:
+        whole = self.seconds
+        if not whole:
+            return "a minibatch takes no time"
+        shown = [
+            f"{name.replace('_', '-')} {seconds_text(part)} ({part / whole:.1%})"
+            for name, part in self.parts.items()
+            if part >= _LEAST_SHARE * whole
+        ]
+        return f"{seconds_text(whole)} of a minibatch: {', '.join(shown)}"
+
+
+def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[Options]) -> Losses:
+    """Where the time of `plan` goes in the steady state; keywords and errors as for `evaluate`."""
+
+    def seconds(profile: Profile, cluster: Cluster) -> float:
+        return evaluate(plan, profile, cluster, **options).minibatch_seconds
+
+    silent = replace(profile, layers=tuple(replace(layer, cut_bytes=0.0) for layer in profile.layers), crossings=())
+    free = _with_links(cluster, costs=())
+    prompt = _with_links(free, latency=0.0)
+    instant = _with_links(prompt, bandwidth=inf)
+    alone = evaluate(plan, silent, instant, **options)
+    computation = alone.minibatch_seconds * (1 - alone.bubble)
+    busiest = alone.bottleneck_seconds * plan.microbatches
+    whole, without_handling, without_latency, without_transfer = (
+        seconds(profile, cluster),
+        seconds(profile, free),
+        seconds(profile, prompt),
+        seconds(silent, prompt),
+    )
+    return Losses(
+        computation=computation,
+        bubble=alone.minibatch_seconds - busiest,
+        imbalance=busiest - computation,
+        all_reduce=without_transfer - alone.minibatch_seconds,
+        transfer=without_latency - without_transfer,
+        latency=without_handling - without_latency,
+        handling=whole - without_handling,
+    )
+
+
+def _with_links(
+    cluster: Cluster, *, costs: Any = None, latency: float | None = None, bandwidth: float | None = None
+) -> Cluster:
+    """`cluster` with these numbers for every link; None keeps them."""
+    links = cluster.links
+    match links:
+        case LinkLevels(levels=levels):
+            if bandwidth is not None:
+                links = replace(links, levels=tuple((count, bandwidth) for count, _ in levels))
+            if latency is not None:
+                links = replace(links, latency_seconds=(latency,) * len(levels))
+            if costs is not None:
+                links = replace(links, message_costs=costs)
+        case LinkMatrix(rows=rows):
+            size = len(rows)
+            if bandwidth is not None:
+                links = replace(links, rows=((bandwidth,) * size,) * size)
+            if latency is not None:
+                links = replace(links, latency_rows=((latency,) * size,) * size)
+            if costs is not None:
+                links = replace(links, cost_rows=costs)
+        case _:
+            assert_never(links)
+    return replace(cluster, links=links)

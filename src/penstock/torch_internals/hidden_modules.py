@@ -1,0 +1,126 @@
+"""Hiding what is registered with modules from a search through them. Tried on torch 2.11 and 2.13."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from penstock.torch_internals.modules import TENSOR_TABLES
+
+__all__ = ["HiddenModules"]
+
+
+class HiddenModules:
+    """Hides the parameters, buffers and modules in `modules` from code that lists them; code that names one gets it.
+
+    `torch.export` lists all weights of a model, makes a fake tensor and an input of the trace of each, and looks
+    through all modules a dozen times. Of blocks that are not traced it needs none, and it would take half of its time.
+
+    No public name leaves modules out. This replaces the three tables of each module; where they are gone, nothing is
+    hidden.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.used = False
+        """Whether code in a `watched` block named a hidden tensor, or listed what is hidden. It found less than there
+        is."""
+        self._watches = False
+        self._tables = [
+            (vars(module), name, vars(module)[name])
+            for module in dict.fromkeys(inner for module in modules for inner in module.modules())
+            for name in TENSOR_TABLES
+            if type(vars(module).get(name)) is dict
+        ]
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hides them for its body."""
+        for held, name, table in self._tables:
+            held[name] = _HiddenTable(self, table, of_modules=name == "_modules")
+        try:
+            yield
+        finally:
+            for held, name, table in self._tables:
+                held[name] = table
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Shows them again for its body, inside of `hidden`."""
+        hidden = [held[name] for held, name, _ in self._tables]
+        for held, name, table in self._tables:
+            held[name] = table
+        try:
+            yield
+        finally:
+            for (held, name, _), table in zip(self._tables, hidden, strict=True):
+                held[name] = table
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes in `used` what its body does; outside of it `torch.export` may look."""
+        self._watches = True
+        try:
+            yield
+        finally:
+            self._watches = False
+
+    def note(self) -> None:
+        """Notes that a table was used."""
+        self.used |= self._watches
+
+
+class _HiddenTable(dict[str, Any]):
+    """A table that has its entries and lists none."""
+
+    def __init__(self, owner: HiddenModules, table: dict[str, Any], *, of_modules: bool) -> None:
+        super().__init__()
+        self._owner, self._table, self._of_modules = owner, table, of_modules
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table
+
+    def __getitem__(self, name: str) -> Any:
+        if not self._of_modules:
+            self._owner.note()
+        # What is registered with the module that it finds is hidden, too.
+        return self._table[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._owner.note()
+        self._table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._owner.note()
+        del self._table[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self._table else default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._owner.note()
+        return self._table.pop(name, *default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._owner.note()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._owner.note()
+        return 0
+
+    def __reduce__(self) -> Any:
+        self._owner.note()
+        return dict, (dict(self._table),)
+
+    def keys(self) -> Any:
+        self._owner.note()
+        return {}.keys()
+
+    def values(self) -> Any:
+        self._owner.note()
+        return {}.values()
+
+    def items(self) -> Any:
+        self._owner.note()
+        return {}.items()

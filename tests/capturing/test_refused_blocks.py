@@ -1,0 +1,102 @@
+"""Blocks that are refused with a way out: programs of torch.jit, and blocks that write what their backward reads."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.capturing import capture
+from penstock.errors import CaptureError
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A block with a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+def build(blocks: list[nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    model = Stack(blocks).double()
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5)
+    return model
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(6)
+    return [(torch.randn(4, 6, WIDTH, dtype=torch.float64, generator=generator), torch.zeros(4)) for _ in range(2)]
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_that_would_be_a_block_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"blocks\.0 is a program of torch\.jit.* Put it in a module of Python"):
+        capture(build([torch.jit.script(Block()) for _ in range(2)]), (batches()[0][0],))
+
+
+class AveragedTarget(Block):
+    """A target that its own forward averages, and that it reads as it is or as a copy."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.target = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.target.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+        weight = self.target.weight
+        return super().forward(x) + nn.functional.linear(x, weight.clone() if self.copies else weight)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1"])
+def test_a_block_that_writes_what_its_backward_reads_trains_on_a_copy(schedule: str) -> None:
+    data = batches()
+    shared: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": schedule}
+    model = build([AveragedTarget(copies=True) for _ in range(4)])
+    optimizer, expected = sgd(list(model.parameters())), []
+    for x, target in data:
+        losses = []
+        for part in x.chunk(2):
+            losses.append(squares(model(part), target))
+            (losses[-1] / 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append((sum(losses) / 2).item())  # type: ignore[union-attr]
+    with penstock.Pipeline(
+        build([AveragedTarget(copies=True) for _ in range(4)]), (data[0][0][:2],), squares, sgd, **shared
+    ) as pipe:
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+
+    model = build([AveragedTarget(copies=False) for _ in range(4)])
+    pipe = penstock.Pipeline(model, (data[0][0][:2],), squares, sgd, **shared)
+    with pipe, pytest.raises(penstock.PenstockError, match=r"written in place after its forward.*self\.weight\.clone"):
+        pipe.step(*data[0])

@@ -1,0 +1,244 @@
+"""`wire_dtype=`: a pipeline whose stages send rounded tensors equals the oracle that rounds in the same places."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock
+from penstock import PlanError, RowInt8
+from penstock.runtime.transport.transport import Channel
+from penstock.training.wire_codecs import read_wire_dtype, round_to_wire
+from support import models
+from support.jobs.precision_jobs import CAST, cast_options
+from support.jobs.wire_jobs import KINDS, build_with_other_kinds, masked, masked_batches, run_wired
+from support.processes import Pool
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw", "zb-h1", "zb-v")
+SUBJECTS = ("skipping", "stateful", "layered")
+
+
+@cache
+def reference(case: Case, kind: str) -> Outcome:
+    return run_reference(case, wire_dtype=KINDS[kind])
+
+
+def cases(ranks: int) -> list[tuple[Case, str]]:
+    """Every schedule; subjects and kinds take turns."""
+    made = []
+    for number, schedule in enumerate(SCHEDULES, ranks):
+        microbatches = 2 * ranks if schedule == "interleaved" else 4
+        subject = SUBJECTS[number % 3]
+        case = Case(subject, schedule, ranks, microbatches, stages_per_rank=stages_on_a_rank(schedule))
+        made.append((case, list(KINDS)[number // 3 % 3]))
+    return made
+
+
+def test_one_process() -> None:
+    for case, kind in cases(3):
+        for skips in ("relayed", "direct") if case.subject == "skipping" else ("auto",):
+            assert_equal(reference(case, kind), run_pipeline(case, wire_dtype=KINDS[kind], skips=skips))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_processes(pool: Pool, ranks: int) -> None:
+    runs = cases(ranks)
+    shared, sent = runs[::2], runs[1::2]
+    for some, memory in ((shared, True), (sent, False)):
+        outcomes = pool.run(ranks, run_wired, some, memory)
+        for (case, kind), parts in zip(some, zip(*outcomes, strict=True), strict=True):
+            for part in parts:
+                assert_equal(reference(case, kind), part)
+
+            assert set(reference(case, kind).state) == {name for part in parts for name in part.state}
+
+
+def replicated(split: bool) -> list[tuple[Case, str]]:
+    """Cuts between stages of other numbers of replicas."""
+    return [
+        (Case("skipping", "1f1b-flush", 2, 5, replicas=(2, 1), split=split), "rows"),
+        (Case("layered", "pipedream", 2, 5, replicas=(1, 2), split=split), "bfloat16"),
+    ]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
+def test_replicas(pool: Pool, split: bool) -> None:
+    runs = replicated(split)
+    outcomes = pool.run(3, run_wired, runs, True)
+    for (case, kind), parts in zip(runs, zip(*outcomes, strict=True), strict=True):
+        for part in (*parts, run_pipeline(case, wire_dtype=KINDS[kind])):
+            assert_equal(reference(case, kind), part)
+
+
+def test_the_numbers_depend_on_the_stages_and_not_on_their_ranks() -> None:
+    """Four stages on four ranks, and on two ranks in a V, where the second and the third are on one rank."""
+    straight = Case("skipping", "zb-h1", 4, 4, "adamw")
+    folded = Case("skipping", "zb-v", 2, 4, "adamw", stages_per_rank=2)
+
+    assert_equal(reference(straight, "rows"), run_pipeline(folded, wire_dtype=RowInt8()))
+
+
+@pytest.mark.parametrize("recompute", [None, True, "layers"])
+def test_what_is_computed_again_was_received_rounded(recompute: Any) -> None:
+    case = Case("layered", "1f1b-flush", 3, 4)
+
+    assert_equal(reference(case, "rows"), run_pipeline(case, wire_dtype=RowInt8(), recompute=recompute))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, RowInt8()], ids=str)
+def test_autocast(kind: Any) -> None:
+    """Some values are in bfloat16 by themselves, and others are not."""
+    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
+    for schedule in ("1f1b-flush", "2bw"):
+        options = {**cast_options(schedule, 3, 4, torch.bfloat16), "wire_dtype": kind}
+        expected = penstock.reference_train(CAST["typed"](), batches, **options)
+        pipe = penstock.Pipeline(CAST["typed"](), **options)
+        losses = [pipe.step(x, y).loss for x, y in batches]
+        state = pipe.state_dict()["model"]
+
+        assert tuple(map(float, losses)) == expected.losses
+        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+
+
+def test_gradients_that_overflow_on_the_way_are_seen() -> None:
+    """A scale of the loss for which gradients are infinite in float16, but not in float64."""
+    options: dict[str, Any] = {"wire_dtype": torch.float16, "loss_scale": penstock.LossScale(initial=2.0**30)}
+    case = Case("perceptron", "1f1b-flush", 3, 4)
+    pipe = penstock.Pipeline(case.build(), **case.options, **options)
+    for x, y in case.batches:
+        pipe.step(x, y)
+    expected = run_reference(case, **options)
+
+    assert pipe.skipped_updates > 0
+    assert all(torch.equal(tensor, expected.state[name]) for name, tensor in pipe.state_dict()["model"].items())
+
+
+def test_evaluations_and_predictions_round_as_training_does() -> None:
+    subject = models.SUBJECTS["perceptron"]
+    model = subject.build()
+    assert isinstance(model, models.Perceptron)
+    pipe = penstock.Pipeline(
+        model, subject.sample, F.cross_entropy, models.momentum, stages=4, balance="layers", wire_dtype=RowInt8()
+    )
+    (x, y), samples = subject.batches[0], len(subject.sample[0])
+    x, y = x[:samples], y[:samples]
+    codec = read_wire_dtype(RowInt8())
+    assert codec is not None
+    output = x
+    with torch.no_grad():
+        for number, layer in enumerate([*model.blocks, model.head]):
+            output = layer(round_to_wire(codec, output) if number in (2, 4, 6) else output)
+
+    assert torch.equal(pipe.predict(x), output)
+    assert float(pipe.evaluate(x, y).loss) == float(F.cross_entropy(output, y))
+
+
+def spy_on(pipe: penstock.Pipeline) -> list[torch.Tensor]:
+    """The tensors of activations and gradients that ranks of this process send each other, from now on."""
+    transport = pipe._engine.transport
+    sent, send = [], transport.send
+
+    def note(edge: Any, kind: Any, message: Any) -> None:
+        if edge.channel == Channel.STAGES and kind[0] != "forms":
+            sent.extend(tensor for tensor in message if tensor is not None)
+        send(edge, kind, message)
+
+    setattr(transport, "send", note)  # noqa: B010
+    return sent
+
+
+def test_integers_and_booleans_stay_exact() -> None:
+    options: dict[str, Any] = {
+        "sample": (torch.zeros(2, 6).double(),),
+        "loss_fn": F.cross_entropy,
+        "optimizer": models.momentum,
+        "plan": penstock.Plan.uniform(6, 3, schedule="1f1b-flush", microbatches=4),
+        "wire_dtype": torch.bfloat16,
+    }
+    expected = penstock.reference_train(masked(), masked_batches(), **options)
+    pipe = penstock.Pipeline(masked(), **options)
+    sent = spy_on(pipe)
+    losses = [float(pipe.step(x, y).loss) for x, y in masked_batches()]
+
+    assert tuple(losses) == expected.losses
+    assert {tensor.dtype for tensor in sent} == {torch.bfloat16, torch.bool, torch.int64}
+
+
+def test_a_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Under a schedule that leaves microbatches in flight: they are computed again."""
+    case = Case("layered", "2bw", 3, 4, "adamw")
+    options = {**case.options, "wire_dtype": RowInt8()}
+    batches = [*case.batches, *case.batches]
+    with penstock.Pipeline(case.build(), **options) as pipe:
+        expected = [float(pipe.step(x, y).loss) for x, y in batches]
+    with penstock.Pipeline(case.build(), **options, resume=tmp_path / "run") as pipe:
+        found = [float(pipe.step(x, y).loss) for x, y in batches[:3]]
+        pipe.save(tmp_path / "run", wait=False)
+    with penstock.Pipeline(case.build(), **options, resume=tmp_path / "run") as pipe:
+        found += [float(pipe.step(x, y).loss) for x, y in batches[3:]]
+
+    assert found == expected
+
+
+def test_a_step_that_failed_leaves_nothing_of_what_was_agreed() -> None:
+    case = Case("perceptron", "1f1b-flush", 3, 4)
+    pipe = penstock.Pipeline(case.build(), **case.options, wire_dtype=torch.bfloat16)
+    (x, y), *rest = case.batches
+    with pytest.raises(penstock.PenstockError):
+        pipe.step(x * torch.nan, y)
+    losses = [float(pipe.step(*batch).loss) for batch in [(x, y), *rest]]
+
+    assert tuple(losses) == reference(case, "bfloat16").losses
+
+
+def test_ranks_that_differ_are_refused(pool: Pool) -> None:
+    for answer in pool.run(2, build_with_other_kinds):
+        assert "wire_dtype=" in answer
+        assert "Pass the same wire_dtype= to every Pipeline" in answer
+
+
+def build(model: nn.Module, **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(model, (torch.zeros(2, 4),), F.mse_loss, models.momentum, **options)
+
+
+def test_a_type_that_makes_nothing_smaller_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"wire_dtype=torch.float32: .*smaller, found .* \(2, 4\) torch.float32: leave"):
+        build(model, stages=2, wire_dtype=torch.float32)
+    build(model, stages=1, wire_dtype=torch.float32).close()
+    with pytest.raises(penstock.PenstockError, match=r"wire_dtype: expected torch\.bfloat16"):
+        build(model, stages=2, wire_dtype="half")
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS.values()], ids=str)
+def test_the_simulator_counts_the_bytes_that_the_transport_carries(kind: Any) -> None:
+    case = Case("skipping", "1f1b-flush", 4, 4)
+    x, y = case.batches[0]
+    samples = len(x) // 4
+    for skips in ("relayed", "direct"):
+        pipe = penstock.Pipeline(
+            case.build(), **{**case.options, "sample": (x[:samples],)}, wire_dtype=kind, skips=skips
+        )
+        sent = spy_on(pipe)
+        pipe.step(x, y)
+        profile = pipe.measure(iterations=1, warmup=1)
+        timeline = penstock.simulate(pipe.schedule, profile, penstock.Cluster.uniform(4, 1e9))
+        sends = [span.size_bytes or 0.0 for span in timeline.spans if "S" in span.action]
+
+        assert sum(sends) == sum(tensor.nbytes for tensor in sent) > 0
+
+
+def test_the_automatic_plan_knows_what_links_carry() -> None:
+    subject = models.SUBJECTS["perceptron"]
+    pipe = penstock.Pipeline(
+        subject.build(), subject.sample, F.cross_entropy, models.momentum, plan="auto", stages=2, wire_dtype=RowInt8()
+    )
+
+    assert pipe.auto_plan is not None
+    assert {layer.wire_bytes for layer in pipe.auto_plan.profile.layers[:-1]} == {len(subject.sample[0]) * (6 + 2)}
+    assert "Links carry" in pipe.auto_plan.plan.explain()

@@ -1,0 +1,88 @@
+"""What travels ahead of encoded messages is checked by the one that reads it."""
+
+import pytest
+import torch
+
+from penstock.errors import TransportError
+from penstock.runtime.engine.coded_messages import CodedMessages, PlainMessages, messages_of
+from penstock.runtime.transport.transport import Edge, LoopbackTransport
+from penstock.training.wire_codecs import RowInt8
+
+EDGE = Edge(0, 1)
+CPU = torch.device("cpu")
+
+
+def coded() -> CodedMessages:
+    return CodedMessages(LoopbackTransport(), RowInt8(), CPU)
+
+
+def test_all_kinds_of_tensors_arrive_together() -> None:
+    messages = coded()
+    tensors = (
+        torch.linspace(-1, 1, 12).view(3, 4).requires_grad_(),
+        None,
+        torch.arange(3),
+        torch.ones(2, 5, dtype=torch.float64).t(),
+        torch.ones(4, requires_grad=True),
+        torch.full((2, 2), torch.nan, dtype=torch.bfloat16),
+    )
+    passed = messages.pass_on(tensors)
+    for _ in range(2):
+        receive = messages.post(EDGE, "kind")
+        messages.send(EDGE, "kind", tensors)
+        assert receive.ready()
+        for found, expected, given in zip(receive.wait(), passed, tensors, strict=True):
+            if given is None or found is None or expected is None:
+                assert found is expected is given is None
+            else:
+                assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+                assert (found.dtype, found.requires_grad) == (given.dtype, given.requires_grad)
+                assert found.stride() == expected.stride() == given.stride()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [2],
+        [2, 0, 1],
+        [2, 9, 1, 1, 4],
+        [2, -1, 1, 1, 4],
+        [2, 0, 1, 3, 4, 4],
+        [2, 0, 1, 1, -4],
+        [-2, 0, 1, 1, 4],
+        [2, 0, 1, -1],
+        [2, 0, 1, 1, 4, 0],
+    ],
+)
+def test_what_is_no_form_is_refused(numbers: list[int]) -> None:
+    """Also a form of more tensors than come."""
+    messages = coded()
+    receive = messages.post(EDGE, "kind")
+    messages.transport.send(EDGE, ("forms", "kind"), (torch.tensor(numbers),))
+    messages.transport.send(EDGE, "kind", (torch.ones(4, dtype=torch.int8), torch.ones(1, dtype=torch.int16)))
+
+    with pytest.raises(TransportError, match=r"rank 0 -> rank 1.*expected the forms of encoded tensors, found"):
+        receive.wait()
+
+
+def test_shapes_that_change_are_refused_until_what_was_agreed_is_dropped() -> None:
+    messages = coded()
+    messages.send(EDGE, "kind", (torch.ones(2, 4),))
+    with pytest.raises(TransportError, match=r"Agreed at the first one: \[\(2, 4\) .* now: \[\(3, 4\)"):
+        messages.send(EDGE, "kind", (torch.ones(3, 4),))
+    messages.transport.close()
+    messages.discard()
+    receive = messages.post(EDGE, "kind")
+    messages.send(EDGE, "kind", (torch.ones(3, 4),))
+    (found,) = receive.wait()
+
+    assert found is not None
+    assert torch.equal(found, torch.ones(3, 4))
+
+
+def test_without_a_codec_messages_are_passed_on_as_they_are() -> None:
+    messages = messages_of(LoopbackTransport(), None, CPU)
+    tensors = (torch.ones(2, 4), None)
+
+    assert isinstance(messages, PlainMessages)
+    assert messages.pass_on(tensors) is tensors

@@ -1,0 +1,64 @@
+"""A rank that has failed stays until the others know, as long as there is a reason to wait for them."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from penstock.errors import TransportError
+from penstock.runtime.transport import failures
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.rank_states import ProcessIdentity
+from penstock.runtime.transport.store_watch import READERS
+
+
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
+@pytest.fixture
+def board(store: Store) -> Iterator[FailureBoard]:
+    """That of rank 0 of two."""
+    board = FailureBoard(store, 0, 2)
+    yield board
+    board.close()
+
+
+def test_it_waits_longer_for_a_process_that_runs(
+    board: FailureBoard, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a rank may read the report later than the others linger for one that they know nothing of."""
+    monkeypatch.setattr(failures, "_LONGEST_LINGER", 6000.0)
+    board.processes = {1: ProcessIdentity.own()}
+    late: list[FailureBoard] = []
+    timer = threading.Timer(0.3, lambda: late.append(FailureBoard(store, 1, 2)))
+    timer.start()
+    board.report("outside the pipeline", "OSError: the data set is gone", linger_seconds=0.01)
+    timer.join()
+
+    assert store.add(READERS, 0) == 1
+    with pytest.raises(TransportError, match="rank 0 failed outside the pipeline, so rank 1 stops too"):
+        late[0].check()
+    late[0].close()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_it_does_not_wait_for_a_process_that_cannot_read(
+    board: FailureBoard, store: Store, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr(failures, "_LONGEST_LINGER", 1e9)
+    ended = ProcessIdentity(ProcessIdentity.own().host, pid=2**22 - 1, started="0")
+    board.processes = {1: ended} if known else {}
+    board.report("in a step", "ValueError: the layer is broken", linger_seconds=0.01)
+
+    assert store.add(READERS, 0) == 0
+
+
+def test_what_the_operating_system_says_of_a_process() -> None:
+    own = ProcessIdentity.own()
+
+    assert (own.runs(), own.has_ended(), own.is_stopped()) == (True, False, False)
+    assert not ProcessIdentity("another host", own.pid, own.started).runs()
+    assert not ProcessIdentity(own.host, own.pid, "earlier").runs()
