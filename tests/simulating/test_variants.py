@@ -19,6 +19,7 @@ METHODS = ("1f1b-flush", "gpipe", "spp", "zb-h1", "2bw", "pipedream")
 CLUSTERS = (
     Cluster.uniform(6, 1e9, latency_seconds=1e-3),
     Cluster.hierarchical([(3, 1e10), (2, 5e8)], latency_seconds=[0.0, 2e-3]),
+    Cluster.uniform(6, 1e9).with_costs(action_seconds=1e-3, message_seconds=2e-3, message_seconds_per_byte=1e-9),
 )
 
 
@@ -29,7 +30,8 @@ def profiles(draw: st.DrawFn) -> Profile:
         LayerProfile(str(index), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes))
         for index in range(LAYERS)
     ]
-    return Profile(tuple(layers), 4)
+    profile = Profile(tuple(layers), 4)
+    return profile.with_wire_share(0.5) if draw(st.booleans()) else profile
 
 
 @st.composite

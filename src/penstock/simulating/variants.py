@@ -42,8 +42,8 @@ Cuts: TypeAlias = npt.NDArray[np.int64]
 """(K, stages + 1): of each variant, stage s holds the layers ``[cuts[s], cuts[s + 1])``."""
 _Matrix: TypeAlias = npt.NDArray[np.float64]
 _Row: TypeAlias = tuple[Any, ...]
-"""What one row of the table of costs holds: ("cut", cut, seconds per byte), ("reduce", stage), or (effect, stage,
-factor)."""
+"""What one row of the table of costs holds: ("cut", cut, seconds per byte), ("fixed", seconds), ("reduce", stage), or
+(effect, stage, factor)."""
 
 _GB = 1e9
 
@@ -62,7 +62,7 @@ _UNIT = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSums:
-    """Sums over the first 0, 1, ... layers of a profile, and the bytes that cross the cut before each layer."""
+    """Sums over the first 0, 1, ... layers of a profile, and what links carry for the cut before each layer."""
 
     forward: _Matrix
     backward: _Matrix
@@ -77,7 +77,7 @@ class LayerSums:
         def sums(name: str) -> _Matrix:
             return np.concatenate([[0.0], np.cumsum([getattr(layer, name) for layer in profile.layers])])
 
-        crossing = np.array([0.0, *(layer.cut_bytes for layer in profile.layers)])
+        crossing = np.array([0.0, *(layer.cut_bytes for layer in profile.on_wire.layers)])
         return cls(
             sums("forward_seconds"),
             sums("backward_seconds"),
@@ -122,6 +122,7 @@ class PlanVariants:
             assumptions=replace(assumptions, split_seconds=0.0, shared_nic=False),
         )
         self._rows: dict[_Row, int] = {}
+        self._action_seconds = cluster.action_seconds
         self._reduces = [
             [reduce_seconds(size, stage.ranks, cluster, assumptions.allreduce) for size in (0.0, _GB)]
             for stage in plan.stages
@@ -134,7 +135,14 @@ class PlanVariants:
             writer = Writer(placement, unit)
             written = {rank: writer.write(rank, row) for rank, row in programs.items()}
             members = [[rank for rank in ranks if rank in written] for ranks in placement.stages]
-            sorter = _Sorter(written, members, stages, self._rows, assumptions.overlap_reduce)
+            sorter = _Sorter(
+                written,
+                members,
+                stages,
+                self._rows,
+                overlap_reduce=assumptions.overlap_reduce,
+                action_seconds=cluster.action_seconds,
+            )
             self._runs.append(sorter.sort(len(writer.edges), len(writer.links)))
 
     @property
@@ -184,11 +192,13 @@ class PlanVariants:
         for row, index in self._rows.items():
             if row[0] == "cut":
                 table[index] = sums.crossing[cuts[:, row[1] + 1]] * row[2]
+            elif row[0] == "fixed":
+                table[index] = row[1]
             elif row[0] == "reduce":
                 fixed, much = self._reduces[row[1]]
                 table[index] = fixed + own["parameters"][row[1]] * ((much - fixed) / _GB)
             else:
-                table[index] = by_effect[row[0]][row[1]] * row[2]
+                table[index] = by_effect[row[0]][row[1]] * row[2] + self._action_seconds
         return table
 
 
@@ -205,6 +215,7 @@ class _Sorter:
     stages: int
     rows: dict[_Row, int]
     overlap_reduce: bool
+    action_seconds: float
     nodes: list[tuple[Any, ...]] = field(default_factory=list)
     occupied: defaultdict[tuple[str, int], defaultdict[int, int]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(int))
@@ -234,7 +245,9 @@ class _Sorter:
                 elif kind == SEND:
                     cut = cuts[rank][passed[rank]]
                     row = self._row(("cut", cut, what.seconds))
+                    self._add_fixed(place, rank, what.handling_seconds)
                     self.nodes.append((_SEND, place, what.link, row, what.latency_seconds, sent))
+                    self._add_copying(place, rank, cut, what.copying_seconds)
                     self.occupied["link", what.link][row] += 1
                     queues[what.edge].append(sent)
                     sent, passed[rank] = sent + 1, passed[rank] + 1
@@ -244,7 +257,9 @@ class _Sorter:
                     if not queues[what.edge]:
                         waiting[what.edge] = rank
                         break
+                    self._add_copying(place, rank, cuts[rank][passed[rank]], what.copying_seconds)
                     self.nodes.append((_RECEIVE, place, queues[what.edge].popleft()))
+                    self._add_fixed(place, rank, what.handling_seconds)
                     passed[rank] += 1
                 elif kind == REDUCE:
                     joined = arrived.setdefault((what.stage, what.version), [])
@@ -264,9 +279,24 @@ class _Sorter:
 
     def _add_compute(self, place: int, own: Instructions, index: int, rank: int, *, marks: bool) -> None:
         effect, stage = divmod(own.effects[index], self.stages)
-        factor = own.details[index] / _UNIT[MemoryEffect(effect)]
+        factor = (own.details[index] - self.action_seconds) / _UNIT[MemoryEffect(effect)]
         row = self._row((MemoryEffect(effect), stage, factor))
         self.nodes.append((_MARKED, place, row, index) if marks else (_COMPUTE, place, row))
+        self.occupied["rank", rank][row] += 1
+
+    def _add_fixed(self, place: int, rank: int, seconds: float) -> None:
+        """The time that a rank is busy with a message, whatever its size."""
+        if seconds:
+            self._add_busy(place, rank, ("fixed", seconds))
+
+    def _add_copying(self, place: int, rank: int, cut: int, seconds_per_byte: float) -> None:
+        """The time that a rank is busy with the bytes of a message."""
+        if seconds_per_byte:
+            self._add_busy(place, rank, ("cut", cut, seconds_per_byte))
+
+    def _add_busy(self, place: int, rank: int, key: _Row) -> None:
+        row = self._row(key)
+        self.nodes.append((_COMPUTE, place, row))
         self.occupied["rank", rank][row] += 1
 
     def _row(self, row: _Row) -> int:

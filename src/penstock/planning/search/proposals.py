@@ -7,7 +7,7 @@ its schedules in `constraints`.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import assert_never
 
@@ -183,19 +183,18 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
         if count < 2:
             return
         match cluster.links:
-            case LinkLevels(levels, latencies):
+            case LinkLevels(levels):
                 kept, left = [], count
-                for (size, bandwidth), latency in zip(levels, latencies, strict=True):
-                    own = min(size, left)
-                    kept.append((own, bandwidth, latency))
-                    left //= own
-                links: LinkLevels | LinkMatrix = LinkLevels(
-                    tuple((size, bandwidth) for size, bandwidth, _ in kept), tuple(latency for _, _, latency in kept)
-                )
-            case LinkMatrix(rows, delays):
-                links = LinkMatrix(
-                    tuple(row[:count] for row in rows[:count]), tuple(row[:count] for row in delays[:count])
-                )
+                for size, bandwidth in levels:
+                    kept.append((min(size, left), bandwidth))
+                    left //= kept[-1][0]
+                links: LinkLevels | LinkMatrix = replace(cluster.links, levels=tuple(kept))
+            case LinkMatrix():
+                corner = {
+                    each.name: tuple(row[:count] for row in getattr(cluster.links, each.name)[:count])
+                    for each in fields(LinkMatrix)
+                }
+                links = LinkMatrix(**corner)
             case _:
                 assert_never(cluster.links)
         if links.devices <= cluster.devices // 2:

@@ -67,7 +67,8 @@ def _group(cluster: Cluster, size: int, faster: float) -> Cluster:
     firsts = range(0, cluster.devices, size)
     speeds = [[cluster.bandwidth(a, b) * faster for b in firsts] for a in firsts]
     latencies = [[cluster.latency(a, b) for b in firsts] for a in firsts]
-    return Cluster.from_matrix(speeds, cluster.memory_bytes, latencies)
+    small = Cluster.from_matrix(speeds, cluster.memory_bytes, latencies)
+    return replace(small, action_seconds=cluster.action_seconds)
 
 
 def _widen(plan: Plan, size: int) -> Plan:
