@@ -51,8 +51,7 @@ class Refiner:
     def __init__(self, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> None:
         self._profiles = {profile.microbatch_size: profile for profile in profiles}
         self._first = profiles[0]
-        # The variants of a plan have no times of ranks for messages; the last simulation has them.
-        self._cluster = cluster.with_costs()
+        self._cluster = cluster
         self._constraints = constraints
         options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
         options["shared_nic"] = constraints.shared_nic
@@ -60,7 +59,7 @@ class Refiner:
         self._searches: dict[tuple[int, bool], LocalSearch] = {}
         self.exact = not constraints.shared_nic and not any(profile.crossings for profile in profiles)
         """Whether the times of the local search are those of the simulator, and there is enough memory for all."""
-        self.exact = self.exact and cluster.memory_bytes is None and cluster == self._cluster
+        self.exact = self.exact and cluster.memory_bytes is None
 
     def families(self, proposals: Sequence[Plan]) -> dict[Family, list[Plan]]:
         """The accepted plans of every family: the proposals, and their stages under the other schedules."""
