@@ -45,6 +45,9 @@ _ROUNDS = 2
 
 _MOST_ROUNDS = 100
 
+_KEPT_NUMBERS = 4_000_000
+"""How many seconds of stages are kept, 32 MB."""
+
 _PROMISING = 1.1
 """A structure that takes this many times as long as the best one is not searched further."""
 
@@ -92,6 +95,7 @@ class LocalSearch:
         self._assumptions = assumptions
         self._sums = LayerSums.of(profile)
         self._links: dict[tuple[int, int], float] = {}
+        self._stage_tables: dict[tuple[int, float, float], Matrix] = {}
 
     def time(self, plan: Plan, *alike: Plan, effort: Effort) -> Timed | None:
         """`plan` with the best of its own cuts, those of plans that are `alike` but for the cuts, and those that
@@ -227,8 +231,13 @@ class LocalSearch:
         # A stage sums its gradients once for all microbatches of an update.
         turns = plan.microbatches / (1 if plan.placement.split else replicas)
         shared = 1.0 if plan.definition.updates_per_microbatch else max(1.0, turns)
-        weights = self._costs.parameter_bytes[starts] / shared
-        return replicated_seconds(self._costs.seconds[starts], weights, replicas, self._link(own, own), self._allreduce)
+        key = replicas, self._link(own, own), shared
+        if key not in self._stage_tables:
+            if len(self._stage_tables) * self._costs.seconds.size > _KEPT_NUMBERS:
+                self._stage_tables.clear()
+            weights = self._costs.parameter_bytes / shared
+            self._stage_tables[key] = replicated_seconds(self._costs.seconds, weights, *key[:2], self._allreduce)
+        return self._stage_tables[key][starts]
 
     def estimate_seconds(self, plan: Plan) -> float:
         """The seconds for a sample by closed form, where messages of replicas have links of their own."""

@@ -17,13 +17,13 @@ from penstock.values.profiles import Profile
 
 __all__ = ["Refiner"]
 
-_QUICK = 5_000
+_QUICK = 4_000
 """Simulated actions for every device that the first look at a family may spend."""
 
-_DEEP = 10_000
+_DEEP = 8_000
 """Simulated actions for every device that the search around the best plan of a family may spend."""
 
-_LEAST = 200_000
+_LEAST = 140_000
 """What it may spend at least, on machines of few devices."""
 
 _SEEDS = 4
