@@ -34,7 +34,7 @@ from penstock.fleet.policies import (
 )
 from penstock.fleet.prices import PriceHistory
 from penstock.fleet.problems import Pair, Problem
-from penstock.fleet.rounds import Lease, RoundScheduler
+from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.run_pictures import completion_svg, devices_svg, run_page
 from penstock.fleet.simulations import simulate_fleet
 from penstock.fleet.throughputs import Machines, ModelJob, PlannedSpeed, ThroughputTable, throughput_table

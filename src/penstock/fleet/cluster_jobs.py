@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.arguments import choice
 from penstock.errors import PlanError
-from penstock.fleet.rounds import Lease
+from penstock.fleet.round_scheduler import Lease
 
 __all__ = ["CLUSTERS", "cluster_job"]
 

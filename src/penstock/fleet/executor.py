@@ -20,7 +20,7 @@ from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, training_words
 from penstock.fleet.policies import Policy
 from penstock.fleet.problems import Problem
-from penstock.fleet.rounds import Lease, RoundScheduler
+from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.run_states import JobState, RunState, steps_done
 
 __all__ = ["FleetExecutor"]

@@ -17,7 +17,7 @@ from penstock.fleet.kinds import Kind
 from penstock.fleet.policies import Policy
 from penstock.fleet.prices import PriceHistory
 from penstock.fleet.problems import Problem
-from penstock.fleet.rounds import Lease, RoundScheduler
+from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.workloads import Arrival
 
 __all__ = ["simulate_fleet"]
