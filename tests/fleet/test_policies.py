@@ -35,7 +35,7 @@ from support.fleet_problems import THESIS, Reference, fleet_problems, is_greates
 
 # The solver meets its constraints up to 1e-9 of the largest number. A small share is less exact than a large one.
 NEAR = 2e-6
-few = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(derandomize=True, max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def test_worked_example_of_the_thesis():
@@ -201,9 +201,15 @@ def level_by_level(problem):
     while running.any():
         start = levels.copy()
         levels = start + reference.rise(start * units, weights * running * units) * weights * running
-        for m in numpy.flatnonzero(running):
-            most = reference.best(reference.effective()[m], levels * units - 1e-7 * reference.speeds.max(axis=1))
-            running[m] = most > levels[m] * units[m] * (1 + 1e-4)
+        kept = levels * units - 1e-7 * reference.speeds.max(axis=1)
+        room = {
+            m: reference.best(reference.effective()[m], kept) / (levels[m] * units[m])
+            for m in numpy.flatnonzero(running)
+        }
+        # In exact arithmetic at least one job has no room: the bisection is too coarse to tell where none is below.
+        bound = max(1 + 1e-4, min(room.values()))
+        for m, ratio in room.items():
+            running[m] = ratio > bound
     return levels * units
 
 
