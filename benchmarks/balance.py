@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.estimates import estimate_seconds
+from penstock.capturing.work_estimates import estimate_seconds
 
 STAGES = (2, 4)
 TOKENS, LENGTH = 16_000, 128

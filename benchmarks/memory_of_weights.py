@@ -5,7 +5,7 @@
 The model is a Llama with random weights, which this script writes into ten shards. Four processes build it on the meta
 device, read their stages with `penstock.load_weights`, train one step with plain SGD, and write the model with
 `Pipeline.save_weights`. Then transformers loads both, and what was exported must compute the same bits as the pipeline.
-Needs transformers and safetensors, and room for the model twice on the disk.
+Needs transformers and safetensors, and room for the model twice on the disk. A test does the same with a small model.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch import Tensor
 
 import penstock
 from measurement.launches import conditions, everywhere, launch
-from measurement.resident_memory import ALLOCATOR, forget_peak, resident_bytes
+from measurement.resident_memory import forget_peak, resident_bytes, return_what_is_freed
 
 RANKS, SHARDS, TOKENS = 4, 10, 16
 EXPLANATION = """\
@@ -34,12 +34,16 @@ loading, writing, training: the most that a process had resident then, beyond wh
 weights and one tensor; writing, one tensor; training, the gradients, activations and messages of a step."""
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "small": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8},
     "big": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 17, "num_attention_heads": 12},
 }
+VOCABULARY = {"tiny": 2048, "small": 2048, "big": 8192}
+SHARD_BYTES = {"tiny": "250KB", "small": "10MB", "big": "250MB"}
 
 
 def config_of(size: str) -> Any:
-    return transformers.LlamaConfig(vocab_size=8192, max_position_embeddings=64, pad_token_id=0, **SIZES[size])
+    options = {**SIZES[size], "vocab_size": VOCABULARY[size]}
+    return transformers.LlamaConfig(max_position_embeddings=64, pad_token_id=0, **options)
 
 
 def without_weights(size: str) -> Any:
@@ -91,6 +95,7 @@ def grown(work: Callable[[], Any]) -> tuple[int, Any]:
 def work(size: str, source: Path, target: Path, report: Path) -> None:
     """One process of the launch; rank 0 writes the report."""
     torch.set_num_threads(1)
+    return_what_is_freed()
     batch = torch.arange(4 * TOKENS).reshape(4, TOKENS)
     # What a first capture, step and export import and cache is no weight.
     first = pipeline("tiny", penstock.reset_parameters)
@@ -104,7 +109,7 @@ def work(size: str, source: Path, target: Path, report: Path) -> None:
     loading, pipe = grown(lambda: pipeline(size, lambda model: penstock.load_weights(source)))
     own = [parameter.nbytes for parameter in pipe.parameters()]
     training, _ = grown(lambda: float(pipe.step({"input_ids": batch}, batch).loss))
-    writing, _ = grown(lambda: pipe.save_weights(target, max_shard_size="250MB"))
+    writing, _ = grown(lambda: pipe.save_weights(target, max_shard_size=SHARD_BYTES[size]))
     logits = pipe.predict({"input_ids": batch[:2]}).logits
     rows = everywhere(
         {"weights": sum(own), "tensor": max(own), "loading": loading, "training": training, "writing": writing}
@@ -155,7 +160,7 @@ def main() -> None:
         (folder / "source").mkdir()
         write_shards(options.size, folder / "source")
         arguments = ["--size", options.size, "--worker", str(folder)]
-        launch(__file__, RANKS, arguments, {**ALLOCATOR, "HF_HUB_OFFLINE": "1"})
+        launch(__file__, RANKS, arguments, {"HF_HUB_OFFLINE": "1"})
         rows = json.loads((folder / "report.json").read_text())
         files = sorted(os.listdir(folder / "target"))
         equal = same_bits(folder / "target")

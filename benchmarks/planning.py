@@ -26,11 +26,11 @@ import numpy
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.planning.costs import chain_costs
 from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
 from penstock.planning.spp.spp_search import plan_spp
+from penstock.planning.stage_costs import chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.simulating.outcomes import evaluate

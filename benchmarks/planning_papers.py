@@ -13,11 +13,11 @@ from math import inf
 from pathlib import Path
 
 from penstock.errors import PlanError
-from penstock.planning.costs import AllReduce, chain_costs
 from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
 from penstock.planning.spp.spp_search import plan_spp
+from penstock.planning.stage_costs import AllReduce, chain_costs
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage

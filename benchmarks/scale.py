@@ -3,9 +3,13 @@
     python benchmarks/scale.py
 
 For 8 and 16 processes of this machine: every schedule, plain and replicated, beside `penstock.reference_train` bit for
-bit; and the seconds until the first step is done, part by part, also of a model of a hundred blocks. Then the simulator
-for 64 to 3,072 devices. So many processes share few cores here: what takes seconds is mostly the import of torch in
-each; the parts that grow with the number of processes are what to look at.
+bit; and the seconds until the first step is done, part by part, also of a Llama of a hundred blocks (which needs
+transformers). Then the simulator for 64 to 3,072 devices. So many processes share few cores here: what takes seconds is
+mostly the import of torch in each; the parts that grow with the number of processes are what to look at.
+
+    nice -n -10 python benchmarks/scale.py --processes --devices
+
+captures the Llama only, on four processes.
 """
 
 import time
@@ -36,14 +40,13 @@ from penstock.values.plans import schedule  # noqa: E402
 IMPORTED = time.perf_counter()
 
 from contenders.contenders import stages_per_rank  # noqa: E402
-from contenders.jobs import Language, Setting, sgd  # noqa: E402
+from contenders.jobs import sgd  # noqa: E402
 from measurement.launches import conditions, everywhere, launch  # noqa: E402
 from measurement.startup import PARTS, timed_start  # noqa: E402
 
 WIDTH, STEPS = 4, 3
 DEVICES = (64, 256, 1024, 3072)
-DEEP = Language(width=32, heads=2, blocks=98, context=16)
-"""A hundred layers, with the embedding and the head."""
+BLOCKS, TOKENS = 100, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +131,31 @@ def compare(name: str, plan: penstock.Plan, base: dict[str, float]) -> Start:
 
 
 def deep_start(base: dict[str, float]) -> Start:
-    """A captured model of a hundred layers. Collective."""
-    setting = Setting(DEEP, dist.get_world_size(), dist.get_world_size())
-    (tokens, target), model = DEEP.batch(setting.microbatches), DEEP.build()
+    """A Llama of a hundred blocks. Collective."""
+    import transformers  # takes seconds, which the other launches need not wait for
+
+    processes = dist.get_world_size()
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=BLOCKS, num_attention_heads=2,
+        max_position_embeddings=TOKENS, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(256, (2 * processes, TOKENS), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    sample = {name: tensor[:2] for name, tensor in batch.items()}
+    # As if the processes had just been started together.
+    dist.barrier()
     pipe, seconds = timed_start(
-        lambda: penstock.Pipeline(model, (tokens[:2],), DEEP.loss, sgd, microbatches=setting.microbatches)
+        lambda: penstock.Pipeline(model, sample, penstock.model_loss, sgd, microbatches=processes)
     )
     start = time.perf_counter()
-    float(pipe.step(tokens, target).loss)
+    float(pipe.step(batch).loss)
     seconds["first step"] = time.perf_counter() - start
     pipe.close()
     found = everywhere({**base, **seconds})
     slowest = {part: max(one[part] for one in found) for part in found[0]}
-    return Start(setting.processes, "a hundred layers", len(edges_of(pipe.schedule, ())), None, slowest)
+    return Start(processes, f"Llama of {BLOCKS} blocks", len(edges_of(pipe.schedule, ())), None, slowest)
 
 
 def work(report: Path, deep: bool) -> None:
@@ -219,7 +234,7 @@ def simulation_table(rows: Sequence[Simulation]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--processes", type=int, nargs="*", default=[8, 16], help="even numbers")
-    parser.add_argument("--deep", type=int, nargs="*", default=[4], help="processes for the model of a hundred layers")
+    parser.add_argument("--deep", type=int, nargs="*", default=[4], help="processes for the Llama")
     parser.add_argument("--devices", type=int, nargs="*", default=list(DEVICES), help="to simulate; multiples of 64")
     parser.add_argument("--json", type=Path, help="a file for JSON lines")
     parser.add_argument("--save", type=Path, help="a file for all that is printed")

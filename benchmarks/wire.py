@@ -3,7 +3,7 @@
     python benchmarks/wire.py --rates 50e6 200e6 --save benchmarks/results/wire.txt
 
 Two network namespaces of Linux, joined by a pair of virtual Ethernet devices with a token bucket at each end, stand for
-two hosts; that takes root and iproute2. They are removed afterwards. Bytes are those that the interface of the first
+two hosts (hosts/networks.py); that takes root and iproute2. Bytes are those that the interface of the first
 stage counts, TCP's headers included. Every kind trains the same model on the same batches.
 """
 
@@ -11,11 +11,8 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
+from hosts.launches import run_everywhere
+from hosts.networks import Network, joined_hosts
 
 KINDS: dict[str, Any] = {"None": None, "torch.bfloat16": torch.bfloat16, "RowInt8()": penstock.RowInt8()}
 WIDTH, SAMPLES, MICROBATCHES = 128, 1024, 8
+_MOST_SECONDS = 600.0
+"""How long the trainings over one link may take together."""
 
 
 def main() -> int:
@@ -34,10 +35,10 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[50e6, 200e6], help="bits per second of the link")
     parser.add_argument("--steps", type=int, default=22, help="for each kind; the first two are not counted")
     parser.add_argument("--save", type=Path, help="write the table to this file, too")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank is not None:
-        _train(options.steps)
+    if options.record is not None:
+        _train(options.steps, options.record)
         return 0
     lines = [
         f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; two stages of two "
@@ -46,8 +47,8 @@ def main() -> int:
         f"{'link':>10}  {'wire_dtype':<14}  {'step':>8}  {'sent':>8}  {'on the link':>11}  loss",
     ]
     for rate in options.rates:
-        with _joined_hosts(rate) as hosts:
-            records = _launch(hosts, options.steps)
+        with joined_hosts(2, rate) as network:
+            records = _records(network, options.steps)
         for record in records:
             carried = record["bytes"] * 8 / rate
             lines.append(
@@ -61,49 +62,19 @@ def main() -> int:
     return 0
 
 
-@contextmanager
-def _joined_hosts(rate: float) -> Iterator[list[str]]:
-    """Two namespaces, whose interface is ``link0``; they send each other `rate` bits per second."""
-    names = [f"penstock-wire-{os.getpid()}-{number}" for number in range(2)]
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-        pair = ["link0", "netns", names[0], "type", "veth", "peer", "name", "link0", "netns", names[1]]
-        _run("ip", "link", "add", *pair)
-        for number, name in enumerate(names):
-            _run("ip", "-n", name, "address", "add", f"10.231.1.{number + 1}/24", "dev", "link0")
-            for interface in ("lo", "link0"):
-                _run("ip", "-n", name, "link", "set", interface, "up")
-            bucket = ["rate", f"{rate:.0f}bit", "burst", "16kb", "latency", "50ms"]
-            _run("tc", "-n", name, "qdisc", "add", "dev", "link0", "root", "tbf", *bucket)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False)
+def _records(network: Network, steps: int) -> list[dict[str, Any]]:
+    """What the first rank measured; each rank runs on a host of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        record = Path(directory, "records.json")
+        arguments = [__file__, "--steps", str(steps), "--record", str(record)]
+        run_everywhere(network, arguments, _MOST_SECONDS, {"PENSTOCK_SHARED_MEMORY": "0"})
+        return json.loads(record.read_text())
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
-def _launch(hosts: list[str], steps: int) -> list[dict[str, Any]]:
-    """The records of the first rank; each rank runs on one of `hosts`."""
-    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.231.1.1", "MASTER_PORT": "29531", "GLOO_SOCKET_IFNAME": "link0"}
-    known |= {"PENSTOCK_SHARED_MEMORY": "0", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
-    ranks = []
-    for rank, host in enumerate(hosts):
-        command = ["ip", "netns", "exec", host, sys.executable, __file__, "--rank", str(rank), "--steps", str(steps)]
-        environment = {**os.environ, **known, "RANK": str(rank)}
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    texts = [process.communicate()[0] for process in ranks]
-    if any(process.returncode for process in ranks):
-        raise SystemExit("a rank failed; its error is above")
-    return [json.loads(line) for line in texts[0].splitlines() if line.startswith("{")]
-
-
-def _train(steps: int) -> None:
-    """Trains with each kind, and prints a record of each on the first rank."""
+def _train(steps: int, path: Path) -> None:
+    """Trains with each kind, and writes a record of each to `path` on the first rank."""
     torch.set_num_threads(1)
+    records = []
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES * MICROBATCHES, WIDTH, generator=generator)
     y = torch.tanh(x.roll(1, dims=1))
@@ -127,9 +98,9 @@ def _train(steps: int) -> None:
                 loss = float(pipe.step(x, y).loss)
                 seconds.append(time.perf_counter() - start)
             sent = (_sent_bytes() - before) / (steps - 2)
+            records.append({"kind": name, "seconds": statistics.median(seconds[2:]), "bytes": sent, "loss": loss})
             if pipe.rank == 0:
-                record = {"kind": name, "seconds": statistics.median(seconds[2:]), "bytes": sent, "loss": loss}
-                print(json.dumps(record), flush=True)
+                path.write_text(json.dumps(records))
 
 
 def _sent_bytes() -> int:

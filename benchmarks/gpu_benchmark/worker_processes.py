@@ -19,7 +19,7 @@ Respond: TypeAlias = Callable[[Any], Any]
 Prepare: TypeAlias = Callable[..., Respond]
 """Called in each process with its rank, how many processes there are, and the arguments of the crew."""
 
-_IMPORTED = ["torch", "torch._dynamo", "torch.distributed.pipelining", "penstock.pipeline"]
+_IMPORTED = ["torch", "torch._dynamo", "torch.export._trace", "torch.distributed.pipelining", "penstock.pipeline"]
 _LONGEST_REASON = 300
 
 
@@ -40,7 +40,7 @@ class Crew:
         self._processes, self._connections = [], []
         for rank in range(processes):
             here, there = context.Pipe()
-            serving = (there, copies, prepare, rank, processes, tuple(arguments))
+            serving = (there, copies, dict(os.environ), prepare, rank, processes, tuple(arguments))
             process = context.Process(target=_serve, args=serving, daemon=True)
             process.start()
             # Only the process itself holds that end, so that its death can be seen.
@@ -94,9 +94,17 @@ class Crew:
 
 
 def _serve(
-    connection: Connection, copied: bool, prepare: Prepare, rank: int, processes: int, arguments: tuple[Any, ...]
+    connection: Connection,
+    copied: bool,
+    environment: dict[str, str],
+    prepare: Prepare,
+    rank: int,
+    processes: int,
+    arguments: tuple[Any, ...],
 ) -> None:
     """One process, until it is killed."""
+    # A copy begins with the environment of its original, which may have been started before these variables were set.
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if copied:
         # What the process inherits stays; a collection of garbage would look through all of it.

@@ -8,10 +8,22 @@ from collections.abc import Mapping, Sequence
 
 from hosts.networks import Network
 
-__all__ = ["run_everywhere"]
+__all__ = ["rank_environment", "run_everywhere"]
 
 _PORT = 29500
 """In namespaces of its own every port is free."""
+
+
+def rank_environment(network: Network, rank: int) -> dict[str, str]:
+    """What a launcher tells the process of `rank`, one on each host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(len(network.hosts)),
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": network.hosts[0].address,
+        "MASTER_PORT": str(_PORT),
+    }
 
 
 def run_everywhere(
@@ -21,17 +33,9 @@ def run_everywhere(
 
     Raises `RuntimeError` if one fails; it ends the others then.
     """
-    first, processes = network.hosts[0], []
+    processes = []
     for rank, host in enumerate(network.hosts):
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(len(network.hosts)),
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": first.address,
-            "MASTER_PORT": str(_PORT),
-            "OMP_NUM_THREADS": "1",
-        }
+        place = {**rank_environment(network, rank), "OMP_NUM_THREADS": "1"}
         command = host.command([sys.executable, *arguments])
         processes.append(
             subprocess.Popen(command, env={**os.environ, **place, **host.environment, **(environment or {})})

@@ -25,7 +25,8 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "yolos": ("AutoModel", {**VIT, "image_size": [32, 32], "num_detection_tokens": 4}),
     "siglip_vision_model": ("AutoModel", VIT),
     "clip_vision_model": ("AutoModel", VIT),
-    "dinov3_vit": ("AutoModel", VIT),
+    # By default it draws how far apart its positions are.
+    "dinov3_vit": ("AutoModel", {**VIT, "pos_embed_rescale": None}),
     "hiera": (
         IMAGE,
         {

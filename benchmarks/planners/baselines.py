@@ -23,12 +23,12 @@ import numpy as np
 
 from penstock.arguments import text_of
 from penstock.errors import PlanError, suggestion
-from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, require_fit
 from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_groups, link_latencies, link_speeds
 from penstock.planning.spp.spp_search import evaluate_for
+from penstock.planning.stage_costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster

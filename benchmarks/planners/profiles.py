@@ -15,6 +15,8 @@ from penstock.values.profiles import LayerProfile, Profile
 
 ROOT = Path(__file__).parents[2]
 MILLISECOND = 1e-3
+LONGEST_SAMPLE = 10.0
+"""Seconds; a file with a longer one counts in milliseconds."""
 GNMT_SAMPLES = 64
 """Of PipeDream's file, which does not tell; from the bytes of its inputs."""
 
@@ -105,7 +107,11 @@ def read_piper(path: Path) -> Profile:
     What recomputation adds to a node's time is its forward; the rest is its backward.
     """
     content = json.loads(path.read_text())
-    unit = MILLISECOND if path.stem == "resnet" else 1.0
+    total = sum(
+        mode["timePerSample"] for node in content["nodes"] for mode in node["TMPCs"]["1"] if mode["id"] == "vanilla"
+    )
+    # Files are in seconds or in milliseconds and do not say which.
+    unit = MILLISECOND if total > LONGEST_SAMPLE else 1.0
     sizes, readers = _edges(content["edges"], "communicationCost", {node["id"] for node in content["nodes"]})
     operators = []
     for node in content["nodes"]:

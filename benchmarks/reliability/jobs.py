@@ -3,6 +3,7 @@
 The processes are forks of one that has imported torch and Penstock, which would take seconds in each of them.
 """
 
+import math
 import multiprocessing
 import os
 import signal
@@ -48,6 +49,8 @@ class Outcome:
     result: dict[str, Any] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     """What is still there and should not be: sockets and files."""
+    ending_seconds: list[float] = field(default_factory=list)
+    """Of each attempt in which a process failed, the time from its end to that of the last other one."""
     errors: str = ""
     """What the last attempt wrote to its standard error."""
 
@@ -61,10 +64,11 @@ def run_job(job: Job, directory: Path, faults: Sequence[Fault] = (), attempts: i
     # As under torchrun, one store serves all attempts.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt in range(attempts):
-        codes, outcome.errors = _attempt(job, directory, faults, attempt=attempt, port=store.port)
+        codes, ending_seconds, outcome.errors = _attempt(job, directory, faults, attempt=attempt, port=store.port)
         outcome.codes.append(codes)
         if not any(codes):
             break
+        outcome.ending_seconds.append(ending_seconds)
     outcome.result = training.read_result(directory)
     outcome.left = [
         *sorted(_shared_memory_files() - before),
@@ -76,8 +80,10 @@ def run_job(job: Job, directory: Path, faults: Sequence[Fault] = (), attempts: i
 
 def _attempt(
     job: Job, directory: Path, faults: Sequence[Fault], *, attempt: int, port: int
-) -> tuple[list[int | None], str]:
-    """Runs all processes once. Returns their exit codes and the standard errors."""
+) -> tuple[list[int | None], float, str]:
+    """Runs all processes once. Returns their exit codes, the seconds between the first failure and the end of the last
+    process, and the standard errors.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["penstock.pipeline", "torch._dynamo", "reliability.training"])
     shared = {
@@ -100,13 +106,15 @@ def _attempt(
     ]
     for process in processes:
         process.start()
-    _wait(processes, _RUN_SECONDS + _STEP_SECONDS * job.steps)
-    return [process.exitcode for process in processes], "\n".join(log.read_text() for log in logs)
+    ending_seconds = _wait(processes, _RUN_SECONDS + _STEP_SECONDS * job.steps)
+    return [process.exitcode for process in processes], ending_seconds, "\n".join(log.read_text() for log in logs)
 
 
-def _wait(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Waits for the end of all, at most for `seconds`, and kills those that stand still after one has failed."""
-    deadline = time.monotonic() + seconds
+def _wait(processes: Sequence[BaseProcess], seconds: float) -> float:
+    """Waits for the end of all, at most for `seconds`, and kills those that stand still after one has failed. Returns
+    the seconds since the first failure.
+    """
+    deadline, failed = time.monotonic() + seconds, math.inf
     waiting = {process.sentinel: process for process in processes}
     while waiting and time.monotonic() < deadline:
         for sentinel in wait(list(waiting), max(0.0, deadline - time.monotonic())):
@@ -114,10 +122,12 @@ def _wait(processes: Sequence[BaseProcess], seconds: float) -> None:
             ended = waiting.pop(sentinel)
             ended.join()
             if ended.exitcode:
+                failed = min(failed, time.monotonic())
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for process in waiting.values():
         process.kill()
         process.join()
+    return max(0.0, time.monotonic() - failed)
 
 
 def _serve(job: Job, directory: Path, environment: Mapping[str, str], log: Path) -> None:

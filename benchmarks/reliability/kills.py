@@ -9,6 +9,7 @@ without a kill, to the bit. Nothing may be left behind: no file of a save, no sh
 
 import argparse
 import random
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -90,8 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, help="write the lines to this file as well")
     given = parser.parse_args(arguments)
     lines: list[str] = []
+    endings: dict[str, list[float]] = {"shared memory": [], "sockets": []}
     expected: dict[tuple[int, str], str] = {}
-    made = bad = 0
+    made = bad = jobs = 0
     with tempfile.TemporaryDirectory() as folder:
         for number, trial in enumerate(draw_trials(given.kills, given.seed)):
             job, place = trial.job, (trial.job.ranks, trial.job.schedule)
@@ -102,13 +104,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 expected[place] = whole.result["digest"]
             outcome, wrong = run_trial(trial, Path(folder) / str(number), expected[place])
             killed = sum(-9 in codes for codes in outcome.codes)
-            made, bad = made + killed, bad + bool(wrong)
+            made, bad, jobs = made + killed, bad + bool(wrong), jobs + 1
             transport = "shared memory" if job.shared_memory else "sockets"
+            endings[transport] += outcome.ending_seconds
             kills = "; ".join(map(str, trial.kills))
             verdict = "equal to the bit" if not wrong else "WRONG: " + "; ".join(wrong)
             lines.append(f"{job.schedule:11} {job.ranks} ranks, {transport}: {killed} killed ({kills}): {verdict}")
             print(lines[-1], flush=True)
-    lines.append(f"{made} kills in {len(lines)} jobs, of which {bad} went wrong")
+    for transport, seconds in endings.items():
+        if seconds:
+            lines.append(
+                f"{transport}: {statistics.median(seconds):.1f} s from a kill to the end of the last other process "
+                f"(median of {len(seconds)}; at most {max(seconds):.1f} s)"
+            )
+    lines.append(f"{made} kills in {jobs} jobs, of which {bad} went wrong")
     print(lines[-1])
     if given.save:
         given.save.write_text("\n".join(lines) + "\n")

@@ -7,6 +7,8 @@ it writes a digest of its weights, by which two trainings can be compared to the
 import argparse
 import hashlib
 import json
+import os
+import time
 from pathlib import Path
 
 import torch
@@ -21,7 +23,12 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument(
+        "--step-seconds", nargs="*", default=[], metavar="KIND=S", help="emulate kinds on which a step takes this long"
+    )
     arguments = parser.parse_args()
+    paces = dict(pace.split("=") for pace in arguments.step_seconds)
+    step_seconds = float(paces.get(os.environ.get("PENSTOCK_FLEET_KIND", ""), 0))
 
     torch.manual_seed(arguments.seed)
     torch.set_default_dtype(torch.float64)
@@ -41,7 +48,11 @@ def main() -> None:
     batches = penstock.loader(torch.utils.data.TensorDataset(x, y), batch_size=32, shuffle=True)
     while pipe.steps < arguments.steps:
         for inputs, target in batches:
+            began = time.monotonic()
             loss = float(pipe.step(inputs, target).loss)
+            if pipe.rank == 0 and pipe.steps % 50 == 0:
+                print(f"step {pipe.steps}: loss {loss:.4f}", flush=True)
+            time.sleep(max(0.0, began + step_seconds - time.monotonic()))
             if pipe.steps == arguments.steps:
                 pipe.save(arguments.directory)
                 break

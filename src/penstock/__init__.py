@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.training.losses import model_loss, token_count
     from penstock.training.optimizers import NamedParameters
     from penstock.training.scaling import LossScale
-    from penstock.training.update_hooks import (
+    from penstock.training.update_corrections import (
         ErrorFeedback,
         LookAhead,
         UpdateHook,
@@ -119,9 +119,9 @@ _HOMES = {
     "CheckpointError": "errors",
     "Cluster": "values.clusters",
     "DeviceKind": "values.device_kinds",
-    "ErrorFeedback": "training.update_hooks",
+    "ErrorFeedback": "training.update_corrections",
     "LayerProfile": "values.profiles",
-    "LookAhead": "training.update_hooks",
+    "LookAhead": "training.update_corrections",
     "LossScale": "training.scaling",
     "Microbatches": "training.user_microbatches",
     "NamedParameters": "training.optimizers",
@@ -141,10 +141,10 @@ _HOMES = {
     "Timeline": "timelines.timelines",
     "Transformer": "values.transformers",
     "TransportError": "errors",
-    "UpdateHook": "training.update_hooks",
-    "WeightAverage": "training.update_hooks",
-    "WeightPrediction": "training.update_hooks",
-    "WeightUpdate": "training.update_hooks",
+    "UpdateHook": "training.update_corrections",
+    "WeightAverage": "training.update_corrections",
+    "WeightPrediction": "training.update_corrections",
+    "WeightUpdate": "training.update_corrections",
     "WireCodec": "training.wire_codecs",
     "capture": "capturing",
     "compare_clusters": "planning.cluster_comparisons",

@@ -40,9 +40,9 @@ from penstock.training.wire_codecs import WireDtype
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
+from penstock.values.plan_stages import Stage, ranks_text
 from penstock.values.plans import Plan, Prediction, require_schedule
 from penstock.values.profiles import LayerProfile, Profile
-from penstock.values.stages import Stage, ranks_text
 
 __all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
 

@@ -13,7 +13,7 @@ import torch
 
 from penstock.arguments import choice
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.estimates import estimate_seconds
+from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import PlanError
 from penstock.profiling.device_speeds import measure_speeds
 from penstock.profiling.profiler import profile

@@ -42,9 +42,9 @@ from penstock.runtime.assembly.step_conditions import StepConditions
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
-from penstock.runtime.batches.mismatches import explained_mismatches
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
+from penstock.runtime.batches.sample_mismatches import explained_mismatches
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
@@ -64,7 +64,7 @@ from penstock.training.nonfinite import OnNonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
-from penstock.training.update_hooks import UpdateHook
+from penstock.training.update_corrections import UpdateHook
 from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -293,21 +293,20 @@ class Pipeline:
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
 
-        It runs every layer several times and leaves the model as it was. Not collective. `PenstockError` after a
-        `parallelize` hook.
+        It runs every layer several times and leaves the model as it was. After a `parallelize` hook it is collective,
+        for one stage without replicas (`Profile.tensor_parallel`). Raises `PenstockError`.
         """
-        if self._parallel_stages.modules:
-            raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
+        if self._parallel_stages.modules and self.plan.ranks > self.plan.tensor_parallel:
+            found = "the layers are spread over processes: expected one stage without replicas. Measure with stages=1"
+            raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")
         measured = partial(profile_layers, autocast=self._recipe.autocast, wire_dtype=self._recipe.wire_dtype)
         return measured(self._chain, self._sample, iterations=iterations, warmup=warmup, progress=progress)
 
     @property
     def profile(self) -> NoReturn:
         """Replaced by `measure` and `auto_plan`."""
-        raise AttributeError(
-            "Pipeline.profile is no attribute any more, since a measurement runs the model for seconds: call "
-            "pipe.measure(), or read pipe.auto_plan.profile if the plan was made with plan='auto'"
-        )
+        text = "Pipeline.profile is no attribute any more, since a measurement runs the model for seconds: call "
+        raise AttributeError(f"{text}pipe.measure(), or read pipe.auto_plan.profile if plan='auto' made the plan")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -487,10 +486,10 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.
 
-        Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
+        Copies; `save` needs none. Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
         """
         self.drain()
-        return self._checkpoints.training.collect()
+        return self._checkpoints.training.copied()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.

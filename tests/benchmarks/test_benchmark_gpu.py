@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -26,10 +25,11 @@ from gpu_benchmark.series import Series
 from gpu_benchmark.tables import NAME_WIDTH, legend, line_of
 from gpu_benchmark.turns import idle_share
 from gpu_benchmark.worker_processes import Crew, Failed
+from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 from penstock.scheduling import METHODS
 from penstock.timelines.timelines import Span, Timeline
+from support.benchmark_scripts import run_benchmark
 from support.jobs.benchmark_jobs import prepare_fragile
-from support.paths import ROOT
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -43,9 +43,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command writes; its table is under "text"."""
     folder = tmp_path_factory.mktemp("gpu")
     files = ["--json", str(folder / "gpu.json"), "--save", str(folder / "gpu.txt")]
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--size", "nano", "--ranks", "2", *files]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    options = ["--device", "cpu", "--size", "nano", "--ranks", "2", *files]
+    # The command sets these variables for good. Their old values come back only if the test has set them, too.
+    run_benchmark("gpu.py", *options, **{"OMP_NUM_THREADS": "1", SHARED_MEMORY: "0"})
     value: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
     return {**value, "text": (folder / "gpu.txt").read_text()}
 

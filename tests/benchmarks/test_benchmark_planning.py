@@ -1,25 +1,14 @@
 """The benchmark of the planners runs, and its tables say what they claim; the times it measures are not tested."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.paths import ROOT
+from support.benchmark_scripts import run_benchmark
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-
-def run(*arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +16,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tables of VGG-16 on one server of four; the same as JSON lines beside them."""
     path = tmp_path_factory.mktemp("planning") / "planning.txt"
     options = ["--profiles", "vgg16", "--machines", "1x4", "--repeats", "1", "--quick"]
-    run("benchmarks/planning.py", *options, "--save", str(path))
+    run_benchmark("planning.py", *options, "--save", str(path))
     return path
 
 
@@ -56,8 +45,9 @@ def test_the_search_is_the_best_of_all_plans_of_a_small_instance(report: Path) -
     assert all(abs(row[key] - 1) < 1e-3 for row in rows for key in ("search_of_best", "synchronous_of_best"))
 
 
-def test_the_tables_of_the_papers_are_printed() -> None:
-    text = run("benchmarks/planning_papers.py")
+def test_the_tables_of_the_papers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    run_benchmark("planning_papers.py")
+    text = capsys.readouterr().out
 
     assert "SPP, table III" in text
     assert [line for line in text.splitlines() if line.split()[:1] == ["vgg16"] and " 15-1 " in line]

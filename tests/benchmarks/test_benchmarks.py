@@ -1,10 +1,7 @@
 """The benchmarks run and report every contender; what they measure is not tested."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,8 @@ import pytest
 
 from contenders.jobs import JOBS, Linears, Setting
 from measurement.peaks import measure_peaks
+from support.benchmark_scripts import run_benchmark
 from support.jobs.benchmark_jobs import run_worker
-from support.paths import ROOT
 from support.processes import Pool
 
 QUICK = 0.01
@@ -96,17 +93,17 @@ def test_what_a_contender_keeps_is_in_its_peak() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_one_command_starts_its_processes_and_prints_rows_and_tables(tmp_path: Path) -> None:
+def test_one_command_starts_its_processes_and_prints_rows_and_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines, report = tmp_path / "rows.jsonl", tmp_path / "report.txt"
     options = ["--sizes", "nano", "--microbatches", "4", "--rounds", "1", "--turn-seconds", str(QUICK), "--no-peaks"]
     files = ["--json", str(lines), "--save", str(report)]
-    command = [sys.executable, "benchmarks/throughput.py", *options, "--only", "gpipe", *files]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+    run_benchmark("throughput.py", *options, "--only", "gpipe", *files)
 
-    assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in map(json.loads, lines.read_text().splitlines())}
     assert list(rows) == ["one process", "torch gpipe", "penstock gpipe", "penstock gpipe, gloo"]
     assert all(row["least_seconds"] <= row["median_seconds"] <= row["most_seconds"] for row in rows.values())
     assert rows["penstock gpipe"]["over_peer"] > 0.0
     assert f"penstock gpipe: {rows['penstock gpipe']['over_peer']:.2f}x torch's same schedule" in report.read_text()
-    assert lines.read_text() in done.stdout
+    assert lines.read_text() in capsys.readouterr().out

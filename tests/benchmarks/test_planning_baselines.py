@@ -1,5 +1,6 @@
 """The plans that SPP is compared with, against what their papers say and against brute force."""
 
+import json
 import random
 from itertools import combinations, pairwise
 from typing import get_args
@@ -21,6 +22,7 @@ from planners.baselines import (
     plan_synchronous_pipedream,
     servers_of,
 )
+from planners.profiles import read_piper
 
 BASELINES = (plan_data_parallel, plan_gpipe, plan_synchronous_pipedream, plan_hetpipe)
 
@@ -213,3 +215,21 @@ def test_what_cannot_be_planned_is_refused(planner, request_, words):
 def test_an_unknown_arrangement_is_refused():
     with pytest.raises(PlanError, match="equal-distribution"):
         plan_hetpipe(profile_of([(1, 1, 1, 1)] * 4), Cluster.uniform(2, 1.0), Request(), "equal")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-3], ids=["seconds", "milliseconds"])
+def test_files_of_piper_are_in_seconds_or_in_milliseconds(tmp_path, unit):
+    """A sample takes 0.3 seconds in 2 layers; the file does not say in what it counts."""
+
+    def node(number):
+        plain = {"id": "vanilla", "timePerSample": 0.15 / unit, "parameterSize": 4, "memoryUsageA": 8}
+        again = {**plain, "id": "activation recomp", "timePerSample": 0.2 / unit}
+        return {"id": number, "name": f"layer {number}", "TMPCs": {"1": [plain, again]}}
+
+    path = tmp_path / "gnmt.json"
+    edge = {"sourceId": 0, "destId": 1, "communicationCost": 16}
+    path.write_text(json.dumps({"nodes": [node(0), node(1)], "edges": [edge]}))
+
+    layers = read_piper(path).layers
+    assert [layer.forward_seconds for layer in layers] == pytest.approx([0.05, 0.05])
+    assert [layer.backward_seconds for layer in layers] == pytest.approx([0.1, 0.1])

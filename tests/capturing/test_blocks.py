@@ -13,19 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    """A block with a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
+from support.blocks import WIDTH, Block
 
 
 class Book(Block):
@@ -293,6 +281,16 @@ class CountingOutside(Model):
         return super().forward(x) * self.steps
 
 
+class CollectingOutside(Model):
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.met: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.met.add(len(self.met))
+        return super().forward(x) * len(self.met)
+
+
 class DrawingOutside(Model):
     def __init__(self) -> None:
         super().__init__(Block)
@@ -325,6 +323,7 @@ def watch(module: nn.Module, inputs: object, output: Tensor) -> None:
     ("kind", "message"),
     [
         (CountingOutside, r"its forward changes steps, which is outside of its blocks and would be lost"),
+        (CollectingOutside, r"its forward changes met, which is outside of its blocks"),
         (ReassigningOutside, r"its forward changes book, which is outside of its blocks"),
         (DrawingOutside, r"the forward of the model draws random numbers of Python's random or of NumPy outside"),
         (HookedOutside, r"the model has the hook 'watch' and is not a block, so that the hook would not be run"),

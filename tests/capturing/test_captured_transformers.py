@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
+from penstock.errors import CaptureError
 from support.chain_execution import assert_equals_model, every_split, run_stages
 
 VOCABULARY, LENGTH, WIDTH = 50, 8, 16
@@ -202,3 +203,24 @@ def test_the_tied_weights_of_gpt2_are_one_parameter() -> None:
     assert chain.parameters["lm_head.weight"] is model.get_parameter("transformer.wte.weight")
     assert chain.readers["lm_head.weight"] == (0, len(chain.layers) - 1)
     assert chain.readers["transformer.h.1.mlp.c_fc.weight"] == (2,)
+
+
+@pytest.mark.parametrize("collected", ["hidden_states", "attentions"])
+def test_what_hooks_of_the_models_own_code_collect_is_returned(collected: str) -> None:
+    """The code of transformers installs the hooks when it first runs, and they stay for good: not in a capture."""
+    model = build(llama, dropout=0.0)
+    model.config._attn_implementation = "eager"
+    sample = {"input_ids": tokens(2), f"output_{collected}": True}
+    chain = capture(model, sample)
+
+    assert not any(module._forward_hooks for module in model.modules())
+    assert_equals_model(chain, model, Call((), {**sample, "input_ids": tokens(3)}))
+
+
+def test_hooks_that_an_earlier_call_installed_are_not_traced() -> None:
+    model = build(llama, dropout=0.0)
+    sample = {"input_ids": tokens(2), "output_hidden_states": True}
+    model(**sample)
+
+    with pytest.raises(CaptureError, match=r"returns 4 tensors, and 1 of them in a trace .* before the model is first"):
+        capture(model, sample)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from penstock.capturing import LayerChain, capture
-from penstock.capturing.estimates import estimate_seconds
 from penstock.capturing.operators import OperatorCall
 from penstock.capturing.weightless import capture_weightless
+from penstock.capturing.work_estimates import estimate_seconds
 
 FLOAT = 4
 CPU = torch.device("cpu")
@@ -126,11 +126,13 @@ class Restless(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.calls = 0
         self.history: list[float] = []
+        self.met: set[int] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen += 1
         self.history.append(random.random())
+        self.met.add(self.calls)
         x = F.dropout(self.linear(x), 0.5)
         return x if x.sum() > 0 else -x
 
@@ -159,6 +161,7 @@ def test_counting_leaves_no_trace(traced: bool) -> None:
 
     assert all(layer.operators for layer in chain.layers)
     assert [(block.calls, block.history, float(block.seen)) for block in blocks] == [(0, [], 0.0)] * 3
+    assert [block.met for block in blocks] == [set()] * 3
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     # The hooks ran, and are still there, and there are no others.
     assert hooked

@@ -9,19 +9,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    """A block with a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
+from support.blocks import WIDTH, Block
 
 
 def build(blocks: list[nn.Module]) -> nn.Module:

@@ -49,3 +49,60 @@ def test_options_of_the_simulator_are_options_of_the_command(files, capsys):
 
     assert found["minibatch_seconds"] == outcome.minibatch_seconds > evaluate(*files).minibatch_seconds
     assert found["limit"] == outcome.limit
+
+
+def test_devices_are_those_of_the_plan_or_more(files, capsys):
+    for options in ([], ["--devices", "4"], ["--devices", "6"]):
+        assert not main(["simulate", "plan.yaml", "profile.json", "--bandwidth", "10Gbps", *options, "--json"])
+    first, *others = (json.loads(line) for line in _documents(capsys.readouterr().out))
+    assert others == [first, first]
+
+    assert main(["simulate", "plan.yaml", "profile.json", "--devices", "3"]) == 1
+    assert "the plan has 4 ranks and the cluster 3 devices" in capsys.readouterr().err
+    assert main(["simulate", "plan.yaml", "profile.json", "cluster.yaml", "--devices", "4"]) == 1
+    assert "cluster.yaml and --devices were given: expected one of them" in capsys.readouterr().err
+
+
+def _documents(text: str) -> list[str]:
+    """The JSON documents that `text` consists of."""
+    decoder, found = json.JSONDecoder(), []
+    while text := text.lstrip():
+        _, end = decoder.raw_decode(text)
+        found.append(text[:end])
+        text = text[end:]
+    return found
+
+
+GRAPH = """node0 -- Input0 -- forward_compute_time=1, backward_compute_time=0, activation_size={size}, parameter_size=0
+node1 -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=8, parameter_size=4
+node2 -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=8, parameter_size=4
+\tnode0 -- node1
+\tnode1 -- node2
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "samples"),
+    [
+        (2 * 3 * 299 * 299 * 4, [], 2),
+        (32 * 3 * 331 * 331 * 4, [], 32),
+        (1000, [], 1),
+        (1000, ["--graph-samples", "64"], 64),
+        (2 * 3 * 224 * 224 * 4, ["--graph-samples", "3"], 3),
+    ],
+)
+def test_a_graph_has_the_samples_of_its_images_or_those_that_are_given(files, capsys, size, options, samples):
+    with open("graph.txt", "w") as file:
+        file.write(GRAPH.format(size=size))
+    Plan((Stage(0, 2, (0,)),), "1f1b-flush", 1).save("one.yaml")
+
+    assert not main(["simulate", "one.yaml", "graph.txt", "--json", *options])
+    found = json.loads(capsys.readouterr().out)["outcome"]
+    assert found["samples_per_second"] == pytest.approx(samples / 6e-3)
+
+
+def test_the_samples_of_a_graph_are_not_those_of_a_profile(files, capsys):
+    assert main(["simulate", "plan.yaml", "profile.json", "--graph-samples", "3"]) == 1
+    assert (
+        "--graph-samples and profile.json: expected PipeDream's graph.txt, found a profile" in capsys.readouterr().err
+    )

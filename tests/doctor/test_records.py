@@ -1,7 +1,10 @@
 """Flight records survive their files, and damaged files are no records."""
 
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +83,35 @@ def test_the_last_process_removes_the_directory(tmp_path: Path) -> None:
         directory.write(record_of(Schedule("gpipe", ranks=2, microbatches=1), rank, 0))
     directory.request()
 
-    directory.remove(0)
+    directory.remove(0, processes=2)
     assert directory.path.exists()
-    directory.remove(1)
+    directory.remove(1, processes=2)
+    assert not directory.path.exists()
+
+
+def test_a_process_that_has_written_no_record_still_needs_the_directory(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.write(record_of(Schedule("gpipe", ranks=2, microbatches=1), 0, 0))
+
+    directory.remove(0, processes=2)
+    directory.write(record_of(Schedule("gpipe", ranks=2, microbatches=1), 1, 0))
+    assert directory.read(1)
+
+
+@pytest.mark.parametrize("call", ["listdir", "scandir"])
+def test_two_processes_may_remove_the_directory_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The other one is done with it when this one has begun to look for records."""
+    directory, real = RunDirectory(tmp_path / "run"), getattr(os, call)
+    directory.path.mkdir()
+
+    def list_late(path: Path) -> Any:
+        monkeypatch.undo()
+        shutil.rmtree(directory.path)
+        return real(path)
+
+    monkeypatch.setattr(os, call, list_late)
+    directory.remove(0, processes=1)
     assert not directory.path.exists()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock import PenstockError, PlanError
-from penstock.fleet import FleetExecutor, FleetFile, fifo, max_min_fairness
-from penstock.fleet.lease_processes import find_left_behind, training_words
+from penstock.fleet import Allocation, FleetExecutor, FleetFile, fifo, max_min_fairness
+from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
 from penstock.fleet.run_states import JobState, RunState, steps_done
 from support.paths import ROOT
 
@@ -27,8 +27,8 @@ def fleet_file(folder: Path, jobs: str) -> FleetFile:
     return FleetFile.load(path)
 
 
-def job(name: str, steps: int, seconds: float, failures: int = 0) -> str:
-    words = f'["{TRAINING}", "{{directory}}", "{{steps}}", "{seconds}", "{failures}"]'
+def job(name: str, steps: int, seconds: float, failures: int = 0, start: float = 0.0, end: float = 0.0) -> str:
+    words = f'["{TRAINING}", "{{directory}}", "{{steps}}", "{seconds}", "{failures}", "{start}", "{end}"]'
     speed = f"throughputs: {{CPU: {1 / seconds}}}"
     return f"- {{name: {name}, steps: {steps}, {speed}, command: {words}, processes: {{CPU: 1}}}}\n"
 
@@ -53,6 +53,57 @@ def test_jobs_take_turns_and_lose_no_step(tmp_path):
     assert any("lease 2 on CPU [0], 1 processes" in line for line in lines)
 
 
+def test_rounds_that_are_shorter_than_a_start_end_nonetheless(tmp_path):
+    """A training that is asked before it knows the signal dies of it, and its next leases last longer. The start takes
+    longer than the grace that the executor gives it.
+    """
+    fleet = fleet_file(tmp_path, "".join(job(name, 5, 0.02, start=1.0) for name in "ab"))
+    # The first program loads the solver, which would make the first round longer than the others.
+    max_min_fairness(fleet.problem(fleet.table()))
+    lines: list[str] = []
+    FleetExecutor(
+        fleet, max_min_fairness, tmp_path / "run", round_seconds=0.2, grace_seconds=0.1, report=lines.append
+    ).run()
+    state = RunState.load(tmp_path / "run" / "state.json", ["a", "b"])
+
+    assert [result(tmp_path / "run", name, 5) for name in "ab"] == [15, 15]
+    assert all(found.least_rounds > 1 for found in state.jobs.values())
+    assert any("before a step was saved; its next leases last 2 rounds or more" in line for line in lines)
+
+
+def test_a_lease_lasts_until_its_training_has_begun(tmp_path):
+    """Rounds are shorter than a start, and no start is lost."""
+    fleet = fleet_file(tmp_path, "".join(job(name, 40, 0.02, start=0.6) for name in "ab"))
+    FleetExecutor(fleet, max_min_fairness, tmp_path / "run", round_seconds=0.1).run()
+    state = RunState.load(tmp_path / "run" / "state.json", ["a", "b"])
+
+    assert [result(tmp_path / "run", name, 40) for name in "ab"] == [820, 820]
+    assert all(found.least_rounds == 1 for found in state.jobs.values())
+    # A lease was asked after its training had begun, and saved a step or more.
+    asked = [lease for lease in state.leases if lease.asked is not None]
+    assert asked and all(lease.start < lease.begun <= lease.asked <= lease.stop for lease in asked)
+    assert all(lease.steps_after > lease.steps_before for lease in state.leases)
+
+
+def test_a_training_that_is_about_to_leave_is_not_started_again(tmp_path):
+    """It has saved all steps, and the signal would kill it: the round waits for it."""
+    late = job("b", 2, 0.01).replace("- {name: b,", "- {name: b, arrives: 0.1,")
+    fleet = fleet_file(tmp_path, job("a", 2, 0.01, end=3.0) + late)
+
+    def displace(problem):
+        """Takes the worker from `a` once it has saved its last step."""
+        if len(problem.jobs) == 1:
+            return fifo(problem)
+        while steps_done(tmp_path / "run" / "a" / "checkpoints") < 2:
+            time.sleep(0.01)
+        return Allocation(problem, ((0.0,), (1.0,)))
+
+    FleetExecutor(fleet, displace, tmp_path / "run", round_seconds=0.2).run()
+    state = RunState.load(tmp_path / "run" / "state.json", ["a", "b"])
+
+    assert [(found.status, found.leases, found.preemptions) for found in state.jobs.values()] == [("done", 1, 0)] * 2
+
+
 def test_a_training_that_fails_is_tried_again(tmp_path):
     fleet = fleet_file(tmp_path, job("a", 3, 0.01, failures=2))
     FleetExecutor(fleet, fifo, tmp_path / "run", round_seconds=0.2).run()
@@ -70,7 +121,7 @@ def test_a_training_that_always_fails_is_given_up_and_the_others_are_not(tmp_pat
 
 
 def test_a_killed_executor_goes_on(tmp_path):
-    """The training that it leaves behind is found, saves, and goes on; none of its steps is lost or made twice."""
+    """The training that it leaves behind runs on under the next executor; no step is lost or made twice."""
     fleet_file(tmp_path, job("a", 40, 0.05))
     program = (
         "from penstock.fleet import *\n"
@@ -92,6 +143,10 @@ def test_a_killed_executor_goes_on(tmp_path):
     FleetExecutor(FleetFile.load(tmp_path / "fleet.yaml"), fifo, tmp_path / "run", round_seconds=60).run()
     assert result(tmp_path / "run", "a", 40) == 820
     assert left.exit_code() == -1, "no process of it is left"
+    # It made all of its steps in its first lease. Its exit code is not known, so it started again to leave with 0.
+    state = RunState.load(tmp_path / "run" / "state.json", ["a"])
+    assert [(lease.steps_before, lease.steps_after) for lease in state.leases] == [(0, 40), (40, 40)]
+    assert (state.jobs["a"].status, state.jobs["a"].preemptions, state.jobs["a"].failures) == ("done", 0, 0)
     # A run that is done is only read.
     assert FleetExecutor(FleetFile.load(tmp_path / "fleet.yaml"), fifo, tmp_path / "run").run().jobs[0].job.name == "a"
 
@@ -114,8 +169,37 @@ def test_a_training_that_ignores_the_signal_is_killed(tmp_path):
         executor.run()
     state = RunState.load(tmp_path / "run" / "state.json", ["a", "b"])
 
-    assert "a: its lease ended before a step was saved; longer rounds would help" in ended
+    assert "a: its lease ended before a step was saved; its next leases last 2 rounds or more" in ended
     assert all(find_left_behind(tmp_path / "run" / name, found.lease) is None for name, found in state.jobs.items())
+
+
+def test_no_process_of_a_lease_is_left(tmp_path):
+    """A process in a session of its own, as torchrun's workers are, ends with the lease, and no other lease's does."""
+    worker = f"{sys.executable} -c 'import time; time.sleep(600)'"
+    agent = tmp_path / "agent.sh"
+    agent.write_text(f"trap '' USR1\nsetsid {worker} &\necho $! > {tmp_path}/$1\nsetsid {worker} &\nwait\n")
+    leases = [LeaseProcess.start(["/bin/sh", str(agent), name], name, tmp_path / "of" / name, {}) for name in "ab"]
+    while not all((tmp_path / name).exists() and (tmp_path / name).read_text().strip() for name in "ab"):
+        time.sleep(0.01)
+    workers = {name: Path("/proc", (tmp_path / name).read_text().strip()) for name in "ab"}
+    leases[0].ask()
+    leases[0].wait(grace_seconds=0.2)
+
+    assert not has_mark(workers["a"], "a") and has_mark(workers["b"], "b")
+    # What an executor left whose first process is dead is found by its environment alone.
+    leases[1].child.kill()
+    leases[1].child.wait()
+    assert find_left_behind(tmp_path / "of" / "b", "b") is None and has_mark(workers["b"], "b")
+    kill_all("b")
+    assert not has_mark(workers["b"], "b")
+
+
+def has_mark(entry: Path, lease: str) -> bool:
+    """Whether this entry of ``/proc`` is of a process of `lease`."""
+    try:
+        return f"PENSTOCK_FLEET_LEASE={lease}".encode() in (entry / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def test_wrong_runs_are_refused(tmp_path):

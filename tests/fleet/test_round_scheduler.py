@@ -118,6 +118,18 @@ def test_leases_are_renewed_where_a_job_stays():
     assert [lease.jobs[0] for leases in history for lease in leases if lease.jobs != ("a",)] == ["b", "c", "b", "c"]
 
 
+def test_leases_that_are_kept_come_first():
+    """The lease of `a` goes on against its priority, and even if a new allocation has no share for it."""
+    problem = Problem((Job("a", 1), Job("b", 1)), (Kind("GPU", 1),), ((1.0,),) * 2)
+    scheduler, history = run(Allocation(problem, ((0.5,), (0.5,))), 1)
+    kept = scheduler.next_round(kept=["a"])
+    scheduler.begin(Allocation(problem, ((0.0,), (1.0,))))
+
+    assert [lease.jobs for lease in history[0]] == [("a",)]
+    assert kept == scheduler.next_round(kept=["a"]) and kept[0].jobs == ("a",) and kept[0].renewed
+    assert [lease.jobs for lease in scheduler.next_round(["b"], kept=["a"])] == [("b",)]
+
+
 def test_gangs_are_on_few_servers():
     """Eight devices on two servers: the gang of four has a server for itself, and the small jobs share the other."""
     jobs = (Job("one", 1), Job("two", 1, workers=2), Job("four", 1, workers=4), Job("last", 1))

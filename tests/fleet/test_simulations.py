@@ -55,6 +55,26 @@ def test_two_jobs_take_turns_and_pay_for_each_restart():
     assert [job.isolated_seconds for job in run.jobs] == [380, pytest.approx(2 * 95 + 95)]
 
 
+def test_restarts_that_take_longer_than_a_round_end_nonetheless():
+    """A restart takes two and a half rounds, and each lease lasts three: 50 s of training in each."""
+    run = simulate_fleet(arrivals(100, 100), GPU, max_min_fairness, round_seconds=100, restart_seconds=250)
+
+    assert [(job.finished, job.restarts) for job in run.jobs] == [(900, 1), (1200, 1)]
+
+
+def test_restarts_differ_by_kind():
+    """A job on each kind: 100 steps of a second each, after 10 s and 40 s."""
+    kinds = (Kind("quick", 1), Kind("slow", 1))
+    workload = [Arrival(0.0, Job("a", 100), (1.0, 0.0)), Arrival(0.0, Job("b", 100), (0.0, 1.0))]
+    run = simulate_fleet(workload, kinds, max_min_fairness, restart_seconds={"quick": 10, "slow": 40})
+
+    assert {job.job.name: job.finished for job in run.jobs} == {"a": 110, "b": 140}
+    with pytest.raises(
+        PlanError, match="of kind 'slow': expected a finite number of seconds, 0 or more, found nothing"
+    ):
+        simulate_fleet(workload, kinds, max_min_fairness, restart_seconds={"quick": 10})
+
+
 def test_strict_fifo_runs_one_after_the_other():
     run = simulate_fleet(arrivals(150, 150), GPU, strict_fifo, round_seconds=100, restart_seconds=0)
 
@@ -150,6 +170,60 @@ def test_prices_change_where_jobs_run(tmp_path):
         PriceHistory.load(path)
     with pytest.raises(PlanError, match="from second 0 on, ascending"):
         PriceHistory({"slow": ((5.0, 1.0),)})
+
+
+def test_two_jobs_share_a_device():
+    """Alone 1 step a second, together 0.8: `a` ends after 125 s, and `b` has the device for itself."""
+    pairs = {("b", "a"): ((0.8,), (0.8,))}
+    workload = [Arrival(0.0, Job("a", 100), (1.0,)), Arrival(0.0, Job("b", 150), (1.0,))]
+    options = {"pairs": pairs, "restart_seconds": 0}
+    rounds = simulate_fleet(workload, GPU, max_min_fairness, round_seconds=1000, record=True, **options)
+    ideal = simulate_fleet(workload, GPU, max_min_fairness, ideal=True, **options)
+
+    for run in (rounds, ideal):
+        assert {job.job.name: job.finished for job in run.jobs} == pytest.approx({"a": 125, "b": 175})
+        # The device costs 3.6 an hour; while both have it, each pays a half.
+        assert [job.cost for job in run.jobs] == pytest.approx([0.0625, 0.0625 + 0.05])
+    assert [held.job for held in rounds.held] == ["a + b"]
+    assert simulate_fleet(workload, GPU, max_min_fairness, round_seconds=10, restart_seconds=0).makespan == 250
+    with pytest.raises(PlanError, match="expected the names of two jobs of the workload"):
+        simulate_fleet(workload, GPU, max_min_fairness, pairs={("a", "c"): ((1.0,), (1.0,))})
+    with pytest.raises(PlanError, match="expected two rows of 1 numbers"):
+        simulate_fleet(workload, GPU, max_min_fairness, pairs={("a", "b"): ((1.0, 2.0), (1.0,))})
+
+
+def test_a_job_moves_when_its_remaining_steps_pay_for_it():
+    """Steps cost half as much on `far`. A move costs 5, and saves 10 of the long job, and 2 of the short one."""
+    kinds = (Kind("near", 2, 2.0, region="here", egress_per_gigabyte=0.05), Kind("far", 2, 1.0, region="there"))
+    workload = [
+        Arrival(0.0, Job(f"{hours} hours", hours * 3600, gigabytes=100, region="here"), (1.0, 1.0)) for hours in (10, 2)
+    ]
+    for policy in (min_cost, min_cost_near_deadlines):
+        run = simulate_fleet(workload, kinds, policy, round_seconds=3600, restart_seconds=0)
+
+        assert {job.job.name: job.cost for job in run.jobs} == {
+            "2 hours": pytest.approx(4),
+            "10 hours": pytest.approx(15),
+        }
+
+
+def test_spot_devices_are_taken_away():
+    """Each time a job loses the rest of its round and a restart. The cost policies know what that costs on average: a
+    cheap device that is lost every ten minutes is dearer than one that stays.
+    """
+    spot = (Kind("spot", 1, 1.0, preempted_every_seconds=3600),)
+    workload = [Arrival(0.0, Job("a", 36_000), (1.0,))]
+    options = {"round_seconds": 600, "restart_seconds": 60}
+    runs = [simulate_fleet(workload, spot, max_min_fairness, seed=seed, **options) for seed in range(8)]
+    kinds = (replace(spot[0], preempted_every_seconds=600), Kind("stays", 1, 1.4))
+    chosen = simulate_fleet([Arrival(0.0, Job("a", 36_000), (1.0, 1.0))], kinds, min_cost, record=True, **options)
+
+    assert runs[0] == simulate_fleet(workload, spot, max_min_fairness, seed=0, **options) != runs[1]
+    assert all(run.jobs[0].restarts > 0 for run in runs)
+    # Ten hours and about ten losses of half a round and a restart.
+    assert sum(run.makespan for run in runs) / 8 == pytest.approx(36_000 + 10 * 360, rel=0.05)
+    assert all(run.jobs[0].busy_seconds < run.makespan for run in runs), "what is taken away costs nothing"
+    assert {held.devices for held in chosen.held} == {"stays"}
 
 
 def test_pictures_show_every_job_and_escape_its_name():

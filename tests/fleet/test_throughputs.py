@@ -114,6 +114,15 @@ def test_a_file_describes_a_fleet(path):
         ("throughputs: {V100: 15, K80: 5}, ", "", "jobs\\[1\\]: expected `throughputs`, `profile` or `profiles`"),
         ("V100: [20, 7.5]", "V100: [20]", "pairs\\[0\\]: expected two jobs, and two throughputs"),
         ("[measured, other]", "[measured, nothing]", "pairs: expected names of jobs, found 'nothing'"),
+        ("{V100: 15, K80: 5}", "{V100: 15, P100: 5}", "jobs\\[1\\].throughputs: unknown key 'P100'"),
+        ("{synchronous: true}", "{synchronic: true}", "jobs\\[0\\].plan: unknown key 'synchronic'"),
+        ("name: other", "name: ../other", "jobs\\[1\\].name: expected a name without /"),
+        ("arrives: 60", "arrives: -60", "jobs\\[1\\].arrives: expected 0 or more seconds"),
+        (
+            "  command: [train",
+            "  processes: {K80: 0}\n  command: [train",
+            "processes.K80: expected 1 or more processes",
+        ),
         ("steps: 1e5", "steps: -1", "jobs\\[0\\].steps: expected a finite number of steps above 0"),
     ],
 )
@@ -139,6 +148,8 @@ def test_commands_print_shares_and_runs(path, capsys):
     assert "3 jobs in" in simulated and "deadlines missed: 0 of 3" in simulated and "<svg" in page.read_text()
     assert main(["fleet", "allocate", str(path), "--policy", "fairness"]) == 1
     assert "Did you mean" in capsys.readouterr().err
+    assert main(["fleet", "allocate", str(path), "--html", "page.html"]) == 1
+    assert "--html: expected the action simulate or run" in capsys.readouterr().err
     assert main(["fleet", "run", str(path)]) == 1
     assert "--directory: expected a place" in capsys.readouterr().err
 

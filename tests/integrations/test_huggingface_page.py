@@ -1,47 +1,15 @@
 """The code in docs/huggingface.md runs."""
 
-import re
+import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 
-import penstock
-from support.jobs.trainer_jobs import collate, make_model, rows
-from support.paths import ROOT
-
-PAGE = (ROOT / "docs" / "huggingface.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-
+from support.jobs.page_jobs import BLOCKS, fit_by_lightning, names
+from support.processes import Pool
 
 pytestmark = pytest.mark.slow
-
-
-def names(folder: Path) -> dict[str, Any]:
-    """What the code on the page takes for granted."""
-    sentences = torch.randint(50, (4, 8), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": sentences, "labels": sentences}
-    padding = torch.arange(8) > torch.arange(4)[:, None] + 3
-    batches: Any = [batch, batch]
-    quiet = {"use_cpu": True, "dataloader_pin_memory": False, "report_to": [], "disable_tqdm": True, "max_steps": 1}
-    return {
-        "torch": torch,
-        "penstock": penstock,
-        "TrainingArguments": transformers.TrainingArguments,
-        "model": make_model(),
-        "batch": batch,
-        "batches": batches,
-        "loader": torch.utils.data.DataLoader(batches, batch_size=None),
-        "padded": {**batch, "labels": sentences.masked_fill(padding, -100)},
-        "short": {name: tensor[:2, :4] for name, tensor in batch.items()},
-        "long": {name: tensor[2:] for name, tensor in batch.items()},
-        "dataset": rows(8),
-        "collate": collate,
-        "folder": str(folder),
-        "more": quiet,
-    }
 
 
 def test_python_in_the_page_runs(tmp_path: Path) -> None:
@@ -55,13 +23,17 @@ def test_python_in_the_page_runs(tmp_path: Path) -> None:
 
 # Lightning advises about loggers and workers, and uses names of old of PyTorch.
 @pytest.mark.filterwarnings("ignore")
-def test_lightning(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-    environment = pytest.importorskip("lightning.pytorch.plugins.environments").LightningEnvironment
-    given = {**names(tmp_path / "run"), "lightning": lightning, "LightningEnvironment": environment}
-    exec(BLOCKS[0], given)
-    before = float(given["loss"])
-    exec(BLOCKS[-1], given)
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_lightning_trains_as_a_loop_does(tmp_path: Path, processes: int, request: pytest.FixtureRequest) -> None:
+    if processes == 1:
+        results = [fit_by_lightning(tmp_path / "run")]
+    else:
+        pool: Pool = request.getfixturevalue("pool")
+        results = pool.run(processes, fit_by_lightning, tmp_path / "run")
 
-    assert given["trainer"].callback_metrics["validation_loss"] < before
+    for metrics, trained, loss, expected in results:
+        assert metrics["validation_loss"] == pytest.approx(loss, rel=1e-6)  # Lightning averages in float32
+        assert trained.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in trained.items())
     assert (tmp_path / "run").exists()

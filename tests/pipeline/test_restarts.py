@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from penstock.runtime.checkpoints.step_directories import steps_in
 from penstock.testing.faults import FAULTS, Kill, Signal, Slow
 from reliability import training
+from reliability.elastic import TOLERANCE
 from reliability.jobs import Job, run_job
 from reliability.kills import Trial, run_trial
 from support.paths import BENCHMARKS
@@ -33,6 +35,8 @@ def digest_of(job: Job, directory: Path) -> str:
         (Job(2, "1f1b-flush", steps=6, save_every=2), [Kill(rank=1, step=3, action="B5")]),
         (Job(3, "2bw", steps=6, save_every=2, shared_memory=False), [Kill(rank=0, step=5, action="F2")]),
         (Job(2, "zb-v", steps=6, save_every=2), [Kill(rank=0, path="checkpoints/step-000004")]),
+        # In the last save, while it removes an older checkpoint: no other save follows.
+        (Job(2, "gpipe", steps=6, save_every=2), [Kill(rank=0, path="checkpoints/.penstock-removed", change=1)]),
         (
             Job(4, "pipedream", steps=6, save_every=2),
             [Kill(rank=3, step=1, action="U"), Kill(rank=2, step=4, restart=1)],
@@ -48,6 +52,26 @@ def test_a_killed_training_ends_with_the_bits_of_a_whole_one(job: Job, kills: li
         kills
     )
     assert len(outcome.codes) == len(kills) + 1
+
+
+def test_a_training_goes_on_with_fewer_ranks_after_each_kill(tmp_path: Path) -> None:
+    """With another plan each time. The sums over stages have another order, so the end is equal up to rounding."""
+    directory, plans = tmp_path / "shrinking", []
+    for ranks, killed_at in ((4, 3), (3, 5), (2, None)):
+        job = Job(ranks, "1f1b-flush", steps=8, save_every=2)
+        faults = [] if killed_at is None else [Kill(rank=ranks - 1, step=killed_at, action="B2")]
+        outcome = run_job(job, directory, faults)
+        assert outcome.left == []
+        assert (outcome.codes[-1][-1], any(outcome.codes[-1])) == (
+            (0, False) if not faults else (-signal.SIGKILL, True)
+        )
+        step, path = max(steps_in(directory / "checkpoints"))
+        content = json.loads((path / "manifest.json").read_text())["content"]
+        plans.append((step, len(yaml.safe_load(content["plan"])["stages"])))
+    whole = run_job(Job(2, "1f1b-flush", steps=8, save_every=2), tmp_path / "whole")
+
+    assert plans == [(2, 4), (4, 3), (8, 2)], "the newest checkpoint of each run, and the stages of its plan"
+    assert outcome.result["loss"] == pytest.approx(whole.result["loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

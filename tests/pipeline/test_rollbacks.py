@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.runtime.checkpoints.rollbacks import MOST_RETURNS
+from support.counters import Counter
 from support.jobs.nonfinite_jobs import Rollback, run_rollback, run_rollbacks
 from support.processes import Pool
 from support.training import Case, Outcome, assert_equal, stages_on_a_rank
@@ -90,19 +91,6 @@ def test_a_newer_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
             pipe.save(tmp_path)
             pipe.step(NAN, GOOD)
         assert (pipe.steps, pipe.rollbacks) == (MOST_RETURNS + 1,) * 2
-
-
-class Counter:
-    """Counts steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
 
 
 def test_loaders_go_on_and_tracked_objects_go_back(tmp_path: Path) -> None:

@@ -125,6 +125,33 @@ def test_steps_compute_while_the_state_is_copied_and_updates_wait(schedule: str,
     assert losses == list(reference(cut.case, cut.recipe).losses[2:])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "microbatches", "apart"),
+    [("2bw", 4, 4, 1), ("pipedream", 4, 3, 1), ("pipedream", 4, 2, 2), ("pipedream", 4, 1, 3)],
+)
+def test_saves_that_follow_each_other_drain_only_where_a_stage_is_behind(
+    schedule: str, ranks: int, microbatches: int, apart: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stage at the front makes its last update of a minibatch (p-1)/m steps later, rounded up."""
+    cut = Cut(Case("layered", schedule, ranks, microbatches), 0)
+
+    def train(name: str, every: int) -> list[float]:
+        pipe, losses = build(cut), []
+        for number, batch in enumerate(cut.batches):
+            losses.append(float(pipe.step(*batch).loss))
+            if number % every == 0:
+                pipe.save(tmp_path / name, wait=False)
+        pipe.drain()
+        pipe.close()
+        return losses
+
+    assert train("apart", apart) == list(reference(cut.case, cut.recipe).losses)
+    assert "drains the pipeline" not in caplog.text
+    if apart > 1:
+        train("close", apart - 1)
+        assert "drains the pipeline" in caplog.text
+
+
 @pytest.mark.parametrize("definition", [LATE, ROLLING], ids=str)
 def test_a_schedule_of_ones_own_is_saved_without_a_stop(definition: ScheduleDefinition, tmp_path: Path) -> None:
     cut = Cut(Case("layered", "2bw", 3, 4), 3)

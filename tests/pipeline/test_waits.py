@@ -98,6 +98,21 @@ def test_a_killed_rank_is_noticed_though_its_child_lives(
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])
+def test_a_process_that_may_open_no_more_files_says_so_on_every_rank(
+    fork_server: ForkServer, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeout is longer than the test may take."""
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
+    answers = finish(fork_server.start_ranks([str(SCRIPT), "descriptors", "1", "300"], 2), ENOUGH_SECONDS)
+
+    for code, errors in answers:
+        assert code == 1
+        assert "this process may open no more files" in errors
+        assert "Raise the limit (ulimit -n" in errors
+        assert "out of memory" not in errors
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_is_reported_where_the_hook_for_errors_is_replaced(
     fork_server: ForkServer, failing: int, memory: str, monkeypatch: pytest.MonkeyPatch

@@ -204,6 +204,8 @@ METHODS = [
     method(batch(X.tolist()), "step(x list)", "captured with", error=CaptureError),
     method(batch(X, Y.numpy()), "step(y numpy)", "the target", "torch.from_numpy", error=CaptureError),
     method(batch(None), "step(None)", "args[0]", "None", error=CaptureError),
+    method(batch(OTHERS[0](X)), "step(x of another module)", "args[0]: expected values", "AddmmBackward", ".detach()"),
+    method(batch(X, OTHERS(X)), "step(y of another module)", "the target: expected values", ".detach()"),
     method(batch(X[:1], Y[:1]), "step(too few samples)", "cannot be cut into 2", "at least 2"),
     method(batch(X[:0], Y[:0]), "step(empty)", "empty", "at least one sample"),
     method(batch(X, Y[:3]), "step(y of other samples)", "one target for every sample"),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.planning.costs import chain_costs
 from penstock.planning.memory import chunks_in_flight, live_counts, peak_bytes
+from penstock.planning.stage_costs import chain_costs
 from penstock.values import LayerProfile, Plan, Profile, Stage
 from penstock.values.plans import schedule
 

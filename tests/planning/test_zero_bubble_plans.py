@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from penstock.cli import main
 from penstock.errors import PlanError, ProfileError
 from penstock.planning import plan
-from penstock.planning.costs import chain_costs
 from penstock.planning.memory import chunks_in_flight, peak_bytes
 from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.predictions import foresee, slowest_part
 from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlanConstraints
+from penstock.planning.stage_costs import chain_costs
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify
 from penstock.simulating import evaluate, simulate

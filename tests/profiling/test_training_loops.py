@@ -4,17 +4,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.profiling.training_loops import as_in_training, scale_profile
-from penstock.values.profiles import LayerProfile, Profile
-
-
-def test_every_number_of_seconds_is_scaled_and_nothing_else():
-    layers = (LayerProfile("a", 1.0, 2.0, 3, 4, 5, weight_seconds=0.5), LayerProfile("b", 0.0, 4.0, 3, 4, 5))
-    found = scale_profile(Profile(layers, 2, "model"), 1.5)
-
-    assert found == Profile(
-        (LayerProfile("a", 1.5, 3.0, 3, 4, 5, weight_seconds=0.75), LayerProfile("b", 0.0, 6.0, 3, 4, 5)), 2, "model"
-    )
+from penstock.profiling.training_loops import as_in_training
 
 
 def test_a_chain_runs_together_and_stays_as_it_was():

@@ -189,7 +189,7 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.scheduling.verification.stage_invariants": 18,
     "penstock.scheduling.verification.verifier": 1,
     "penstock.scheduling.verification.violations": 6,
-    "penstock.simulating.costs": 1,
+    "penstock.simulating.action_costs": 1,
     "penstock.simulating.memory_traces": 1,
     "penstock.simulating.outcomes": 2,
     "penstock.simulating.simulator": 4,

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,7 +26,7 @@ Train = Callable[[int, list[str]], str]
 def train(fork_server: ForkServer) -> Train:
     """Runs an example on that many processes, once for each list of arguments, and returns what it prints.
 
-    A single process holds two stages. Of several processes those of the main example are started by torchrun.
+    A single process holds two stages.
     """
 
     @cache
@@ -37,16 +35,11 @@ def train(fork_server: ForkServer) -> Train:
             child = fork_server.start([*arguments, "--stages", "2"], ENVIRONMENT, ROOT)
             printed, errors = child.communicate(timeout=300)
             code = child.returncode
-        elif arguments[0] != GPT[0]:
+        else:
             ranks = fork_server.start_ranks(arguments, processes, ROOT)
             told = [child.communicate(timeout=300) for child in ranks]
             printed, errors = ("".join(streams) for streams in zip(*told, strict=True))
             code = max(abs(child.returncode) for child in ranks)
-        else:
-            together = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            command = [*together, str(processes), *arguments]
-            done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-            printed, errors, code = done.stdout, done.stderr, done.returncode
 
         assert code == 0, errors
         return printed

@@ -7,6 +7,7 @@ or a file of Penstock's gives. A name that PyTorch's classes have, too, is their
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 
 import pytest
@@ -17,10 +18,21 @@ from torch import nn
 from project.test_architecture import FLOW, SOURCES
 from support.architecture import room_of
 
-TREES = {module: ast.parse(text) for module, text in SOURCES.items()}
 ROOM = "torch_internals"
 DOCUMENTED = {"os._exit"}
 """Names that the Python documentation has, underscore and all."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the library, parsed by the first test and not by each process that collects the tests."""
+    return {module: ast.parse(text) for module, text in SOURCES.items()}
+
+
+@cache
+def private_names_given() -> frozenset[str]:
+    """The private names that Penstock's files give."""
+    return frozenset(name for tree in trees().values() for name in given_names(tree) if is_private(name))
 
 
 def is_private(name: str) -> bool:
@@ -41,7 +53,6 @@ def given_names(tree: ast.AST) -> Iterator[str]:
                 yield from (part.value for part in ast.walk(value) if isinstance(part, ast.Constant))  # type: ignore[misc]
 
 
-GIVEN = {name for module, tree in TREES.items() for name in given_names(tree) if is_private(name)}
 OWNERS = (
     *(torch, torch.Tensor, torch.UntypedStorage, torch.optim.Optimizer, torch.autograd.Variable, torch.autograd.graph),
     *(nn.Linear(1, 1), nn.Sequential(), nn.MultiheadAttention(1, 1), torch.fx.symbolic_trace(nn.Identity())),
@@ -68,14 +79,14 @@ def _touches(node: ast.AST) -> Iterator[bool]:
             yield from (_is_inner(name) for name in (source, *inner))
         case ast.Attribute(value=owner, attr=name) if is_private(name) and ast.unparse(node) not in DOCUMENTED:
             own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
-            yield name not in GIVEN or (name in TORCHS and not own)
+            yield name not in private_names_given() or (name in TORCHS and not own)
         case ast.Call(func=ast.Name(id="getattr" | "setattr" | "delattr"), args=[_, asked, *_]):
             yield from (_is_foreign(start) for start in _starts(asked))
         case ast.Constant(value=str(text)):
-            # Wherever it is used: in a table of names, say. The slots of our classes are in `GIVEN`.
-            yield text in TORCHS - GIVEN
+            # Wherever it is used: in a table of names, say. The slots of our classes are in `private_names_given`.
+            yield text in TORCHS - private_names_given()
         case ast.keyword(arg=str(name)):
-            yield is_private(name) and name not in GIVEN
+            yield is_private(name) and name not in private_names_given()
 
 
 def _starts(asked: ast.expr) -> Iterator[str]:
@@ -94,13 +105,14 @@ def _is_inner(path: str) -> bool:
 
 
 def _is_foreign(start: str) -> bool:
-    return start.startswith("_") and not start.startswith("__") and not any(own.startswith(start) for own in GIVEN)
+    private = start.startswith("_") and not start.startswith("__")
+    return private and not any(own.startswith(start) for own in private_names_given())
 
 
 def test_private_names_of_torch_are_touched_in_one_room() -> None:
     broken = [
         f"{module}:{line}: {text}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         # A subclass of another library's class overrides and calls the private methods of that one.
         if room_of(module, FLOW) not in (ROOM, "integrations")
         for line, text in touched(tree)
@@ -111,7 +123,7 @@ def test_private_names_of_torch_are_touched_in_one_room() -> None:
 
 def test_the_room_touches_some() -> None:
     """The check sees what is there."""
-    assert {module for module, tree in TREES.items() if room_of(module, FLOW) == ROOM and any(touched(tree))} == {
+    assert {module for module, tree in trees().items() if room_of(module, FLOW) == ROOM and any(touched(tree))} == {
         f"penstock.torch_internals.{name}"
         for name in (
             "autograd",
@@ -119,7 +131,6 @@ def test_the_room_touches_some() -> None:
             "dispatch",
             "distributed",
             "export",
-            "interpreter",
             "modules",
             "profiler",
             "pytrees",
@@ -186,7 +197,7 @@ def test_a_touch_elsewhere_is_a_breach(source: str) -> None:
     ],
 )
 def test_what_is_public_or_our_own_is_none(source: str) -> None:
-    assert {"_lay_out", "_panel"} <= GIVEN
+    assert {"_lay_out", "_panel"} <= private_names_given()
     assert list(touched(ast.parse(source))) == []
 
 
@@ -194,7 +205,7 @@ def test_names_that_penstock_and_torch_both_give_are_torchs() -> None:
     """On `self` they are Penstock's: no class of ours that inherits from PyTorch may give such a name."""
     inheriting = [
         (module, node)
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and re.search(r"Module|Mode|Tensor|Dataset|GraphModule", _bases(node))
     ]

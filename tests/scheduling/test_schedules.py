@@ -7,9 +7,9 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.known_schedules import SCHEDULES
 from penstock.scheduling.orders import GPIPE, METHODS, PIPEDREAM, one_f_one_b_flush
 from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedule_names import SCHEDULES
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.verifier import verify
 from penstock.values.plans import Plan, Stage, schedule

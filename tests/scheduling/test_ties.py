@@ -13,7 +13,7 @@ from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify, verify_programs
 from penstock.simulating import simulate
-from penstock.simulating.costs import Costs
+from penstock.simulating.action_costs import Costs
 from penstock.simulating.simulator import execute
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile

@@ -1,5 +1,6 @@
 """Small simulations with numbers worked out by hand: links, all-reduces, split microbatches, recomputation."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import Assumptions, Costs, execute, simulate
-from penstock.simulating.routes import find_route
+from penstock.simulating.transfer_times import find_route
 from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
@@ -248,7 +249,7 @@ def test_last_stage_recomputes_nothing_where_its_backward_follows_its_forward() 
 
 def test_group_of_tensor_parallel_ranks_is_one_replica() -> None:
     """Both lanes send side by side; a replica's peer is on the other server, so the ring goes there."""
-    profile = make_profile((1, 2, 4, 8), (1, 2, 0, 0))
+    profile = replace(make_profile((1, 2, 4, 8), (1, 2, 0, 0)), tensor_parallel=2)
     plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))), "gpipe", 1, tensor_parallel=2)
     cluster = Cluster.hierarchical([(2, 8.0), (2, 1.0)])
     timeline = simulate(plan, profile, cluster)

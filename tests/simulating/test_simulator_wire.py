@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planning.costs import chain_costs
+from penstock.planning.stage_costs import chain_costs
 from penstock.simulating import evaluate, simulate
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from hosts.launches import rank_environment
 from hosts.networks import Network, refusal
 from support.processes import IMPORTED
 
 __all__ = ["on_hosts", "require_hosts", "start_on_hosts"]
 
 _NETWORK_NAMESPACE = 0x4000_0000
-_PORT = 29511
 
 
 def require_hosts() -> None:
@@ -46,16 +46,8 @@ def start_on_hosts(
     context.set_forkserver_preload(list(IMPORTED))
     running = []
     for rank, host in enumerate(network.hosts):
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(len(network.hosts)),
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": network.hosts[0].address,
-            "MASTER_PORT": str(_PORT),
-        }
         here, there = context.Pipe()
-        environment = {**place, **(host.environment if interface else {})}
+        environment = {**rank_environment(network, rank), **(host.environment if interface else {})}
         process = context.Process(target=_enter, args=(host.name, environment, there, job, arguments), daemon=True)
         process.start()
         there.close()

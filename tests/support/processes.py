@@ -33,7 +33,15 @@ _AFTER_SECONDS = 60.0
 """How long the other processes may still take after one has failed."""
 _TOLD_SECONDS = 1.0
 """How long a process may take to write its stacks."""
-IMPORTED = ("torch", "penstock.pipeline", "transformers.models.gpt2.modeling_gpt2", "peft")
+IMPORTED = (
+    "torch",
+    # Imported by the first optimizer and by the first traced model of a process.
+    "torch._dynamo",
+    "torch.export._trace",
+    "penstock.pipeline",
+    "transformers.models.gpt2.modeling_gpt2",
+    "peft",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,3 +142,12 @@ def test_other_profiles_are_refused(other, said):
     with pytest.raises(ProfileError) as refused:
         Profile((LAYER,), 1, device="a").joined(other)
     assert said in str(refused.value)
+
+
+def test_every_number_of_seconds_is_scaled_and_nothing_else():
+    layers = (LayerProfile("a", 1.0, 2.0, 3, 4, 5, weight_seconds=0.5), LayerProfile("b", 0.0, 4.0, 3, 4, 5))
+    found = Profile(layers, 2, "model").on(DeviceKind("twice as fast", speed=2.0))
+
+    assert found == Profile(
+        (LayerProfile("a", 0.5, 1.0, 3, 4, 5, weight_seconds=0.25), LayerProfile("b", 0.0, 2.0, 3, 4, 5)), 2, "model"
+    )

@@ -23,7 +23,7 @@ _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _PLAIN_TYPES = frozenset(_PLAIN)
-_DICTIONARIES = frozenset((dict, OrderedDict))
+_CONTAINERS = frozenset((dict, OrderedDict, set))
 _FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator, torch.Stream)
 _LOOKED_PAST = (*_PLAIN, *_FIXED)
 
@@ -34,8 +34,8 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved: list[tuple[str, Any, Any]] = []
         """For every object that can change: how it is reached, the object, and a copy of its content."""
-        self._empty: list[tuple[str, Any, dict[Any, Any]]] = []
-        """The path and key of dictionaries that hold nothing, as nearly all do: those of a module's hooks."""
+        self._empty: list[tuple[str, Any, dict[Any, Any] | set[Any]]] = []
+        """The path and key of dictionaries and sets that hold nothing, as nearly all do: those of a module's hooks."""
         self._memories: list[tuple[nn.Parameter, Tensor]] = []
         """Parameters, and tensors over the memory that they had."""
         self._seen: set[int] = set()
@@ -66,6 +66,10 @@ class ModuleState:
         written in place.
         """
         for path, name, empty in self._empty:
+            if isinstance(empty, set):
+                if empty:
+                    yield _joined(path, name), False
+                continue
             for key in empty:
                 yield _joined(_joined(path, name), key), False
         for path, holder, content in self._saved:
@@ -101,7 +105,7 @@ class ModuleState:
                 kind = type(inner)
                 if kind in _PLAIN_TYPES:
                     continue
-                if kind in _DICTIONARIES and not inner:
+                if kind in _CONTAINERS and not inner:
                     if id(inner) not in self._seen:
                         self._seen.add(id(inner))
                         self._empty.append((path, key, inner))

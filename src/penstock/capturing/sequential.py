@@ -4,7 +4,6 @@ Here nothing is traced. Each layer runs as the Python that it is, so its control
 the sample shows what passes from layer to layer.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.fresh_objects import Anew
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.observation import Observation, observed
@@ -25,7 +25,7 @@ from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
 
-__all__ = ["Anew", "EagerLayer", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
+__all__ = ["EagerLayer", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,20 +58,10 @@ class Form:
         return pytree.tree_unflatten([_leaf(constant, rest) for constant in self.constants], self.structure)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Anew:
-    """An object that the model makes anew in every forward, such as an empty cache of keys and values."""
-
-    value: Any
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Anew":
-        return self
-
-
 def _leaf(constant: Any, rest: Iterator[Any]) -> Any:
     if constant is Tensor or constant is torch.SymInt:
         return next(rest)
-    return copy.deepcopy(constant.value) if isinstance(constant, Anew) else constant
+    return constant.make() if isinstance(constant, Anew) else constant
 
 
 class EagerLayer(nn.Module):

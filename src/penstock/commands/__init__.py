@@ -1,12 +1,12 @@
 """The commands of ``penstock``: one file each, a thin skin over the function of the same name."""
 
-from penstock.commands.diagnosing import DOCTOR
-from penstock.commands.planning import PLAN
-from penstock.commands.probing import PROBE
-from penstock.commands.profiling import PROFILE
-from penstock.commands.scheduling_fleets import FLEET
-from penstock.commands.showing import SHOW
-from penstock.commands.simulating import SIMULATE
-from penstock.commands.verifying import VERIFY
+from penstock.commands.doctor_command import DOCTOR
+from penstock.commands.fleet_command import FLEET
+from penstock.commands.plan_command import PLAN
+from penstock.commands.probe_command import PROBE
+from penstock.commands.profile_command import PROFILE
+from penstock.commands.show_command import SHOW
+from penstock.commands.simulate_command import SIMULATE
+from penstock.commands.verify_command import VERIFY
 
 __all__ = ["DOCTOR", "FLEET", "PLAN", "PROBE", "PROFILE", "SHOW", "SIMULATE", "VERIFY"]

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, assert_never
 
 from penstock.errors import visible
 from penstock.values import LinkLevels, LinkMatrix
+from penstock.values.plan_stages import ranks_text
 from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text
-from penstock.values.stages import ranks_text
+from penstock.values.text_tables import table_lines
 
 if TYPE_CHECKING:
     from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile
@@ -35,7 +36,7 @@ def describe_profile(profile: "Profile") -> str:
     head, total = ("", *(name for name, _, _ in columns)), ("", *(sum_ for _, _, sum_ in columns))
     about = ", ".join(visible(part) for part in (profile.name, profile.device) if part)
     title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
-    table = _table([head, *rows, total], names=1)
+    table = "\n".join(table_lines([head, *rows, total], left={1}))
     return f"{title}{_count(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"
 
 
@@ -122,20 +123,7 @@ def _matrix(title: str, rows: Sequence[Sequence[float]], text: Callable[[float],
     body = [
         (f"from {a}", *("-" if a == b else text(value) for b, value in enumerate(row))) for a, row in enumerate(rows)
     ]
-    return _table([head, *body], names=0)
-
-
-def _table(rows: Sequence[Sequence[str]], names: int) -> str:
-    """Columns of equal width; column `names` is aligned left, the numbers right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column == names else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(table_lines([head, *body], left={0}))
 
 
 def _count(number: int, noun: str) -> str:

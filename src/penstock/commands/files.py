@@ -11,17 +11,25 @@ from penstock.errors import PenstockError, PlanError
 if TYPE_CHECKING:
     from penstock.values import Cluster, Plan, Profile, Transformer
 
-__all__ = ["declare_cluster", "declare_wire_share", "load_any", "load_model", "load_profile", "read_cluster"]
+__all__ = [
+    "declare_cluster",
+    "declare_samples",
+    "declare_wire_share",
+    "load_any",
+    "load_model",
+    "load_profile",
+    "read_cluster",
+]
 
 
-def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool) -> None:
+def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool = False, memory: bool = False) -> None:
     """Adds CLUSTER and the options that describe a uniform cluster in its place."""
     parser.add_argument("cluster", metavar="CLUSTER", nargs="?", help="a cluster file (YAML)")
     group = parser.add_argument_group("instead of a cluster file")
     if devices:
         group.add_argument("--devices", type=parse_count, metavar="N", help="this many equal devices")
     group.add_argument("--bandwidth", type=parse_bandwidth, metavar="B", help="of every link: 12e9, 12GB/s, 10Gbps")
-    if devices:
+    if memory:
         group.add_argument("--memory", type=parse_bytes, metavar="M", help="of each device: 16e9, 16GB, 16GiB")
 
 
@@ -44,6 +52,16 @@ def read_cluster(
     return Cluster.uniform(devices, math.inf if bandwidth is None else bandwidth, memory_bytes)
 
 
+def declare_samples(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for a graph.txt, which says nothing of its minibatch."""
+    parser.add_argument(
+        "--graph-samples",
+        type=parse_count,
+        metavar="N",
+        help="samples of the minibatch that a graph.txt was measured with (default: by the size of its images, else 1)",
+    )
+
+
 def declare_wire_share(parser: argparse.ArgumentParser) -> None:
     """Adds the option for a pipeline that is to have a ``wire_dtype=``."""
     parser.add_argument(
@@ -54,23 +72,31 @@ def declare_wire_share(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_profile(path: str, wire_share: float | None = None) -> "Profile":
+def load_profile(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> "Profile":
     """A profile file; a name that ends in ``.txt`` is read as the graph of PipeDream's profiler. `wire_share`: of what
-    crosses cuts, for `Profile.with_wire_share`.
+    crosses cuts, for `Profile.with_wire_share`. `graph_samples`: of the minibatch of such a graph.
     """
     from penstock.values import Profile
 
-    profile = Profile.from_pipedream(path) if Path(path).suffix == ".txt" else Profile.load(path)
+    graph = Path(path).suffix == ".txt"
+    if graph_samples is not None and not graph:
+        raise PlanError(
+            f"--graph-samples and {path}: expected PipeDream's graph.txt, found a profile, which says its "
+            "microbatch size: drop the option"
+        )
+    profile = Profile.from_pipedream(path, graph_samples) if graph else Profile.load(path)
     return profile if wire_share is None else profile.with_wire_share(wire_share)
 
 
-def load_model(path: str, wire_share: float | None = None) -> "Profile | Transformer":
-    """A profile file, or the shape of a transformer: YAML whose format is penstock-transformer/1. `wire_share`: as in
-    `load_profile`.
+def load_model(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> "Profile | Transformer":
+    """A profile file, or the shape of a transformer: YAML whose format is penstock-transformer/1. The options are those
+    of `load_profile`.
     """
     from penstock.values import Transformer
 
-    return Transformer.load(path) if Path(path).suffix in (".yaml", ".yml") else load_profile(path, wire_share)
+    if Path(path).suffix in (".yaml", ".yml"):
+        return Transformer.load(path)
+    return load_profile(path, wire_share, graph_samples)
 
 
 def load_any(path: str) -> "Plan | Profile | Cluster":

@@ -13,9 +13,9 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.values.chain_cuts import Counts, Matrix, cut_evenly, least_bottleneck
+from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
-from penstock.values.stages import Stage
 
 __all__ = ["recut"]
 

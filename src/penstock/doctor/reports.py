@@ -11,6 +11,7 @@ from penstock.doctor.step_pictures import draw_step
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import bytes_text, seconds_text
+from penstock.values.text_tables import table_lines
 
 __all__ = ["report_document", "report_page", "report_text"]
 
@@ -99,8 +100,7 @@ def _table(evidence: Evidence, diagnosis: Diagnosis) -> list[str]:
                 _what(condition),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return table_lines(rows, left=range(len(rows[0])))
 
 
 def _what(condition: RankCondition) -> str:

@@ -6,6 +6,7 @@ signals. A file ``request`` asks every process for a new record: it holds a rand
 A directory may be shared by several hosts. Only what the operating system says of a process is limited to its own.
 """
 
+import fnmatch
 import math
 import os
 import secrets
@@ -91,14 +92,20 @@ class RunDirectory:
             return (self.path / "request").read_text(encoding="utf-8")
         return ""
 
-    def remove(self, process: int) -> None:
-        """Removes the files of a process; the directory, too, if no other process has a record in it."""
+    def remove(self, process: int, processes: int) -> None:
+        """Removes the files of a process that leaves; the directory, too, if all `processes` of the run have left.
+
+        A process without a record may be about to write its first.
+        """
         with suppress(OSError):
             self.record_file(process).unlink()
         with suppress(OSError):
             self.stacks_file(process).unlink()
-        if not any(self.path.glob("rank-*.json")):
-            shutil.rmtree(self.path, ignore_errors=True)
+        # Another process may remove the directory at any moment.
+        with suppress(FileNotFoundError):
+            (self.path / f"left-{process:04d}").touch()
+            if len(fnmatch.filter(os.listdir(self.path), "left-*")) >= processes:
+                shutil.rmtree(self.path, ignore_errors=True)
 
 
 def own_identity() -> RecordedProcess:

@@ -8,6 +8,7 @@ import numpy
 from penstock.arguments import entries
 from penstock.errors import PlanError, visible
 from penstock.fleet.problems import Floats, Problem
+from penstock.values.text_tables import table_lines
 
 __all__ = ["Allocation"]
 
@@ -113,7 +114,7 @@ class Allocation:
             if row.any():
                 names = " + ".join(visible(self.problem.jobs[m].name) for m in pair.jobs)
                 rows.append((names, *(f"{share:.3f}" if share else "-" for share in row), "", "", "a pair"))
-        table = _table(rows)
+        table = "\n".join(table_lines(rows, left={0, len(rows[0]) - 1}))
         use = ", ".join(
             f"{visible(name)} {used:.4g} of {self.problem.pools[name]}" for name, used in self.used().items()
         )
@@ -167,17 +168,3 @@ class Allocation:
             "busy_workers": self.used(),
             "cost_per_hour": self.cost_per_hour(),
         }
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """Columns of equal width, the first and the last aligned left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    last = len(widths) - 1
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -2,14 +2,14 @@
 
 A kind is emulated by a number of processes. At the end of a round a job whose lease is renewed notices nothing. Others
 get SIGUSR1, save, and leave; when they get workers again they go on from their checkpoint, perhaps on another number of
-stages. The executor may be killed at any moment: the next one finds its state, ends what it left behind, and goes on.
+stages. The executor may be killed at any moment: its trainings run on, and the next executor takes them over.
 
 It knows one machine and no users, quotas or networks: it is not a cluster manager. `cluster_jobs.py` writes the leases
 of a round as jobs for one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PenstockError, PlanError
 from penstock.fleet.fleet_files import FleetFile
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
-from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, training_words
+from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
 from penstock.fleet.policies import Policy
 from penstock.fleet.problems import Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
-from penstock.fleet.run_states import JobState, RunState, steps_done
+from penstock.fleet.run_states import LeaseRecord, RunState, steps_done
 
 __all__ = ["FleetExecutor"]
 
@@ -61,24 +61,23 @@ class FleetExecutor:
         }
         self._directory = Path(directory).absolute()
         self._round_seconds, self._grace_seconds, self._most_failures = round_seconds, grace_seconds, most_failures
-        self._scheduler = RoundScheduler(fleet.kinds)
         self._processes: dict[str, LeaseProcess] = {}
+        self._records: dict[str, LeaseRecord] = {}
         self._known: tuple[str, ...] = ()
-        # The steps that each job had done when its lease began.
-        self._begun: dict[str, int] = {}
 
     def run(self) -> FleetRun:
         """Trains until every job is done or given up. Raises `PenstockError` if some were given up."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._state = RunState.load(self._directory / "state.json", [model.job.name for model in self._fleet.jobs])
-        self._end_what_was_left()
         self._began = time.monotonic() - self._state.seconds
+        taken_over = self._take_over()
+        self._scheduler = RoundScheduler(self._fleet.kinds, taken_over)
+        self._kept = {lease.jobs[0] for lease in taken_over}
         try:
             while self._unfinished():
                 self._round()
         finally:
-            for name in list(self._processes):
-                self._stop(name)
+            self._exchange(list(self._processes), [])
             self._save()
         failed = [name for name, job in self._state.jobs.items() if job.status == "failed"]
         if failed:
@@ -90,26 +89,23 @@ class FleetExecutor:
         return self._result()
 
     def _round(self) -> None:
-        """Leases for one round: stop those that are not renewed, start the new ones, wait for the end of the round."""
-        self._state.seconds = self._now()
+        """Leases for one round: end those that are not renewed, start the new ones, wait for the end of the round.
+        The seconds of the first two are a part of the round.
+        """
+        begin = self._state.seconds = self._now()
         active = self._active()
         if active:
             if active != self._known:
                 self._scheduler.begin(self._policy(self._problem(active)))
                 self._known = active
-            leases = self._scheduler.next_round(active)
+            leases = self._scheduler.next_round(active, kept=[name for name in self._processes if self._is_young(name)])
             kept = {lease.jobs[0] for lease in leases if lease.renewed and lease.jobs[0] in self._processes}
-            for name in [name for name in self._processes if name not in kept]:
-                self._state.jobs[name].preemptions += 1
-                self._stop(name)
-            for lease in leases:
-                if lease.jobs[0] not in self._processes and self._state.jobs[lease.jobs[0]].status == "waiting":
-                    self._start(lease)
+            self._exchange([name for name in self._processes if name not in kept], leases)
+            self._kept.clear()
         self._state.rounds += 1
         self._save()
-        begin = self._now()
         while self._now() < begin + self._round_seconds and self._unfinished():
-            self._notice_ends()
+            self._notice()
             if active and not self._processes:
                 break
             time.sleep(_POLL_SECONDS)
@@ -135,59 +131,132 @@ class FleetExecutor:
         processes = command.processes.get(lease.kind, len(lease.workers))
         job.leases += 1
         job.lease = f"{self._directory}/{name}/{job.leases}"
-        job.status, job.kind, job.workers, job.started = "running", lease.kind, lease.workers, self._now()
+        job.status = "running"
+        record = LeaseRecord(
+            name,
+            lease.kind,
+            lease.devices,
+            lease.workers,
+            first_round=self._state.rounds,
+            start=self._now(),
+            steps_before=steps_done(self._checkpoints(name)),
+        )
+        self._state.leases.append(record)
+        self._records[name] = record
+        self._begun_file(name).unlink(missing_ok=True)
         # The name of the lease is on disk before the process is there.
         self._save()
         environment = {
             "PENSTOCK_FLEET_KIND": lease.kind,
             "PENSTOCK_FLEET_WORKERS": ",".join(map(str, lease.workers)),
+            "PENSTOCK_FLEET_BEGUN": str(self._begun_file(name)),
             "OMP_NUM_THREADS": "1",
         }
-        steps = next(model.job.steps for model in self._fleet.jobs if model.job.name == name)
-        self._begun[name] = steps_done(self._checkpoints(name))
+        steps = self._steps(name)
         words = training_words(command.filled(self._checkpoints(name), steps, processes), processes)
         self._processes[name] = LeaseProcess.start(words, job.lease, self._folder(name), environment)
         self._report(f"{name}: lease {job.leases} on {lease.kind} {list(lease.workers)}, {processes} processes")
 
-    def _stop(self, name: str) -> None:
-        """Ends a lease: the training saves and leaves, and goes on with its next one."""
-        self._close(name, self._processes[name].stop(self._grace_seconds), asked=True)
-        if self._state.jobs[name].status == "waiting" and steps_done(self._checkpoints(name)) == self._begun[name]:
-            self._report(f"{name}: its lease ended before a step was saved; longer rounds would help")
+    def _exchange(self, ended: list[str], leases: Sequence[Lease]) -> None:
+        """Ends the leases of some jobs: each training saves and leaves, and goes on with its next lease. One that has
+        saved all of its steps is leaving already. It is left alone, or it would die of the signal, and have to start
+        again. Each of the new `leases` starts when its job and its workers are free, while others may still save.
+        """
+        for name in ended:
+            if not self._has_all_steps(name):
+                self._records[name].asked = self._now()
+                self._processes[name].ask()
+        deadline = time.monotonic() + self._grace_seconds
+        due = [lease for lease in leases if lease.jobs[0] in ended or lease.jobs[0] not in self._processes]
+        while True:
+            for name in list(ended):
+                if self._processes[name].exit_code() is not None or time.monotonic() > deadline:
+                    self._end(name)
+                    ended.remove(name)
+            taken = {(self._records[name].devices, worker) for name in ended for worker in self._records[name].workers}
+            for lease in list(due):
+                if lease.jobs[0] not in ended and taken.isdisjoint((lease.devices, worker) for worker in lease.workers):
+                    due.remove(lease)
+                    if self._state.jobs[lease.jobs[0]].status == "waiting":
+                        self._start(lease)
+            if not ended:
+                return
+            self._notice_begins()
+            time.sleep(_POLL_SECONDS)
 
-    def _notice_ends(self) -> None:
+    def _end(self, name: str) -> None:
+        """Takes note that a lease has ended, and kills what is left of it."""
+        process, record, job = self._processes[name], self._records[name], self._state.jobs[name]
+        self._close(name, process.wait(0.0))
+        if job.status != "waiting" or not process.asked:
+            return
+        job.preemptions += 1
+        if record.steps_after == record.steps_before:
+            job.least_rounds = 2 * max(job.least_rounds, self._state.rounds - record.first_round)
+            what = f"its next leases last {job.least_rounds} rounds or more"
+            self._report(f"{name}: its lease ended before a step was saved; {what}")
+
+    def _is_young(self, name: str) -> bool:
+        """Whether the lease of a job must go on: its training has just started or been taken over, or shorter leases
+        got the job nowhere.
+        """
+        record = self._records[name]
+        starts = record.begun is None and self._now() - record.start < self._grace_seconds
+        short = self._state.rounds - record.first_round < self._state.jobs[name].least_rounds
+        return starts or short or name in self._kept
+
+    def _has_all_steps(self, name: str) -> bool:
+        return steps_done(self._checkpoints(name)) >= self._steps(name)
+
+    def _notice(self) -> None:
+        self._notice_begins()
         for name, process in list(self._processes.items()):
             if (code := process.exit_code()) is not None:
                 process.kill()
-                self._close(name, code, asked=False)
+                self._close(name, code)
 
-    def _close(self, name: str, code: int, asked: bool) -> None:
+    def _notice_begins(self) -> None:
+        for name, record in self._records.items():
+            if record.begun is None and self._begun_file(name).exists():
+                record.begun = self._now()
+
+    def _close(self, name: str, code: int) -> None:
         """Takes note that the processes of a job have ended."""
-        del self._processes[name]
-        job, now = self._state.jobs[name], self._now()
-        job.busy_seconds += now - job.started
-        self._state.held.append(Held(name, self._pool(job.kind), job.workers, job.started, now))
+        process, record = self._processes.pop(name), self._records.pop(name)
+        job, record.stop = self._state.jobs[name], self._now()
+        record.steps_after = steps_done(self._checkpoints(name))
         if code == 0:
-            job.status, job.finished, job.failures = "done", now, 0
+            job.status, job.finished, job.failures = "done", record.stop, 0
             self._report(f"{name}: done after {job.leases} leases")
-        elif asked:
+        elif record.asked is not None:
             job.status, job.failures = "waiting", 0
+        elif process.child is None and self._has_all_steps(name):
+            # Its exit code is not known. It starts once more, finds its steps done, and leaves.
+            job.status = "waiting"
         else:
             job.failures += 1
             job.status = "failed" if job.failures >= self._most_failures else "waiting"
             self._report(f"{name}: ended with exit code {code}, failure {job.failures} of {self._most_failures}")
         self._save()
 
-    def _end_what_was_left(self) -> None:
-        """Ends the trainings of an executor that was killed: they save, and go on with a new lease."""
+    def _take_over(self) -> list[Lease]:
+        """The leases of an executor that was killed, whose trainings still run. They go on for a round at least."""
+        workers = {kind.name: kind.workers for kind in self._fleet.kinds}
+        leases = []
         for name, job in self._state.jobs.items():
-            if job.status == "running":
-                process = find_left_behind(self._folder(name), job.lease)
-                if process is not None:
-                    process.stop(self._grace_seconds)
-                    self._report(f"{name}: stopped what an earlier executor had started")
-                job.status = "waiting"
-        self._known = ()
+            if job.status != "running":
+                continue
+            record = next(record for record in reversed(self._state.leases) if record.job == name)
+            process = find_left_behind(self._folder(name), job.lease)
+            if process is None:
+                kill_all(job.lease)
+                job.status, record.stop = "waiting", self._now()
+                continue
+            self._processes[name], self._records[name] = process, record
+            if max(record.workers) < workers.get(record.kind, 0):
+                leases.append(Lease((name,), record.kind, record.devices, record.workers, renewed=True))
+            self._report(f"{name}: took over what an earlier executor had started")
+        return leases
 
     def _active(self) -> tuple[str, ...]:
         """The jobs that have arrived and are not done."""
@@ -205,14 +274,17 @@ class FleetExecutor:
         self._state.seconds = self._now()
         self._state.save(self._directory / "state.json")
 
+    def _steps(self, name: str) -> float:
+        return next(model.job.steps for model in self._fleet.jobs if model.job.name == name)
+
     def _folder(self, name: str) -> Path:
         return self._directory / name
 
     def _checkpoints(self, name: str) -> Path:
         return self._folder(name) / "checkpoints"
 
-    def _pool(self, kind: str) -> str:
-        return next(found.devices for found in self._fleet.kinds if found.name == kind)
+    def _begun_file(self, name: str) -> Path:
+        return self._folder(name) / "begun"
 
     def _result(self) -> FleetRun:
         # Of a fleet that all jobs of the file share, for their whole lives.
@@ -221,27 +293,29 @@ class FleetExecutor:
         alone = {job.name: job.steps / speed for job, speed in zip(*isolated, strict=True)}
         done = []
         for model, arrived in zip(self._fleet.jobs, self._fleet.arrivals, strict=True):
-            job: JobState = self._state.jobs[model.job.name]
+            job = self._state.jobs[model.job.name]
+            held = [lease for lease in self._held() if lease.job == model.job.name]
             done.append(
                 CompletedJob(
                     model.job,
                     arrived=arrived,
                     finished=job.finished,
-                    busy_seconds=job.busy_seconds,
+                    busy_seconds=sum(lease.stop - lease.start for lease in held),
                     isolated_seconds=alone[model.job.name],
-                    cost=self._cost(model.job.name),
+                    cost=self._cost(held),
                     restarts=job.leases - 1,
                 )
             )
         done.sort(key=lambda job: job.finished)
-        return FleetRun(
-            self._fleet.kinds, tuple(done), self._state.seconds, self._state.rounds, tuple(self._state.held)
-        )
+        return FleetRun(self._fleet.kinds, tuple(done), self._state.seconds, self._state.rounds, tuple(self._held()))
 
-    def _cost(self, name: str) -> float:
+    def _held(self) -> list[Held]:
+        return [
+            Held(lease.job, lease.devices, lease.workers, lease.start, lease.stop)
+            for lease in self._state.leases
+            if lease.stop is not None
+        ]
+
+    def _cost(self, leases: Sequence[Held]) -> float:
         prices = {kind.devices: kind.price_per_hour for kind in self._fleet.kinds}
-        return sum(
-            prices[held.devices] * len(held.workers) * (held.stop - held.start) / 3600
-            for held in self._state.held
-            if held.job == name
-        )
+        return sum(prices[lease.devices] * len(lease.workers) * (lease.stop - lease.start) / 3600 for lease in leases)

@@ -11,6 +11,7 @@ jobs:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,18 @@ from penstock.fleet.kinds import Kind
 from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.throughputs import Machines, ModelJob, ThroughputTable, throughput_table
 from penstock.fleet.workloads import Arrival
+from penstock.planning import plan
 from penstock.values import Profile
 from penstock.values.documents import YamlNode, read_yaml
 
 __all__ = ["FleetFile", "TrainingCommand"]
 
 _FORMAT = "penstock-fleet/1"
-_KIND = ("price_per_hour", "workers_per_server", "pool", "consolidated")
+_KIND = ("price_per_hour", "workers_per_server", "pool", "consolidated", "region")
+_KIND_COSTS = ("egress_per_gigabyte", "preempted_every_seconds")
 _MACHINES = ("speed", "memory_bytes", "bytes_per_second", "latency_seconds")
-_JOB = ("workers", "weight", "deadline_seconds", "entity")
+_JOB = ("workers", "weight", "deadline_seconds", "entity", "gigabytes", "region")
+_PLAN_KEYWORDS = tuple(name for name in signature(plan).parameters if name not in ("profile", "cluster"))
 _SOURCES = ("throughputs", "profile", "profiles", "plan", "arrives", "command", "processes")
 
 
@@ -88,6 +92,15 @@ class FleetFile:
         rows = zip(self.jobs, self.arrivals, table.throughputs(), strict=True)
         return tuple(Arrival(seconds, model.job, row) for model, seconds, row in rows)
 
+    def shared_speeds(self) -> dict[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]]:
+        """The throughputs of pairs on each kind, by the names of their jobs."""
+        found = {}
+        for names, speeds in self.pairs:
+            self._pair(names, speeds)
+            both = [speeds.get(kind.name, (0.0, 0.0)) for kind in self.kinds]
+            found[names] = tuple(one for one, _ in both), tuple(two for _, two in both)
+        return found
+
     def _pair(self, names: tuple[str, str], speeds: Mapping[str, tuple[float, float]]) -> Pair:
         known = [model.job.name for model in self.jobs]
         for name in names:
@@ -107,16 +120,18 @@ class FleetFile:
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
         places = place.mapping(("format", "kinds", "jobs"), ("entities", "pairs", "budget"))
-        jobs = [_read_job(node, Path(path).parent) for node in places["jobs"].items()]
+        machines = tuple(_read_machines(node) for node in places["kinds"].items())
+        kinds = tuple(each.kind.name for each in machines)
+        jobs = [_read_job(node, Path(path).parent, kinds) for node in places["jobs"].items()]
         return place.build(
             lambda: cls(
                 path=str(path),
-                machines=tuple(_read_machines(node) for node in places["kinds"].items()),
+                machines=machines,
                 jobs=tuple(model for model, _, _ in jobs),
                 arrivals=tuple(seconds for _, seconds, _ in jobs),
                 commands=tuple(command for _, _, command in jobs),
                 entities=tuple(_read_entity(node) for node in _items(places, "entities")),
-                pairs=tuple(_read_pair(node) for node in _items(places, "pairs")),
+                pairs=tuple(_read_pair(node, kinds) for node in _items(places, "pairs")),
                 budget=places["budget"].number() if "budget" in places else None,
             )
         )
@@ -135,6 +150,10 @@ _READ: dict[str, Callable[[YamlNode], Any]] = {
     "weight": YamlNode.number,
     "deadline_seconds": YamlNode.number,
     "entity": YamlNode.text,
+    "region": YamlNode.text,
+    "gigabytes": YamlNode.number,
+    "egress_per_gigabyte": YamlNode.number,
+    "preempted_every_seconds": YamlNode.number,
 }
 
 
@@ -146,39 +165,51 @@ def _given(places: Mapping[str, YamlNode], names: tuple[str, ...]) -> dict[str, 
     return {name: _READ[name](places[name]) for name in names if name in places}
 
 
+def _name(node: YamlNode) -> str:
+    """A name that can be that of a directory or a file: runs and plans are kept under it."""
+    name = node.text()
+    if not name or name.startswith(".") or "/" in name or not name.isprintable():
+        node.fail("a name without / that does not begin with a dot", "rename it: runs and plans are kept under it")
+    return name
+
+
 def _read_machines(node: YamlNode) -> Machines:
-    places = node.mapping(("name", "workers"), (*_KIND, *_MACHINES))
-    name, workers = places["name"].text(), places["workers"].integer()
-    return node.build(lambda: Machines(Kind(name, workers, **_given(places, _KIND)), **_given(places, _MACHINES)))
+    places = node.mapping(("name", "workers"), (*_KIND, *_KIND_COSTS, *_MACHINES))
+    name, workers = _name(places["name"]), places["workers"].integer()
+    given = _given(places, (*_KIND, *_KIND_COSTS))
+    return node.build(lambda: Machines(Kind(name, workers, **given), **_given(places, _MACHINES)))
 
 
-def _read_job(node: YamlNode, folder: Path) -> tuple[ModelJob, float, TrainingCommand | None]:
+def _read_job(node: YamlNode, folder: Path, kinds: tuple[str, ...]) -> tuple[ModelJob, float, TrainingCommand | None]:
     places = node.mapping(("name", "steps"), (*_JOB, *_SOURCES))
-    name, steps = places["name"].text(), places["steps"].number()
+    name, steps = _name(places["name"]), places["steps"].number()
     job = node.build(lambda: Job(name, steps, **_given(places, _JOB)))
-    measured = {kind: speed.number() for kind, speed in _keys(places, "throughputs").items()}
-    profiles = {kind: _read_profile(file, folder) for kind, file in _keys(places, "profiles").items()}
+    measured = {kind: speed.number() for kind, speed in _keys(places, "throughputs", kinds).items()}
+    profiles = {kind: _read_profile(file, folder) for kind, file in _keys(places, "profiles", kinds).items()}
     profile = _read_profile(places["profile"], folder) if "profile" in places else None
-    options = {key: value.value for key, value in _keys(places, "plan").items()}
+    options = {key: value.value for key, value in _keys(places, "plan", _PLAN_KEYWORDS).items()}
     if not measured and not profiles and profile is None:
         raise PlanError(
             f"{node.file}: {node.where}: expected `throughputs`, `profile` or `profiles`, found none of them: say how "
             "fast the job runs, or give a profile of its model"
         )
     arrives = places["arrives"].number() if "arrives" in places else 0.0
+    if not 0 <= arrives < float("inf"):
+        places["arrives"].fail("0 or more seconds", "give the time from the start to the arrival of the job")
     command = None
     if "command" in places:
-        processes = {kind: count.integer() for kind, count in _keys(places, "processes").items()}
+        counts = _keys(places, "processes", kinds)
+        processes = {kind: count.integer() for kind, count in counts.items()}
+        for kind, count in processes.items():
+            if count < 1:
+                counts[kind].fail("1 or more processes", "give how many the job gets on this kind")
         command = TrainingCommand(tuple(word.text() for word in places["command"].items()), processes)
     return ModelJob(job, profile, profiles, measured, options), arrives, command
 
 
-def _keys(places: Mapping[str, YamlNode], key: str) -> dict[str, YamlNode]:
-    """The entries of a mapping with any keys."""
-    if key not in places:
-        return {}
-    node = places[key]
-    return node.mapping((), tuple(map(str, node.value)) if isinstance(node.value, dict) else ())
+def _keys(places: Mapping[str, YamlNode], key: str, known: tuple[str, ...]) -> dict[str, YamlNode]:
+    """The entries of a mapping whose keys are of `known`."""
+    return places[key].mapping((), known) if key in places else {}
 
 
 def _read_profile(node: YamlNode, folder: Path) -> Profile:
@@ -196,10 +227,11 @@ def _read_entity(node: YamlNode) -> Entity:
     return node.build(lambda: Entity(places["name"].text(), weight, first_come))
 
 
-def _read_pair(node: YamlNode) -> tuple[tuple[str, str], Mapping[str, tuple[float, float]]]:
+def _read_pair(node: YamlNode, kinds: tuple[str, ...]) -> tuple[tuple[str, str], Mapping[str, tuple[float, float]]]:
     places = node.mapping(("jobs", "throughputs"))
     names = tuple(name.text() for name in places["jobs"].items())
-    speeds = {kind: tuple(n.number() for n in both.items()) for kind, both in _keys(places, "throughputs").items()}
+    rows = _keys(places, "throughputs", kinds)
+    speeds = {kind: tuple(n.number() for n in both.items()) for kind, both in rows.items()}
     if len(names) != 2 or any(len(both) != 2 for both in speeds.values()):
         node.fail(
             "two jobs, and two throughputs for each kind", "write `jobs: [a, b]` and `throughputs: {V100: [1, 2]}`"

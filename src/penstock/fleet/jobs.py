@@ -16,6 +16,8 @@ _RULES = {
     "isolated_seconds": number(0, unit="seconds").but("give the seconds that its past steps take on a share of 1/n"),
     "deadline_seconds": number(above=0, unit="seconds").but("give the seconds that are left, or leave it out").optional,
     "entity": TEXT.but("give the name of an entity of the problem"),
+    "gigabytes": number(0, unit="gigabytes").but("give the size of its data and its checkpoint, or leave it out"),
+    "region": TEXT.but("give the name of the place where its data is, or leave it out"),
 }
 
 
@@ -40,6 +42,10 @@ class Job:
     """The time that is left until it must be done. None if it has no deadline."""
     entity: str = ""
     """The team that the job belongs to, for hierarchical policies."""
+    gigabytes: float = 0.0
+    """What moves with the job to another region: its data and its checkpoint."""
+    region: str = ""
+    """Where its data is. Empty if it is not known; then the first move costs nothing."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError, f" in job {self.name!r}")

@@ -14,6 +14,11 @@ _RULES = {
     "workers_per_server": integer(1, unit="workers").but("give the devices of one server, or leave it out").optional,
     "pool": TEXT.but("give the name of the kind whose devices these are"),
     "consolidated": FLAG,
+    "region": TEXT.but("give the name of the place where these machines are, or leave it out"),
+    "egress_per_gigabyte": number(0).but("give what a gigabyte costs that leaves the region, or leave it out"),
+    "preempted_every_seconds": number(above=0, unit="seconds")
+    .but("give the mean time until a spot device is taken away, or leave it out")
+    .optional,
 }
 
 
@@ -35,6 +40,12 @@ class Kind:
     """Empty if no other kind has the same devices."""
     consolidated: bool = False
     """Whether the workers of a job must be on as few servers as possible."""
+    region: str = ""
+    """Where these machines are. Empty if moving to them costs nothing."""
+    egress_per_gigabyte: float = 0.0
+    """What a gigabyte costs that leaves the region."""
+    preempted_every_seconds: float | None = None
+    """The mean time until a device is taken away, as spot machines are. It is back in the next round. None: never."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError, f" in kind {self.name!r}")

@@ -1,7 +1,8 @@
-"""A training as a process group of its own on this machine: start it, ask it to save and leave, and find it again.
+"""A training as processes of this machine: start it, ask it to save and leave, and find it again.
 
 A process writes its number into a file before it becomes the training, and carries the name of its lease in its
-environment. So an executor that was killed finds the trainings that it left, and takes no other process for one.
+environment, as all do that it starts. So an executor that was killed finds the trainings that it left, and takes no
+other process for one. The workers of torchrun have sessions of their own: only their environment tells whose they are.
 """
 
 import os
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LeaseProcess", "find_left_behind", "training_words"]
+__all__ = ["LeaseProcess", "find_left_behind", "kill_all", "training_words"]
 
 _MARK = "PENSTOCK_FLEET_LEASE"
 _POLL_SECONDS = 0.05
@@ -32,13 +33,14 @@ def training_words(words: Sequence[str], processes: int) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class LeaseProcess:
-    """The process group of a lease."""
+    """The first process of a lease, which starts the others."""
 
     number: int
-    """Of the process and of its group."""
     lease: str
     child: "subprocess.Popen[bytes] | None" = None
     """None if another executor started it."""
+    asked: bool = False
+    """Whether it has had the signal to save and leave."""
 
     @classmethod
     def start(cls, words: Sequence[str], lease: str, folder: Path, environment: Mapping[str, str]) -> "LeaseProcess":
@@ -63,9 +65,8 @@ class LeaseProcess:
             return self.child.poll()
         return None if _is_lease(self.number, self.lease) else -1
 
-    def stop(self, grace_seconds: float) -> int:
-        """Asks it to save and leave by SIGUSR1, and kills its group after `grace_seconds`. Its exit code."""
-        self.ask()
+    def wait(self, grace_seconds: float) -> int:
+        """Waits for its end, and kills all of its lease after `grace_seconds`. Its exit code."""
         deadline = time.monotonic() + grace_seconds
         while (code := self.exit_code()) is None:
             if time.monotonic() > deadline:
@@ -76,12 +77,14 @@ class LeaseProcess:
         return code
 
     def ask(self) -> None:
-        """Sends SIGUSR1: save and leave."""
-        _send(self.number, signal.SIGUSR1)
+        """Sends SIGUSR1, once: save and leave."""
+        if not self.asked:
+            _send(self.number, signal.SIGUSR1)
+        self.asked = True
 
     def kill(self) -> None:
-        """Kills what is left of its group."""
-        _send_group(self.number, signal.SIGKILL)
+        """Kills what is left of the lease."""
+        kill_all(self.lease)
         if self.child is not None:
             self.child.wait()
 
@@ -95,6 +98,18 @@ def find_left_behind(folder: Path, lease: str) -> LeaseProcess | None:
     return LeaseProcess(number, lease) if _is_lease(number, lease) else None
 
 
+def kill_all(lease: str) -> None:
+    """Kills every process of `lease`, and those that they start meanwhile."""
+    while found := [number for number in _numbers() if _is_lease(number, lease)]:
+        for number in found:
+            _send(number, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+
+
+def _numbers() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
 def _is_lease(number: int, lease: str) -> bool:
     try:
         environment = Path(f"/proc/{number}/environ").read_bytes()
@@ -106,12 +121,5 @@ def _is_lease(number: int, lease: str) -> bool:
 def _send(number: int, sent: signal.Signals) -> None:
     try:
         os.kill(number, sent)
-    except ProcessLookupError:
-        return
-
-
-def _send_group(number: int, sent: signal.Signals) -> None:
-    try:
-        os.killpg(number, sent)
     except ProcessLookupError:
         return

@@ -8,7 +8,7 @@ the leases of a round received. The same events lead to the same leases.
 Rules of this file:
   1. In each round a job runs in one combination on one kind at most, on all of its workers or not at all.
   2. A combination that runs again on a kind keeps its workers: its lease is renewed, and nothing is saved or loaded.
-  3. A combination without a share of a kind never runs on it.
+  3. A combination without a share of a kind gets no lease of it, though one that it has may be kept.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +50,8 @@ class _Choice:
 class RoundScheduler:
     """Decides round by round who runs, so that the time received comes close to the shares of an allocation."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[Kind], leases: Sequence[Lease] = ()) -> None:
+        """`leases`: those of the current round, if something else has begun it."""
         self._kinds = tuple(kinds)
         self._pools = {kind.devices: kind for kind in kinds}
         self._allocation: Allocation | None = None
@@ -58,7 +59,7 @@ class RoundScheduler:
         self._shares: Floats = numpy.zeros((0, len(kinds)))
         self._received: Floats = numpy.zeros((0, len(kinds)))
         self._owed: Floats = numpy.zeros((0, len(kinds)))
-        self._leases: tuple[Lease, ...] = ()
+        self._leases = tuple(leases)
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -92,12 +93,17 @@ class RoundScheduler:
         """Seconds since `begin`, in the order of the allocation's shares."""
         return self._received.copy()
 
-    def next_round(self, running: Iterable[str] | None = None) -> tuple[Lease, ...]:
-        """The leases of the next round. `running`: the jobs that may run; all of the allocation by default."""
+    def next_round(self, running: Iterable[str] | None = None, kept: Iterable[str] = ()) -> tuple[Lease, ...]:
+        """The leases of the next round. `running`: the jobs that may run; all of the allocation by default. `kept`: the
+        jobs whose leases go on whatever their priority, since they have not got anywhere yet.
+        """
         if self._allocation is None:
             return ()
         jobs = {job.name for job in self._allocation.problem.jobs}
-        self._leases = self._place(self._choose(jobs if running is None else jobs & set(running)))
+        may_run = jobs if running is None else jobs & set(running)
+        held = may_run.intersection(kept)
+        going = [lease for lease in self._leases if held.intersection(lease.jobs) and may_run.issuperset(lease.jobs)]
+        self._leases = self._place(self._choose(may_run, going), going)
         return self._leases
 
     def end_round(self, seconds: Mapping[tuple[str, ...], float]) -> None:
@@ -124,15 +130,22 @@ class RoundScheduler:
         part = self._shares / numpy.maximum(self._shares.sum(axis=0), 1e-300)
         return numpy.asarray(self._owed + part * self._received.sum(axis=0) - self._received)
 
-    def _choose(self, running: set[str]) -> list[_Choice]:
-        """The combinations by falling priority, without those that do not fit or share a job with an earlier one."""
+    def _choose(self, running: set[str], going: Sequence[Lease]) -> list[_Choice]:
+        """The combinations of `going`, then the others by falling priority, without those that do not fit or share a
+        job with an earlier one.
+        """
+        kinds = {kind.name: kind for kind in self._kinds}
+        chosen = [_Choice(lease.jobs, kinds[lease.kind], len(lease.workers)) for lease in going]
+        taken = {job for lease in going for job in lease.jobs}
         rows, columns = numpy.nonzero(self._shares)
         first = self.priorities()[rows, columns]
         deficit = self._deficits()[rows, columns]
         # Ties go to the combination that lacks most time, then to the larger share, then to the earlier job.
         order = numpy.lexsort((columns, rows, -self._shares[rows, columns], -deficit, -first))
         free = {name: kind.workers for name, kind in self._pools.items()}
-        names, taken, chosen = list(self._rows), set[str](), []
+        for lease in going:
+            free[lease.devices] -= len(lease.workers)
+        names = list(self._rows)
         for index in order.tolist():
             jobs, kind, size = names[rows[index]], self._kinds[columns[index]], self._sizes[rows[index]]
             if size > free[kind.devices] or not running.issuperset(jobs) or not taken.isdisjoint(jobs):
@@ -144,13 +157,13 @@ class RoundScheduler:
                 break
         return chosen
 
-    def _place(self, chosen: Sequence[_Choice]) -> tuple[Lease, ...]:
+    def _place(self, chosen: Sequence[_Choice], going: Sequence[Lease]) -> tuple[Lease, ...]:
         """Workers for the chosen combinations: those of the last round where they are the same, then by size."""
         before = {(lease.jobs, lease.kind): lease.workers for lease in self._leases}
         placed = self._placed(chosen, before)
         if placed is None:
             # What stayed in its place left no server free for a job that needs one.
-            placed = self._placed(chosen, {}, before)
+            placed = self._placed(chosen, {(lease.jobs, lease.kind): lease.workers for lease in going}, before)
         return tuple(sorted(placed or (), key=lambda lease: (lease.devices, lease.workers)))
 
     def _placed(

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.fleet.histories import Held
 from penstock.values.documents import read_json
 
-__all__ = ["JobState", "RunState", "steps_done"]
+__all__ = ["JobState", "LeaseRecord", "RunState", "steps_done"]
 
-_FORMAT = "penstock-fleet-run/1"
+_FORMAT = "penstock-fleet-run/2"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -26,16 +25,35 @@ class JobState:
     """waiting, running, done or failed."""
     lease: str = ""
     """The name of its last lease: it is in the environment of the processes."""
-    kind: str = ""
-    workers: tuple[int, ...] = ()
-    started: float = 0.0
-    """When its last lease began, in seconds of the run."""
     finished: float = 0.0
     leases: int = 0
     preemptions: int = 0
     failures: int = 0
     """In a row; a lease that ends as asked sets it to 0."""
-    busy_seconds: float = 0.0
+    least_rounds: int = 1
+    """The rounds that a lease lasts at least. It doubles whenever a lease ends before a step was saved."""
+
+
+@dataclass(slots=True)
+class LeaseRecord:
+    """A lease of a real run. Times are seconds of the run."""
+
+    job: str
+    kind: str
+    devices: str
+    workers: tuple[int, ...]
+    first_round: int
+    start: float
+    steps_before: int
+    """The steps that were saved when it began."""
+    begun: float | None = None
+    """When its training made its first step."""
+    asked: float | None = None
+    """When its training was asked to save and leave."""
+    stop: float | None = None
+    """When its last process ended."""
+    steps_after: int = 0
+    """The steps that were saved when it ended."""
 
 
 @dataclass(slots=True)
@@ -45,7 +63,7 @@ class RunState:
     jobs: dict[str, JobState]
     seconds: float = 0.0
     rounds: int = 0
-    held: list[Held] = field(default_factory=list)
+    leases: list[LeaseRecord] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Replaces the file at once, so that a reader finds the old state or the new one."""
@@ -69,9 +87,9 @@ class RunState:
                 f"{path}: expected a run of the jobs {', '.join(jobs)}, found {', '.join(found['jobs'])}: give another "
                 "directory, or the fleet file that this run began with"
             )
-        states = {name: JobState(**{**row, "workers": tuple(row["workers"])}) for name, row in found["jobs"].items()}
-        held = [Held(**{**row, "workers": tuple(row["workers"])}) for row in found["held"]]
-        return cls(states, found["seconds"], found["rounds"], held)
+        states = {name: JobState(**row) for name, row in found["jobs"].items()}
+        leases = [LeaseRecord(**{**row, "workers": tuple(row["workers"])}) for row in found["leases"]]
+        return cls(states, found["seconds"], found["rounds"], leases)
 
 
 def steps_done(checkpoints: Path) -> int:

@@ -4,7 +4,7 @@ The simulated scheduler is the real one: the same policies, and the same `RoundS
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy
@@ -14,9 +14,10 @@ from penstock.errors import PlanError
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.jobs import Entity
 from penstock.fleet.kinds import Kind
+from penstock.fleet.moving_costs import moving_cost
 from penstock.fleet.policies import Policy
 from penstock.fleet.prices import PriceHistory
-from penstock.fleet.problems import Problem
+from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.workloads import Arrival
 
@@ -25,8 +26,13 @@ __all__ = ["simulate_fleet"]
 _RULES = {
     "round_seconds": number(above=0, unit="seconds").but("give the length of a round"),
     "reset_rounds": integer(1, unit="rounds").but("give a number of rounds, or leave it out").optional,
-    "restart_seconds": number(0, unit="seconds").but("give the time to save a checkpoint and load it elsewhere"),
+    "seed": integer(0).but("give the number that the times of preemptions follow from"),
 }
+
+_RESTART = number(0, unit="seconds").but("give the time to save a checkpoint and load it elsewhere")
+
+Shared = Mapping[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]]
+"""Steps per second on each kind, of each of two jobs that share devices, by the names of the jobs."""
 
 
 @dataclass(slots=True)
@@ -39,6 +45,12 @@ class _Running:
     busy_seconds: float = 0.0
     cost: float = 0.0
     restarts: int = 0
+    starting: float = 0.0
+    """The seconds of its last restart that are still to come."""
+    region: str = ""
+    """Where its data is."""
+    interrupted: bool = False
+    """Whether it lost a device in its last round, so that the next one begins with a restart."""
 
 
 def simulate_fleet(
@@ -47,22 +59,31 @@ def simulate_fleet(
     policy: Policy,
     *,
     round_seconds: float = 360.0,
-    restart_seconds: float = 5.0,
+    restart_seconds: float | Mapping[str, float] = 5.0,
     reset_rounds: int | None = None,
     watched: range | None = None,
     entities: Sequence[Entity] = (),
     prices: PriceHistory | None = None,
+    pairs: Shared | None = None,
+    seed: int = 0,
     ideal: bool = False,
     record: bool = False,
 ) -> FleetRun:
     """Runs the jobs of `workload` on `kinds` under `policy`.
 
-    `restart_seconds`: what a job loses of a round whose lease is not renewed. `reset_rounds`: the policy is asked again
-    after this many rounds, and not only when jobs or prices have changed. `watched`: the numbers of the jobs that
-    the results are about; the simulation ends with the last of them, while the others keep the fleet busy. `ideal`: no
-    rounds; each job runs at exactly its share at any time. `record`: keep all leases, for pictures.
+    `restart_seconds`: what a job loses when it gets a lease that is not renewed, on all kinds or by kind. Its lease
+    then goes on until it has trained, even if that takes more rounds than one. `reset_rounds`: the policy is asked
+    again after this many rounds, and not only when jobs or prices have changed. `watched`: the numbers of the jobs that
+    the results are about; the simulation ends with the last of them, while the others keep the fleet busy. `pairs`:
+    jobs that may share devices. `seed`: of the times at which devices of kinds with `preempted_every_seconds` are taken
+    away. `ideal`: no rounds; each job runs at exactly its share at any time, and no device is taken away. `record`:
+    keep all leases, for pictures.
     """
     check_arguments("simulate_fleet", locals(), _RULES, PlanError)
+    given = restart_seconds
+    restarts = dict(given) if isinstance(given, Mapping) else {kind.name: given for kind in kinds}
+    for kind in kinds:
+        _RESTART.check(f"simulate_fleet(restart_seconds=) of kind {kind.name!r}", restarts.get(kind.name), PlanError)
     if not workload:
         raise PlanError("simulate_fleet(workload=): expected one arrival or more, found none: there is nothing to run")
     fleet = _Fleet(
@@ -72,11 +93,14 @@ def simulate_fleet(
         watched=range(len(workload)) if watched is None else watched,
         entities=tuple(entities),
         prices=PriceHistory({}) if prices is None else prices,
+        pairs={} if pairs is None else pairs,
+        random=numpy.random.default_rng(seed),
     )
+    _check_pairs(workload, kinds, fleet.pairs)
     if ideal:
         fleet.run_ideal()
     else:
-        fleet.run_rounds(round_seconds, restart_seconds, reset_rounds or 10**9, record)
+        fleet.run_rounds(round_seconds, restarts, reset_rounds or 10**9, record)
     return FleetRun(tuple(kinds), tuple(fleet.done), fleet.clock, fleet.allocations, tuple(fleet.held))
 
 
@@ -90,6 +114,10 @@ class _Fleet:
     watched: range
     entities: tuple[Entity, ...]
     prices: PriceHistory
+    pairs: Shared
+    random: numpy.random.Generator
+    lost_seconds: dict[str, float] = field(default_factory=dict)
+    """What a job loses on average when a device of a kind is taken away from it, by kind; nothing if not given."""
     clock: float = 0.0
     arrived: int = 0
     allocations: int = 0
@@ -106,8 +134,9 @@ class _Fleet:
     def __post_init__(self) -> None:
         self.waiting = {self.workload[index].job.name for index in self.watched}
 
-    def run_rounds(self, round_seconds: float, restart_seconds: float, reset_rounds: int, record: bool) -> None:
+    def run_rounds(self, round_seconds: float, restarts: Mapping[str, float], reset_rounds: int, record: bool) -> None:
         scheduler, changed, again = RoundScheduler(self.kinds), True, 0.0
+        self.lost_seconds = {name: seconds + round_seconds / 2 for name, seconds in restarts.items()}
         while self.waiting:
             if not self.running:
                 # Rounds begin at multiples of their length, so the first one after the next arrival is next.
@@ -120,11 +149,13 @@ class _Fleet:
                 changed = False
                 again = min(self.prices.next_change(self.clock), self.clock + reset_rounds * round_seconds)
                 self.hourly = {kind.name: kind.price_per_hour for kind in self._priced_kinds()}
-            leases = scheduler.next_round()
+            leases = scheduler.next_round(kept=[name for name, job in self.running.items() if job.starting > 0])
             if not leases and self.arrived == len(self.workload):
                 raise PlanError("simulate_fleet(policy=): expected a share for some job, found none: no job can finish")
             running = len(self.running)
-            seconds = {lease.jobs: self._run_lease(lease, round_seconds, restart_seconds, record) for lease in leases}
+            seconds = {
+                lease.jobs: self._run_lease(lease, round_seconds, restarts[lease.kind], record) for lease in leases
+            }
             scheduler.end_round(seconds)
             self.clock += round_seconds
             changed |= len(self.running) < running
@@ -144,10 +175,14 @@ class _Fleet:
             if not math.isfinite(span):
                 raise PlanError("simulate_fleet(policy=): expected a share for some job, found none: no job can finish")
             rates, isolated = allocation.throughputs(), self._isolated(problem)
-            hourly = allocation.array()[: len(problem.jobs)] @ [kind.price_per_hour for kind in problem.kinds]
+            hourly = allocation.array() @ [kind.price_per_hour for kind in problem.kinds]
+            paid = dict.fromkeys(range(len(problem.jobs)), 0.0)
+            for price, members in zip(hourly.tolist(), problem.combinations, strict=True):
+                for m in members:
+                    paid[m] += price / len(members)
             for m, name in enumerate(list(self.running)):
                 job = self.running[name]
-                job.cost += hourly[m] * problem.jobs[m].workers * span / 3600
+                job.cost += paid[m] * problem.jobs[m].workers * span / 3600
                 job.busy_seconds += float(allocation.busy()[m]) * span
                 job.isolated_seconds += rates[m] * span / isolated[m]
                 job.left -= rates[m] * span
@@ -160,7 +195,7 @@ class _Fleet:
         first = self.arrived
         while self.arrived < len(self.workload) and self.workload[self.arrived].seconds <= self.clock + 1e-9:
             arrival = self.workload[self.arrived]
-            self.running[arrival.job.name] = _Running(arrival, arrival.job.steps)
+            self.running[arrival.job.name] = _Running(arrival, arrival.job.steps, region=arrival.job.region)
             self.speeds[arrival.job.name] = {
                 kind.name: speed for kind, speed in zip(self.kinds, arrival.throughputs, strict=True)
             }
@@ -183,10 +218,29 @@ class _Fleet:
                     elapsed_seconds=max(age, 0.0),
                     isolated_seconds=running.isolated_seconds,
                     deadline_seconds=deadline,
+                    region=running.region,
                 )
             )
-        rows = tuple(running.arrival.throughputs for running in self.running.values())
-        return Problem(tuple(jobs), self._priced_kinds(), rows, entities=self.entities)
+        rows = tuple(self._kept_speeds(running.arrival) for running in self.running.values())
+        numbers = {name: number for number, name in enumerate(self.running)}
+        pairs = []
+        for (first, second), (one, two) in self.pairs.items():
+            if first in numbers and second in numbers:
+                (m, one), (n, two) = sorted([(numbers[first], one), (numbers[second], two)])
+                pairs.append(Pair((m, n), (one, two)))
+        return Problem(tuple(jobs), self._priced_kinds(), rows, pairs=tuple(pairs), entities=self.entities)
+
+    def _kept_speeds(self, arrival: Arrival) -> tuple[float, ...]:
+        """The throughputs of a job, less what it loses on average when its devices are taken away."""
+        if not any(kind.preempted_every_seconds for kind in self.kinds):
+            return arrival.throughputs
+        losses = [
+            arrival.job.workers * self.lost_seconds.get(kind.name, 0.0) / kind.preempted_every_seconds
+            if kind.preempted_every_seconds
+            else 0.0
+            for kind in self.kinds
+        ]
+        return tuple(speed / (1 + loss) for speed, loss in zip(arrival.throughputs, losses, strict=True))
 
     def _priced_kinds(self) -> tuple[Kind, ...]:
         prices = [self.prices.at(kind.name, self.clock) for kind in self.kinds]
@@ -196,24 +250,67 @@ class _Fleet:
         )
 
     def _run_lease(self, lease: Lease, round_seconds: float, restart_seconds: float, record: bool) -> float:
-        """Runs the job of a lease for a round, or to its end; the seconds that it had its workers for."""
-        (name,) = lease.jobs
-        job = self.running[name]
-        speed = self.speeds[name][lease.kind]
-        job.restarts += not lease.renewed and job.busy_seconds > 0
-        lost = 0.0 if lease.renewed else min(restart_seconds, round_seconds)
-        needed = lost + job.left / speed
-        spent = min(round_seconds, needed)
-        steps = min(job.left, max(0.0, spent - lost) * speed)
-        job.cost += self.hourly[lease.kind] * len(lease.workers) * spent / 3600
-        job.busy_seconds += spent
-        job.isolated_seconds += steps / self._isolated_speed(job)
-        job.left -= steps
+        """Runs the jobs of a lease for a round, or to their ends; the seconds that they had their workers for.
+
+        Of a pair one may end first; then the other has the devices for itself.
+        """
+        active = [self.running[name] for name in lease.jobs]
+        taken = min(round_seconds, self._taken_after(lease))
+        for job in active:
+            if not lease.renewed or job.interrupted:
+                job.restarts += job.busy_seconds > 0
+                job.starting = restart_seconds
+            job.interrupted = taken < round_seconds
+            self._move(job, lease)
+        spent = min(max(job.starting for job in active), taken)
+        for job in active:
+            self._charge(job, lease, spent / len(active))
+            job.busy_seconds += spent
+            job.starting -= min(job.starting, spent)
+        while active and spent < taken:
+            speeds = self._speeds_of(active, lease.kind)
+            span = min(taken - spent, *(job.left / speed for job, speed in zip(active, speeds, strict=True)))
+            ended = []
+            for job, speed in zip(active, speeds, strict=True):
+                steps = job.left if job.left / speed <= span else span * speed
+                self._charge(job, lease, span / len(active))
+                job.busy_seconds += span
+                job.isolated_seconds += steps / self._isolated_speed(job)
+                job.left -= steps
+                if not job.left:
+                    ended.append(job)
+            spent += span
+            for job in ended:
+                active.remove(job)
+                self._finish(job.arrival.job.name, self.clock + spent)
         if record:
+            name = " + ".join(lease.jobs)
             self.held.append(Held(name, lease.devices, lease.workers, self.clock, self.clock + spent))
-        if needed <= round_seconds:
-            self._finish(name, self.clock + spent)
         return spent
+
+    def _taken_after(self, lease: Lease) -> float:
+        """The seconds until the first device of a lease is taken away. Its job is warned, and saves."""
+        mean = next(kind.preempted_every_seconds for kind in self.kinds if kind.name == lease.kind)
+        return math.inf if mean is None else float(self.random.exponential(mean / len(lease.workers)))
+
+    def _move(self, job: _Running, lease: Lease) -> None:
+        """Moves the data of a job to where its lease is, if it is elsewhere."""
+        kind = next(kind for kind in self.kinds if kind.name == lease.kind)
+        job.cost += moving_cost(job.arrival.job.gigabytes, job.region, kind, self.kinds)
+        job.region = kind.region or job.region
+
+    def _charge(self, job: _Running, lease: Lease, seconds: float) -> None:
+        job.cost += self.hourly[lease.kind] * len(lease.workers) * seconds / 3600
+
+    def _speeds_of(self, active: Sequence[_Running], kind: str) -> list[float]:
+        """Steps per second of jobs that have the same workers: of one alone, or of a pair."""
+        names = [job.arrival.job.name for job in active]
+        if len(names) == 1:
+            return [self.speeds[names[0]][kind]]
+        column = [each.name for each in self.kinds].index(kind)
+        first, second = names
+        rows = self.pairs[first, second] if (first, second) in self.pairs else self.pairs[second, first][::-1]
+        return [row[column] for row in rows]
 
     def _isolated_speed(self, job: _Running) -> float:
         """The throughput of a job if it had 1/n of every kind now."""
@@ -243,3 +340,17 @@ class _Fleet:
                 restarts=job.restarts,
             )
         )
+
+
+def _check_pairs(workload: Sequence[Arrival], kinds: Sequence[Kind], pairs: Shared) -> None:
+    known = {arrival.job.name for arrival in workload}
+    for names, rows in pairs.items():
+        if not known.issuperset(names) or len(set(names)) < 2:
+            raise PlanError(
+                f"simulate_fleet(pairs=): expected the names of two jobs of the workload, found {names}: correct them"
+            )
+        if [len(row) for row in rows] != [len(kinds)] * 2:
+            raise PlanError(
+                f"simulate_fleet(pairs=): expected two rows of {len(kinds)} numbers (one per kind) for {names}, found "
+                f"{rows}: give both"
+            )

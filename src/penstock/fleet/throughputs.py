@@ -5,7 +5,7 @@ kind overrides what is planned.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -15,13 +15,11 @@ from penstock.fleet.jobs import Entity, Job
 from penstock.fleet.kinds import Kind
 from penstock.fleet.problems import Pair, Problem
 from penstock.planning import plan
-from penstock.values import Cluster, Plan, Profile
+from penstock.values import Cluster, DeviceKind, Plan, Profile
 
 __all__ = ["Machines", "ModelJob", "PlannedSpeed", "ThroughputTable", "throughput_table"]
 
 _RULES = {
-    "speed": number(above=0).but("give the speed of one device over that of the one that was profiled"),
-    "memory_bytes": number(above=0, unit="bytes").but("give the memory of one device, or leave it out").optional,
     "bytes_per_second": number(above=0, infinite=True).but("give the bandwidth between two devices"),
     "latency_seconds": number(0, unit="seconds").but("give the latency of a message, or leave it out"),
 }
@@ -41,10 +39,16 @@ class Machines:
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError, f" in kind {self.kind.name!r}")
+        self.device(self.speed)
 
-    def cluster(self, workers: int) -> Cluster:
-        """That many devices of this kind."""
-        return Cluster.uniform(workers, self.bytes_per_second, self.memory_bytes, self.latency_seconds)
+    def device(self, speed: float) -> DeviceKind:
+        """One device, which is `speed` times as fast as a profile says. Raises `PlanError`."""
+        return DeviceKind(self.kind.name, speed, self.memory_bytes, self.kind.price_per_hour)
+
+    def cluster(self, workers: int, speed: float) -> Cluster:
+        """That many devices of this kind, for profiles of devices that are slower by the factor `speed`."""
+        links = Cluster.uniform(workers, self.bytes_per_second, latency_seconds=self.latency_seconds)
+        return links.with_kinds(self.device(speed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,11 @@ class ThroughputTable:
         return Problem(jobs, kinds, self.throughputs(), pairs=tuple(pairs), entities=tuple(entities), budget=budget)
 
     def describe(self) -> str:
-        """A line for each job and kind: samples per second, and the plan or the reason."""
+        """A line for each job and kind: steps per second, and the plan or the reason."""
         lines = []
         for model, row in zip(self.jobs, self.speeds, strict=True):
             for machines, speed in zip(self.machines, row, strict=True):
-                number = f"{speed.samples_per_second:.4g} samples/s" if speed.samples_per_second else "does not run"
+                number = f"{speed.samples_per_second:.4g} steps/s" if speed.samples_per_second else "does not run"
                 lines.append(f"{visible(model.job.name)} on {visible(machines.kind.name)}: {number} ({speed.reason})")
         return "\n".join(lines)
 
@@ -123,31 +127,15 @@ def _speed(model: ModelJob, machines: Machines) -> PlannedSpeed:
         return PlannedSpeed(float(model.measured[kind.name]), "measured")
     if job.workers > kind.workers:
         return PlannedSpeed(0.0, f"it takes {job.workers} workers, and there are {kind.workers}")
-    profile = model.profiles.get(kind.name)
+    profile, speed = model.profiles.get(kind.name), 1.0
     if profile is None:
         if model.profile is None:
             return PlannedSpeed(0.0, "it has no profile and no measurement for this kind")
-        profile = _faster(model.profile, machines.speed)
+        profile, speed = model.profile, machines.speed
     try:
-        found = plan(profile, machines.cluster(job.workers), **{"progress": False, **model.options})
+        found = plan(profile, machines.cluster(job.workers, speed), **{"progress": False, **model.options})
     except PlanError as error:
         return PlannedSpeed(0.0, str(error).partition("\n")[0])
     assert found.predicted is not None, "the planner predicts what it plans"
     what = f"planned: {found.schedule}, {len(found.stages)} stages, {found.microbatches} x {found.microbatch_size}"
     return PlannedSpeed(found.predicted.samples_per_second, what, found)
-
-
-def _faster(profile: Profile, speed: float) -> Profile:
-    """`profile` on a device that computes `speed` times as fast: times are divided by it, and sizes stay."""
-    if speed == 1:
-        return profile
-    layers = tuple(
-        replace(
-            layer,
-            forward_seconds=layer.forward_seconds / speed,
-            backward_seconds=layer.backward_seconds / speed,
-            weight_seconds=None if layer.weight_seconds is None else layer.weight_seconds / speed,
-        )
-        for layer in profile.layers
-    )
-    return replace(profile, layers=layers)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from penstock.arguments import FLAG, Rule, check_arguments, choice, entries, instance, integer, text_of
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.estimates import estimate_seconds
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
 from penstock.capturing.randomness import microbatch_seed
+from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import PenstockError, PlanError
 from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
@@ -33,7 +33,7 @@ from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe, check_scaled_rates
 from penstock.training.scaling import LossScale
-from penstock.training.update_hooks import UpdateHook
+from penstock.training.update_corrections import UpdateHook
 from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of

@@ -18,7 +18,7 @@ from penstock.torch_internals.modules import tensor_tables
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
-from penstock.training.update_hooks import HookStates
+from penstock.training.update_corrections import HookStates
 from penstock.training.wire_codecs import WireCodec, encodes, round_to_wire
 from penstock.values.plans import Plan
 

@@ -8,6 +8,6 @@ from penstock.planning.pipedream import noam, partition
 from penstock.planning.planners import plan
 from penstock.planning.ptd_p import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
-from penstock.planning.search.searches import compare_plans
+from penstock.planning.search.tensor_groups import compare_plans
 
 __all__ = ["PlanConstraints", "compare_clusters", "compare_plans", "noam", "partition", "plan", "plan_three_d"]

@@ -9,12 +9,14 @@ from penstock.arguments import TEXT, instance
 from penstock.errors import PlanError
 from penstock.planning.planners import join_profiles, plan
 from penstock.planning.prices import cost_per_million
+from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE
 from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.explanations import shape_text
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
+from penstock.values.text_tables import table_lines
 
 __all__ = ["ClusterComparison", "ClusterOption", "compare_clusters"]
 
@@ -58,16 +60,7 @@ class ClusterComparison:
 
     def __str__(self) -> str:
         head = ("cluster", "devices", "plan", "minibatch", "samples/s", "per hour", "per million samples", "peak")
-        rows = [head, *(_row(option) for option in self.options)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        left = {0, 2}
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column in left else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table_lines([head, *(_row(option) for option in self.options)], left={0, 2})
         if self.cheapest is not None and self.cheapest is not self.options[0]:
             lines += ["", f"The fastest is {self.options[0].name}, the cheapest {self.cheapest.name}."]
         refused = [f"  {option.name}: {option.reason}" for option in self.options if option.plan is None]
@@ -88,9 +81,12 @@ def compare_clusters(
     for name, cluster in clusters.items():
         TEXT.check("clusters", name, PlanError)
         _CLUSTER.check(f"clusters[{name!r}]", cluster, PlanError)
-    first = join_profiles(profile)[0]
+    joined = join_profiles(profile)
+    first = joined[0]
+    single = next((each for each in joined if each.tensor_parallel == 1), None)
     if options.get("batch_size") is None and options.get("microbatches") is None:
-        options["microbatches"] = 4 * max(cluster.devices for cluster in clusters.values())
+        most = max(cluster.devices for cluster in clusters.values())
+        options["microbatches"] = MICROBATCHES_PER_DEVICE * most
     found = []
     for name, cluster in clusters.items():
         try:
@@ -102,13 +98,22 @@ def compare_clusters(
     found.sort(key=lambda option: -option.samples_per_second)
     batch = options.get("batch_size")
     microbatches = options.get("microbatches") or max(1, (batch or 1) // first.microbatch_size)
-    notes = ["", "Without a pipeline, by formulas (docs/planning.md), samples/s:"]
+    ways = (
+        [] if single is None else _without_pipelines(single, found, microbatches, options.get("optimizer_copies", 2.0))
+    )
+    return ClusterComparison(tuple(found), tuple(ways))
+
+
+def _without_pipelines(
+    profile: Profile, found: Sequence[ClusterOption], microbatches: int, optimizer_copies: float
+) -> list[str]:
+    """What training without a pipeline would take on each cluster, in lines."""
+    lines = ["", "Without a pipeline, by formulas (docs/planning.md), samples/s:"]
     for option in found:
-        own = option.cluster
-        ways = without_pipelines(first, own, microbatches, options.get("optimizer_copies", 2.0))
+        ways = without_pipelines(profile, option.cluster, microbatches, optimizer_copies)
         texts = [f"{way.name} {way.samples_per_second:.4g}{'' if way.fits else ' (does not fit)'}" for way in ways]
-        notes.append(f"  {option.name}: {', '.join(texts)}")
-    return ClusterComparison(tuple(found), tuple(notes))
+        lines.append(f"  {option.name}: {', '.join(texts)}")
+    return lines
 
 
 def _row(option: ClusterOption) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import PlanError
-from penstock.planning.costs import ChainCosts, Counts, Flags, Matrix
+from penstock.planning.stage_costs import ChainCosts, Counts, Flags, Matrix
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, INTERLEAVED
 from penstock.scheduling.placements import Placement

@@ -5,15 +5,17 @@ from dataclasses import fields, replace
 from math import log
 from typing import cast
 
-from penstock.arguments import FLAG, check_arguments, entries, instance, integer
+from penstock.arguments import FLAG, check_arguments, entries, instance, integer, number
 from penstock.errors import PlanError
-from penstock.planning.costs import require_allreduce
+from penstock.planning.deadlines import plan_in_time
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
-from penstock.planning.search.constraints import PlanConstraints
+from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
 from penstock.planning.search.explanations import explain_search, wire_note
 from penstock.planning.search.infeasibility import explain_infeasibility
-from penstock.planning.search.searches import compare_plans, simulated_with
+from penstock.planning.search.plan_search import simulated_with
+from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
+from penstock.planning.stage_costs import require_allreduce
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.simulating.losses import find_losses
 from penstock.values.clusters import Cluster
@@ -29,6 +31,8 @@ _RULES = {
         Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load"
     ),
     "progress": FLAG.optional,
+    "epoch_samples": number(above=0, unit="samples").but("give the samples of an epoch, or leave it out").optional,
+    "deadline_seconds": number(above=0, unit="seconds").but("give the time of an epoch, or leave it out").optional,
 }
 
 
@@ -52,6 +56,8 @@ def plan(
     shared_nic: bool = False,
     whole_backwards: bool = False,
     every_device: bool = False,
+    epoch_samples: float | None = None,
+    deadline_seconds: float | None = None,
     progress: bool | None = None,
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
@@ -70,8 +76,13 @@ def plan(
     are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
     default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `every_device`: only
-    plans that use all devices, as under torchrun, where each process is a rank. `progress` shows a line on stderr; None
+    plans that use all devices, as under torchrun, where each process is a rank. `epoch_samples`: the table says what an
+    epoch costs, where the cluster has prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs
+    least of those that take no longer; it may leave devices out. `progress` shows a line on stderr; None
     shows it on a terminal.
+
+    Profiles that were measured with several `tensor_parallel` devices are planned for groups of neighbours, and
+    ranked with those of single devices.
 
     Where the devices of `cluster` differ (`DeviceKind`), every planner knows the seconds and the memory of each, and a
     plan may leave devices out (`Plan.devices`). Several profiles of one size, of different devices, are joined.
@@ -82,7 +93,8 @@ def plan(
     Raises `PlanError` for options that contradict each other, and if nothing fits in memory: then the error says what
     would be enough.
     """
-    check_arguments("plan", {"cluster": cluster, "progress": progress}, _RULES, PlanError)
+    given = {"epoch_samples": epoch_samples, "deadline_seconds": deadline_seconds}
+    check_arguments("plan", {"cluster": cluster, "progress": progress, **given}, _RULES, PlanError)
     constraints = PlanConstraints(
         planner=planner,
         schedule=schedule,
@@ -101,15 +113,52 @@ def plan(
         every_device=every_device,
     )
     if isinstance(profile, Transformer):
+        if any(value is not None for value in given.values()):
+            raise PlanError(
+                f"{', '.join(given)}: expected a profile, found a transformer: profile a model of its shape"
+            )
         return _plan_transformer(profile, cluster, constraints)
     profiles = add_sizes(_check_profiles(join_profiles(profile)), microbatch_sizes)
+
+    def find(part: Cluster, asked: PlanConstraints = constraints) -> Plan:
+        return _plan_fastest(profiles, part, asked, epoch_samples, progress)
+
+    if deadline_seconds is None:
+        return find(cluster)
+    if epoch_samples is None:
+        raise PlanError("deadline_seconds: expected epoch_samples beside it, found none: give the samples of an epoch")
+    if every_device:
+        raise PlanError("deadline_seconds: expected no every_device beside it: the cheapest plan may leave devices out")
+    if microbatches is None and batch_size is None:
+        # All parts do the work of the same minibatch.
+        same = replace(constraints, microbatches=MICROBATCHES_PER_DEVICE * cluster.devices)
+        return plan_in_time(lambda part: find(part, same), cluster, epoch_samples, deadline_seconds)
+    return plan_in_time(find, cluster, epoch_samples, deadline_seconds)
+
+
+def _plan_fastest(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    constraints: PlanConstraints,
+    epoch_samples: float | None,
+    progress: bool | None,
+) -> Plan:
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
     best = found.ranked[0]
-    measured = next(one for one in profiles if one.microbatch_size == best.microbatch_size)
-    losses = find_losses(best, measured, cluster, **simulated_with(constraints))
-    explanation = explain_search(found, losses, cluster, profiles[0], optimizer_copies) + wire_note(profiles[0])
+    measured = profile_of_plan(best, profiles)
+    options = simulated_with(constraints)
+    losses = find_losses(best, measured, cluster, **options)
+    explanation = explain_search(
+        found,
+        losses,
+        cluster,
+        next((profile for profile in profiles if profile.tensor_parallel == 1), None),
+        optimizer_copies=constraints.optimizer_copies,
+        epoch_samples=epoch_samples,
+    )
+    explanation += wire_note(best, measured, cluster, losses, **options)
     return replace(best, explanation=explanation, layer_names=tuple(layer.name for layer in measured.layers))
 
 
@@ -141,21 +190,25 @@ def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: P
 def add_sizes(profiles: tuple[Profile, ...], microbatch_sizes: Sequence[int]) -> tuple[Profile, ...]:
     """`profiles`, and for every other of `microbatch_sizes` the nearest of them, scaled."""
     sizes = entries("microbatch_sizes", microbatch_sizes, PlanError)
-    known = {profile.microbatch_size: profile for profile in profiles}
-    added = dict(known)
-    for index, found in enumerate(sizes):
-        size = integer(1).check(f"microbatch_sizes[{index}]", found, PlanError)
-        nearest = min(known, key=lambda other: (abs(log(other / size)), other))
-        added.setdefault(size, known[nearest].scaled(size))
-    return tuple(added.values())
+    rule = integer(1)
+    wanted = [rule.check(f"microbatch_sizes[{index}]", size, PlanError) for index, size in enumerate(sizes)]
+    added = []
+    for degree in dict.fromkeys(profile.tensor_parallel for profile in profiles):
+        known = {profile.microbatch_size: profile for profile in profiles if profile.tensor_parallel == degree}
+        for size in dict.fromkeys([*known, *wanted]):
+            nearest = min(known, key=lambda other: (abs(log(other / size)), other))
+            added.append(known[nearest].scaled(size) if size not in known else known[size])
+    return tuple(added)
 
 
 def join_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
-    """`given` as a tuple, with one profile for each microbatch size: those of other devices are joined to the first."""
+    """`given` as a tuple, with one profile for each microbatch size and number of tensor-parallel devices: those of
+    other devices are joined to the first.
+    """
     profiles = tuple(given) if isinstance(given, list | tuple) else (cast(Profile, given),)
     joined: dict[object, Profile] = {}
     for index, profile in enumerate(profiles):
-        size: object = profile.microbatch_size if isinstance(profile, Profile) else index
+        size: object = (profile.microbatch_size, profile.tensor_parallel) if isinstance(profile, Profile) else index
         first = joined.get(size)
         known = [] if first is None else [first.device, *(times.device for times in first.others)]
         if first is None:
@@ -182,9 +235,10 @@ def _check_profiles(profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
             raise PlanError(
                 f"profile[{index}]: expected the layers of profile[0], found others: give profiles of one model"
             )
-        if profile.microbatch_size in [other.microbatch_size for other in profiles[:index]]:
+        own = profile.microbatch_size, profile.tensor_parallel
+        if own in [(other.microbatch_size, other.tensor_parallel) for other in profiles[:index]]:
             raise PlanError(
                 f"profile[{index}]: expected a microbatch size of its own, found {profile.microbatch_size} again: give "
-                "one profile for each size"
+                "one profile for each size (and each tensor_parallel)"
             )
     return profiles

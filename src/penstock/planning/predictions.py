@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, inf
 
-from penstock.planning.costs import AllReduce, ChainCosts, replicated_seconds
 from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
 from penstock.planning.requests import Request
+from penstock.planning.stage_costs import AllReduce, ChainCosts, replicated_seconds
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import Profile

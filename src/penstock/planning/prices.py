@@ -3,7 +3,7 @@
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 
-__all__ = ["cost_per_million"]
+__all__ = ["cost_of", "cost_per_million"]
 
 
 def cost_per_million(plan: Plan, cluster: Cluster) -> float | None:
@@ -12,3 +12,9 @@ def cost_per_million(plan: Plan, cluster: Cluster) -> float | None:
         return None
     price = cluster.price_per_hour(plan.devices or range(plan.ranks))
     return price / 3600 / plan.predicted.samples_per_second * 1e6 if price else None
+
+
+def cost_of(samples: float, plan: Plan, cluster: Cluster) -> float | None:
+    """What this number of samples costs under `plan`; None if no price is known."""
+    million = cost_per_million(plan, cluster)
+    return None if million is None else million * samples / 1e6

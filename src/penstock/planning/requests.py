@@ -9,12 +9,12 @@ from typing import Any
 
 from penstock.arguments import FLAG, Rule, check_fields, integer, number
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.stage_costs import AllReduce
 from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
-from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedule_names import identify, names_of
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage, require_schedule
 from penstock.values.profiles import Profile

@@ -1,9 +1,9 @@
 """The uniform planner: as equal numbers of layers per stage as possible, which needs no measured times."""
 
-from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes, require_fit
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
+from penstock.planning.stage_costs import chain_costs
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile

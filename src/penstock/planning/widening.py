@@ -4,9 +4,9 @@ Consecutive ranks hold the replicas of one stage, so that an all-reduce stays in
 2021, section 3.3]. The stages of one pipeline are d ranks apart.
 """
 
-from penstock.planning.costs import chain_costs
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
+from penstock.planning.stage_costs import chain_costs
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile

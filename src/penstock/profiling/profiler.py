@@ -57,6 +57,7 @@ from penstock.profiling.devices import (
     placed,
 )
 from penstock.profiling.saved_tensors import measure_saved_bytes
+from penstock.profiling.spread_layers import local_bytes, longest, sharing_group
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.execution.split_backward import run_input_backward
@@ -160,6 +161,7 @@ def profile(
         crossings=crossings,
         library_bytes=bench.library_bytes,
         fragmentation=bench.fragmentation,
+        tensor_parallel=1 if bench.group is None else bench.group.size(),
     )
 
 
@@ -203,8 +205,12 @@ class _LayerBench:
         self.workspace_bytes: list[float] = []
         self.library_bytes = 0.0
         self.fragmentation = 1.0
+        self.group = sharing_group(modules_of(chain))
+        """The processes that share every layer; None if it is this one alone."""
         self._held_first = meter.held()
         self.pilots: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
+        self.calls: list[int] = []
+        """By layer, how many calls are timed together."""
         self.samples: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
         self.weight_seconds: list[list[float]] = [[] for _ in chain.layers]
 
@@ -215,11 +221,12 @@ class _LayerBench:
         if run < self.warmup:
             self.pilots[index].append(self._time(index, 1))
         elif run == self.warmup:
+            # As many on all processes that share the layer.
+            self.calls.append(calls_per_sample(longest(min(forward for forward, _ in self.pilots[index]), self.group)))
             self._survey(index)
         else:
-            calls = calls_per_sample(min(forward for forward, _ in self.pilots[index]))
             # Every second time: a weight backward takes a forward and an input backward before it.
-            self.samples[index].append(self._time(index, calls, weighs=(run - self.warmup) % 2 == 1))
+            self.samples[index].append(self._time(index, self.calls[index], weighs=(run - self.warmup) % 2 == 1))
 
     def result(self, index: int) -> LayerProfile:
         """The results of all runs for layer `index`."""
@@ -231,7 +238,7 @@ class _LayerBench:
             backward_seconds=backward_seconds,
             cut_bytes=self.cut_bytes[index],
             saved_bytes=self.saved_bytes[index],
-            parameter_bytes=sum(_size(parameter) for parameter in layer.module.parameters()),
+            parameter_bytes=sum(local_bytes(parameter) for parameter in layer.module.parameters()),
             workspace_bytes=self.workspace_bytes[index],
             weight_seconds=min(median_seconds(self.weight_seconds[index] or [0.0]), backward_seconds),
             wire_bytes=None if self.codec is None else sum(map(self.value_wire_bytes.__getitem__, cut)),
@@ -255,11 +262,11 @@ class _LayerBench:
         self.workspace_bytes.append(max(self._sample(index, 1, self._beyond_rest, self._beyond_start)))
         self.fragmentation = self.meter.fragmentation()
         made = {name: self.values[name] for name in layer.outputs if name in self.values}
-        self.value_bytes.update((name, _size(value)) for name, value in made.items())
+        self.value_bytes.update((name, local_bytes(value)) for name, value in made.items())
         self.value_wire_bytes.update(
             (name, sent_bytes(self.codec, value.shape, value.dtype)) for name, value in made.items()
         )
-        self.cut_bytes.append(sum(_size(self.values[value]) for value in self.chain.cut(index + 1)))
+        self.cut_bytes.append(sum(local_bytes(self.values[value]) for value in self.chain.cut(index + 1)))
 
     def _beyond_rest(self, work: Callable[[], object]) -> float:
         """The most bytes that `work` holds beyond what it leaves behind."""
@@ -414,10 +421,6 @@ def _explained(index: int, layer: Layer, phase: str) -> Iterator[None]:
             f"layer {index} ({layer.name}) raised {type(error).__name__} in its {phase}: {error}. Expected it to run "
             "on the values that the sample leads to: check that the model trains on the sample by itself"
         ) from error
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _captured(model: Model, sample: Sample) -> LayerChain:

@@ -15,6 +15,8 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.profiling.spread_layers import local_storage
+
 __all__ = ["Recording", "measure_saved_bytes", "recording"]
 
 
@@ -44,7 +46,7 @@ class Recording:
 
     def storages(self) -> dict[int, int]:
         """The bytes of every storage that autograd keeps now, by address."""
-        storages = [kept.tensor.untyped_storage() for kept in self._kept]
+        storages = [local_storage(kept.tensor) for kept in self._kept]
         return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes() > 0}
 
 

@@ -7,7 +7,6 @@ colder, and calls between layers cheaper. On a CPU the two differ by a tenth or 
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -20,9 +19,10 @@ from penstock.capturing.samples import read_sample
 from penstock.profiling.devices import Sample
 from penstock.profiling.profiler import without_gradients
 from penstock.training.precisions import autocasting
-from penstock.values.profiles import LayerProfile, Profile
+from penstock.values.device_kinds import DeviceKind
+from penstock.values.profiles import Profile
 
-__all__ = ["as_in_training", "scale_profile"]
+__all__ = ["as_in_training"]
 
 _MOST_BYTES = 2**28
 """Of the activations and gradients of the layers that run together: many times a cache, and little of a host."""
@@ -46,22 +46,7 @@ def as_in_training(profile: Profile, chain: LayerChain, sample: Sample, autocast
     modules = [layer.module for layer in chain.layers]
     with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         together = _seconds(chain.stage(0, count), inputs, autocast)
-    return scale_profile(profile, together / apart)
-
-
-def scale_profile(profile: Profile, factor: float) -> Profile:
-    """`profile` with `factor` times the seconds of every layer."""
-
-    def scale(layer: LayerProfile) -> LayerProfile:
-        weight = layer.weight_seconds
-        return replace(
-            layer,
-            forward_seconds=layer.forward_seconds * factor,
-            backward_seconds=layer.backward_seconds * factor,
-            weight_seconds=None if weight is None else weight * factor,
-        )
-
-    return replace(profile, layers=tuple(map(scale, profile.layers)))
+    return profile.on(DeviceKind(profile.device, speed=apart / together))
 
 
 def _seconds(stage: StageModule, inputs: Mapping[str, Tensor], autocast: torch.dtype | None) -> float:

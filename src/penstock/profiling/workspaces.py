@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.profiling.spread_layers import local_storage
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.cuda import clear_cublas_workspaces
 from penstock.torch_internals.dispatch import TorchDispatchMode
@@ -139,4 +140,4 @@ class _Storages(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [local_storage(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

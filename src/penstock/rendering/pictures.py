@@ -15,7 +15,7 @@ from penstock.arguments import check_arguments, instance, integer
 from penstock.errors import ScheduleError
 from penstock.rendering.strips import LabeledSpan, Strip, draw_strips, label_spans, last_column
 from penstock.scheduling.schedules import Schedule
-from penstock.simulating.costs import Costs
+from penstock.simulating.action_costs import Costs
 from penstock.simulating.simulator import default_minibatches, execute
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.estimates import estimate_seconds
+from penstock.capturing.work_estimates import estimate_seconds
 from penstock.doctor.replanning import recut
 from penstock.doctor.stragglers import Stragglers, find_slow_layers, find_stragglers, stage_seconds
 from penstock.runtime.transport.collective_errors import gather_results

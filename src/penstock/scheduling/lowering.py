@@ -23,7 +23,6 @@ Rules of this file:
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import assert_never
 
 from penstock.scheduling.actions import (
@@ -144,46 +143,53 @@ class _Lowering:
     norms: NormRule
     deferred: frozenset[int]
     skips: Sequence[Skip]
-    known: dict[tuple[int, bool], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """The results of `_ends`, which is called for nearly every action."""
+    known: dict[tuple[type[Entry], int], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """The results of `_ends`, by kind of entry and stage."""
 
-    def lower(self, row: Iterable[Entry]) -> Iterator[Action]:
-        for together, entries in groupby(row, key=_is_update):
-            if together:
-                yield from self._lower_updates([entry for entry in entries if isinstance(entry, Update)])
-                continue
-            for entry in entries:
-                match entry:
-                    case Forward() | Backward() | BackwardInput():
-                        # A worker lowers every step again, and nearly all actions come here.
-                        stage, microbatch = entry.stage, entry.microbatch
-                        sources, targets = self._ends(stage, later=isinstance(entry, Forward))
-                        for source in sources:
-                            yield Receive(stage, microbatch, source)
-                        yield entry
-                        for target in targets:
-                            yield Send(stage, microbatch, target)
-                    case BackwardWeight():
-                        yield entry
-                    case Summed(stage, version):
-                        yield from self._leave(stage, version)
-                    case LastUpdate(stage, version):
-                        yield from self._hear(stage, version)
-                    case Update():
-                        raise AssertionError("updates come in runs of their own")
-                    case _:
-                        assert_never(entry)
+    def lower(self, row: Iterable[Entry]) -> list[Action]:
+        made: list[Action] = []
+        append = made.append
+        updates: list[Update] = []
+        known = self.known
+        for entry in row:
+            # A worker lowers every step again, and nearly all entries are forwards and backwards.
+            kind, stage = type(entry), entry.stage
+            ends = known.get((kind, stage))
+            if ends is None:
+                ends = known[kind, stage] = self._ends(entry)
+            if updates and kind is not Update:
+                made.extend(self._lower_updates(updates))
+                updates = []
+            match entry:
+                case Forward() | Backward() | BackwardInput() | BackwardWeight():
+                    sources, targets = ends
+                    for source in sources:
+                        append(Receive(stage, entry.microbatch, source))
+                    append(entry)
+                    for target in targets:
+                        append(Send(stage, entry.microbatch, target))
+                case Update():
+                    updates.append(entry)
+                case Summed(stage, version):
+                    made.extend(self._leave(stage, version))
+                case LastUpdate(stage, version):
+                    made.extend(self._hear(stage, version))
+                case _:
+                    assert_never(entry)
+        if updates:
+            made.extend(self._lower_updates(updates))
+        return made
 
-    def _ends(self, stage: int, *, later: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The stages on other ranks that a forward (`later`) or backward of `stage` receives from and sends to."""
-        known = self.known.get((stage, later))
-        if known is None:
-            sources, targets = (
-                tuple(other for other in self._nexts(stage, later=side) if self._is_apart(other))
-                for side in (not later, later)
-            )
-            known = self.known[stage, later] = sources[::-1], targets
-        return known
+    def _ends(self, entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The stages on other ranks that such an entry of its stage receives from and sends to."""
+        if not isinstance(entry, Forward | Backward | BackwardInput):
+            return (), ()
+        later = isinstance(entry, Forward)
+        sources, targets = (
+            tuple(other for other in self._nexts(entry.stage, later=side) if self._is_apart(other))
+            for side in (not later, later)
+        )
+        return sources[::-1], targets
 
     def _lower_updates(self, updates: Sequence[Update]) -> Iterator[Action]:
         """A run of updates with their messages; if every update needs all norms, all messages come before them."""
@@ -287,7 +293,3 @@ class _Lowering:
 
     def _holds(self, stage: int) -> bool:
         return self.rank in self.placement.stages[stage]
-
-
-def _is_update(entry: Entry) -> bool:
-    return isinstance(entry, Update)

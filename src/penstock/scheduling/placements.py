@@ -77,6 +77,8 @@ class Placement:
     _held: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _ranks_from: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """By stage: the ranks of it and all later stages; a rank of several stages counts once for each."""
+    length: int = field(init=False, repr=False, compare=False)
+    """``p``: the ranks of one pipeline, without replicas; that many consecutive stages share no rank."""
 
     def __post_init__(self) -> None:
         held: dict[int, tuple[int, ...]] = {}
@@ -86,6 +88,7 @@ class Placement:
         object.__setattr__(self, "_held", held)
         counts = list(accumulate(len(ranks) for ranks in reversed(self.stages)))
         object.__setattr__(self, "_ranks_from", tuple(reversed(counts)))
+        object.__setattr__(self, "length", len(set(self.stages)))
 
     @classmethod
     def of_layout(cls, layout: StageLayout, ranks: int, stages_per_rank: int = 1) -> "Placement":
@@ -108,11 +111,6 @@ class Placement:
     def ranks(self) -> int:
         """The number of ranks."""
         return len(self._held)
-
-    @property
-    def length(self) -> int:
-        """``p``: the ranks of one pipeline, without replicas; that many consecutive stages share no rank."""
-        return len(set(self.stages))
 
     @property
     def first_replicas(self) -> "Placement":

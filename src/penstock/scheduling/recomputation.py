@@ -37,10 +37,10 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
     latest: tuple[int, int] | None = None
     for action in row:
         match action:
-            case Forward(stage=stage, microbatch=microbatch):
-                latest = stage, microbatch
-            case Backward(stage=stage, microbatch=microbatch) | BackwardInput(stage=stage, microbatch=microbatch):
-                if latest == (stage, microbatch):
+            case Forward():
+                latest = action.stage, action.microbatch
+            case Backward() | BackwardInput():
+                if latest == (action.stage, action.microbatch):
                     direct.append(latest)
                 latest = None
             case BackwardWeight() | Update():

@@ -22,10 +22,10 @@ from penstock.scheduling.definitions import (
     Segment,
     Step,
 )
-from penstock.scheduling.known_schedules import SCHEDULES, find_definition, names_of, schedule_hint
 from penstock.scheduling.lowering import lower_row
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
+from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint
 
 __all__ = ["Programs", "Schedule", "inference"]
 
@@ -182,12 +182,11 @@ class Schedule:
 
     def row(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, without computing the other ranks'."""
-        row = self.lower(rank, segment)
         if self.definition.layout is not StageLayout.V_SHAPE or not isinstance(segment, Step):
-            return row
-        return tuple(
-            row[place] for place in _order_of_arrivals(self, rank, segment.minibatch % self.placement.stride(0))
-        )
+            return self.lower(rank, segment)
+        row = _lower_step(self, rank, segment.minibatch)
+        order = _order_of_arrivals(self, rank, segment.minibatch % self.placement.stride(0))
+        return tuple(map(row.__getitem__, order))
 
     def lower(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The row with each receive directly before the action that uses it, in whatever order the messages arrive."""
@@ -224,10 +223,16 @@ def _order_of_arrivals(schedule: Schedule, rank: int, minibatch: int) -> tuple[i
     placement = schedule.placement
     # Replicas that share every microbatch use the order of the first replica.
     first = placement.stages[placement.stages_of(rank)[0]][0] if placement.split else rank
-    row = schedule.lower(first, Step(minibatch))
-    others = {source: schedule.lower(source, Step(minibatch)) for source in sources_of(row, first, placement)}
+    row = _lower_step(schedule, first, minibatch)
+    others = {source: _lower_step(schedule, source, minibatch) for source in sources_of(row, first, placement)}
     places = {action: place for place, action in enumerate(row)}
     return tuple(places[action] for action in follow_sends(row, first, placement, others))
+
+
+@lru_cache(maxsize=16)
+def _lower_step(schedule: Schedule, rank: int, minibatch: int) -> tuple[Action, ...]:
+    """`Schedule.lower` of a step. The order of a rank needs the rows of its neighbors, which follow or came before."""
+    return schedule.lower(rank, Step(minibatch))
 
 
 def _read_groups(name: str, given: object) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,7 @@
 """Simulating: predicts the timeline of a schedule from measured layers and links."""
 
+from penstock.simulating.action_costs import Costs, plan_costs
 from penstock.simulating.assumptions import Assumptions, Options
-from penstock.simulating.costs import Costs, plan_costs
 from penstock.simulating.critical_paths import critical_path
 from penstock.simulating.losses import Losses, find_losses
 from penstock.simulating.outcomes import Outcome, evaluate

@@ -1,7 +1,7 @@
 """The bubble that a schedule has if its stages are balanced and its messages free."""
 
 from penstock.scheduling.schedules import Schedule
-from penstock.simulating.costs import Costs
+from penstock.simulating.action_costs import Costs
 from penstock.simulating.simulator import default_minibatches, execute
 
 __all__ = ["balanced_bubble"]

@@ -1,6 +1,6 @@
-"""The rows of a schedule as the player reads them: what each action costs and which path its message takes.
+"""The rows of a schedule as the event simulation reads them: what each action costs and which path its message takes.
 
-Costs and paths are looked up here, once for every action, and not in the player's loop.
+Costs and paths are looked up here, once for every action, and not in its loop.
 """
 
 from collections.abc import Collection
@@ -29,8 +29,8 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.lowering import peer, peers
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.recomputation import find_direct
-from penstock.simulating.costs import Costs, StageTimes
-from penstock.simulating.routes import Link, Route, find_route
+from penstock.simulating.action_costs import Costs, StageTimes
+from penstock.simulating.transfer_times import Link, Route, find_route
 
 __all__ = [
     "COMPUTE",

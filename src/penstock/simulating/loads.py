@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.simulating.instructions import RECEIVE, SEND, MessagePath
-from penstock.simulating.routes import Link
 from penstock.simulating.simulator import SimulatedRun
+from penstock.simulating.transfer_times import Link
 
 __all__ = ["Loads", "RankPair", "measure_loads"]
 
@@ -65,15 +65,15 @@ def measure_loads(run: SimulatedRun, minibatches: int, shorter: SimulatedRun | N
 
 def _measure(run: SimulatedRun) -> Loads:
     """The loads of a whole run."""
-    player = run.player
+    events = run.events
     return Loads(
         wall=run.seconds,
         computing={rank: track.busy_seconds for rank, track in run.tracks.items()},
         blocking_messages={rank: track.message_seconds for rank, track in run.tracks.items()},
-        links={link: player.link_seconds[number] for link, number in run.writer.links.items()},
+        links={link: events.link_seconds[number] for link, number in run.writer.links.items()},
         pairs=_pair_seconds(run),
-        reduces={stage: whole for stage, (whole, _) in player.reduce_seconds.items()},
-        exposed_reduces={stage: exposed for stage, (_, exposed) in player.reduce_seconds.items()},
+        reduces={stage: whole for stage, (whole, _) in events.reduce_seconds.items()},
+        exposed_reduces={stage: exposed for stage, (_, exposed) in events.reduce_seconds.items()},
     )
 
 

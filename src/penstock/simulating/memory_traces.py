@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from penstock.scheduling.placements import Placement, Skip
 from penstock.scheduling.schedules import Schedule
-from penstock.simulating.costs import Costs
+from penstock.simulating.action_costs import Costs
+from penstock.simulating.event_simulation import Track
 from penstock.simulating.instructions import RECEIVE, SEND, Instructions, MemoryEffect, content_stages
-from penstock.simulating.player import Track
 from penstock.timelines.memories import MemoryCurve, RankMemory
 
 __all__ = ["Sizes", "peak_bytes", "trace_memory"]

@@ -20,8 +20,8 @@ from typing import Unpack
 from penstock.scheduling.actions import Action
 from penstock.scheduling.definitions import Drain, Step
 from penstock.scheduling.schedules import Schedule
+from penstock.simulating.action_costs import plan_costs
 from penstock.simulating.assumptions import Assumptions, Options
-from penstock.simulating.costs import plan_costs
 from penstock.simulating.loads import Loads, RankPair, measure_loads
 from penstock.simulating.memory_traces import Sizes, peak_bytes
 from penstock.simulating.replica_symmetry import find_symmetry
@@ -50,6 +50,8 @@ class Outcome:
     """How long a microbatch occupies the busiest rank, link or all-reduce."""
     limit: str
     """The limit of the speed, in words."""
+    stage_seconds: tuple[float, ...]
+    """Forward and backward of one microbatch in each stage, on the slowest of its replicas."""
 
     def prediction(self) -> Prediction:
         """This outcome as `Plan.predicted`."""
@@ -60,6 +62,7 @@ class Outcome:
             self.peak_bytes,
             self.bubble,
             self.limit,
+            self.stage_seconds,
         )
 
 
@@ -91,6 +94,10 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
         peak_bytes=tuple(peaks[first] for first in symmetry.representatives for _ in range(plan.tensor_parallel)),
         bottleneck_seconds=longest / plan.microbatches,
         limit=_limit(made, loads, last),
+        stage_seconds=tuple(
+            (1 + plan.recompute) * forward + backward
+            for forward, backward in zip(costs.forward_seconds, costs.backward_seconds, strict=True)
+        ),
     )
 
 

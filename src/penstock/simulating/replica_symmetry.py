@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from penstock.errors import PlanError
 from penstock.scheduling.placements import Placement
-from penstock.simulating.costs import Costs
-from penstock.simulating.routes import slowest_link
+from penstock.simulating.action_costs import Costs
+from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 
 __all__ = ["ReplicaSymmetry", "find_symmetry"]

@@ -1,8 +1,8 @@
 """The simulator: predicts the timeline of a schedule from the seconds of a profile.
 
 It reads the programs that the worker runs, so a prediction cannot describe another schedule than the one that trains.
-`player` computes when everything happens; this file turns a schedule or plan into its input and its result into a
-timeline.
+`event_simulation` computes when everything happens; this file turns a schedule or plan into its input and its result
+into a timeline.
 
 Every action becomes one span. A send lasts from when its link is free until its message has arrived, a receive and an
 all-reduce as long as the rank waits.
@@ -19,11 +19,11 @@ from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.skips import choose_skips
+from penstock.simulating.action_costs import Costs, plan_costs
 from penstock.simulating.assumptions import Assumptions, Options
-from penstock.simulating.costs import Costs, plan_costs
+from penstock.simulating.event_simulation import EventSimulation, Track
 from penstock.simulating.instructions import Writer
 from penstock.simulating.memory_traces import Sizes, trace_memory
-from penstock.simulating.player import Player, Track
 from penstock.simulating.replica_symmetry import ReplicaSymmetry, find_symmetry
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
@@ -126,7 +126,7 @@ class SimulatedRun:
     rows: Mapping[int, Sequence[Action]]
     tracks: Mapping[int, Track]
     writer: Writer
-    player: Player
+    events: EventSimulation
 
     @property
     def seconds(self) -> float:
@@ -138,9 +138,9 @@ def play(rows: Mapping[int, Sequence[Action]], placement: Placement, costs: Cost
     """Simulates the `rows` of some ranks, from second 0. Raises `ScheduleError` like `execute`."""
     writer = Writer(placement, costs)
     tracks = [Track(rank, writer.write(rank, row)) for rank, row in rows.items()]
-    player = Player(tracks, placement, costs.assumptions, len(writer.links), len(writer.edges))
-    player.play(rows)
-    return SimulatedRun(rows, {track.rank: track for track in tracks}, writer, player)
+    events = EventSimulation(tracks, placement, costs.assumptions, len(writer.links), len(writer.edges))
+    events.play(rows)
+    return SimulatedRun(rows, {track.rank: track for track in tracks}, writer, events)
 
 
 def _timeline(

@@ -14,7 +14,7 @@ from penstock.training.nonfinite import SKIPPING, OnNonfinite, check_on_nonfinit
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import AUTOCAST, autocasting, check_version_dtype
 from penstock.training.scaling import LossScale, read_loss_scale
-from penstock.training.update_hooks import UpdateHook, read_hooks
+from penstock.training.update_corrections import UpdateHook, read_hooks
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype
 
 __all__ = ["Recipe", "check_scaled_rates"]

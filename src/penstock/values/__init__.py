@@ -1,6 +1,6 @@
 """The values that the rest of Penstock is built from; none of them imports torch."""
 
-from penstock.scheduling.known_schedules import SCHEDULES
+from penstock.scheduling.schedule_names import SCHEDULES
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.link_tables import LinkLevels, LinkMatrix

@@ -22,8 +22,9 @@ StageSeconds: TypeAlias = Callable[[int, Counts], Matrix]
 (len(starts), N+1); infinite if the stage is empty or does not fit."""
 
 
-_UNITS = 2**24
-"""What the layers of a chain weigh together in `balanced_cuts`. Sums of squares of such numbers are exact."""
+_BITS = 24
+"""The bits of what the layers of a chain weigh together in `balanced_cuts`. Sums of squares of such numbers are exact.
+"""
 
 
 def balanced_cuts(weights: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> tuple[int, ...]:
@@ -33,9 +34,10 @@ def balanced_cuts(weights: Sequence[float], stages: int, speeds: Sequence[float]
     least sum of squares, and of these those whose earlier stages are longer. So layers of one weight are cut as
     `Plan.uniform` does. Exact, in O(stages * layers^2). `speeds`: of each stage, by which its weight is divided.
     """
-    total = sum(weights) or 1.0
+    # By a power of two: whole numbers stay exact, so that equal stages are seen as equal.
+    unit = float(np.ldexp(1.0, np.frexp(sum(weights))[1] - _BITS)) or 1.0
     # From the last layer to the first: `cut_evenly` puts what is left over into the stages behind.
-    whole = np.array([round(weight / total * _UNITS) for weight in reversed(weights)], dtype=np.float64)
+    whole = np.array([round(weight / unit) for weight in reversed(weights)], dtype=np.float64)
     before = np.concatenate([[0.0], np.cumsum(whole)])
     seconds = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
     exchange = [np.zeros(len(before))] * (stages - 1)

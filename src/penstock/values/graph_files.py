@@ -27,7 +27,8 @@ __all__ = ["GraphFile", "read_graph"]
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _GETITEM = re.compile(r"__getitem__\((\d+)\)")
-_IMAGE_BYTES = 3 * 224 * 224 * 4
+_IMAGE_BYTES = tuple(3 * side * side * 4 for side in (224, 299, 331))
+"""Of the images that the models of torchvision and Cadene take, in numbers of 4 bytes."""
 _MILLISECOND = 1e-3
 
 
@@ -186,9 +187,9 @@ def _read_numbers(where: str, text: str) -> tuple[float, ...]:
 
 
 def _minibatch_size(nodes: Iterable[_Node]) -> int | None:
-    """The number of samples in the input if it consists of 3 x 224 x 224 images of 4-byte numbers."""
+    """The number of samples in the input if it consists of square images of a known size."""
     size = sum(sum(node.sizes) for node in nodes if node.dropped)
-    return int(size // _IMAGE_BYTES) if size and size % _IMAGE_BYTES == 0 else None
+    return next((int(size // image) for image in _IMAGE_BYTES if size and size % image == 0), None)
 
 
 def _natural(key: str) -> tuple[str, int]:

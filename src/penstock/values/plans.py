@@ -6,6 +6,7 @@ built from it.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
@@ -13,9 +14,9 @@ from typing import Literal, TypeAlias, cast, get_args
 from penstock.arguments import FLAG, TEXT, check_fields, choice, entries, instance, integer, is_count, number, text_of
 from penstock.errors import PlanError, visible
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.known_schedules import SCHEDULES, find_definition, has_taken_name, identify, schedule_hint
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedule_names import SCHEDULES, find_definition, has_taken_name, identify, schedule_hint
 from penstock.scheduling.schedules import Schedule
 from penstock.values.chain_cuts import balanced_cuts
 from penstock.values.clusters import Cluster
@@ -26,8 +27,9 @@ from penstock.values.documents import (
     read_yaml,
     write_text,
 )
+from penstock.values.plan_stages import Stage, ranks_text
+from penstock.values.plan_validation import check_stages
 from penstock.values.quantities import bytes_text
-from penstock.values.stages import Stage, check_stages, ranks_text
 
 __all__ = ["ROUTINGS", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
 
@@ -40,6 +42,10 @@ as in 1F1B-RR [PipeDream 2019, section 3.2]; d replicas of every stage are then 
 microbatch is split evenly over all replicas [SPP 2022]."""
 
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+
+
+_SEVERAL = ("peak_bytes", "stage_seconds")
+"""The fields of a prediction with a number for each rank or stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,17 @@ class Prediction:
     """The idle share of the wall time of all ranks, 0 to 1."""
     limit: str = ""
     """The bottleneck in words: a stage, a link, the memory."""
+    stage_seconds: tuple[float, ...] = ()
+    """Forward and backward of one microbatch in each stage, if they are known."""
 
     def __post_init__(self) -> None:
         rule = number(0, infinite=True).but("leave `predicted` out of a plan made by hand")
-        numbers = [field.name for field in fields(self) if field.name not in ("peak_bytes", "limit")]
+        numbers = [field.name for field in fields(self) if field.name not in (*_SEVERAL, "limit")]
         check_fields(self, {**dict.fromkeys(numbers, rule), "limit": TEXT.but("leave it out")}, PlanError)
-        peaks = enumerate(entries("peak_bytes", self.peak_bytes, PlanError))
-        checked = tuple(rule.check(f"peak_bytes[{rank}]", peak, PlanError) for rank, peak in peaks)
-        object.__setattr__(self, "peak_bytes", checked)
+        for name in _SEVERAL:
+            found = enumerate(entries(name, getattr(self, name), PlanError))
+            checked = tuple(rule.check(f"{name}[{index}]", each, PlanError) for index, each in found)
+            object.__setattr__(self, name, checked)
 
 
 _RULES = {
@@ -120,6 +129,11 @@ class Plan:
             raise PlanError(
                 f"predicted.peak_bytes: expected {self.ranks} numbers (one per rank), "
                 f"found {len(self.predicted.peak_bytes)}: leave `predicted` out of a plan made by hand"
+            )
+        if self.predicted is not None and len(self.predicted.stage_seconds) not in (0, len(self.stages)):
+            raise PlanError(
+                f"predicted.stage_seconds: expected {len(self.stages)} numbers (one per stage) or none, "
+                f"found {len(self.predicted.stage_seconds)}: leave `predicted` out of a plan made by hand"
             )
 
     @classmethod
@@ -249,11 +263,8 @@ class Plan:
         With tensor parallelism each rank of the schedule is a group of ranks that hold one replica together: rank g is
         the group of the ``t`` ranks from ``g * t`` on.
         """
-        size = self.tensor_parallel
-        return Placement(
-            tuple(tuple(rank // size for rank in stage.ranks[::size]) for stage in self.stages),
-            split=self.routing == "split" and max(self.replicas) > 1,
-        )
+        split = self.routing == "split" and max(self.replicas) > 1
+        return _place(tuple(stage.ranks for stage in self.stages), self.tensor_parallel, split)
 
     @property
     def layers(self) -> int:
@@ -314,8 +325,8 @@ class Plan:
         if self.predicted is not None:
             lines.append("predicted:")
             for name, value in asdict(self.predicted).items():
-                if name == "peak_bytes":
-                    lines.append(f"  {name}: [{', '.join(map(number_text, value))}]")
+                if name in _SEVERAL:
+                    lines += [f"  {name}: [{', '.join(map(number_text, value))}]"] if value else []
                 elif name != "limit":
                     lines.append(f"  {name}: {number_text(value)}")
                 elif value:
@@ -395,6 +406,12 @@ def require_schedule(schedule: ScheduleDefinition | str, where: str = "") -> Sch
     return definition
 
 
+@lru_cache(maxsize=1 << 10)
+def _place(stages: tuple[tuple[int, ...], ...], size: int, split: bool) -> Placement:
+    """The placement of stages on groups of `size` ranks; a search asks for the same one again and again."""
+    return Placement(tuple(tuple(rank // size for rank in ranks[::size]) for ranks in stages), split=split)
+
+
 def schedule(plan: Plan) -> Schedule:
     """The schedule of `plan`; `ScheduleError` if its numbers do not fit the schedule's definition."""
     _PLAN.check("schedule(plan=)", plan, PlanError)
@@ -432,8 +449,11 @@ def _read_stage(node: YamlNode) -> Stage:
 
 
 def _read_prediction(node: YamlNode) -> Prediction:
-    nodes = node.mapping([field.name for field in fields(Prediction) if field.name != "limit"], ["limit"])
-    peaks = tuple(peak.number() for peak in nodes.pop("peak_bytes").items())
+    later = ["limit", "stage_seconds"]
+    nodes = node.mapping([field.name for field in fields(Prediction) if field.name not in later], later)
+    peaks, stage_seconds = (
+        tuple(each.number() for each in nodes.pop(name).items()) if name in nodes else () for name in _SEVERAL
+    )
     limit = nodes.pop("limit").text() if "limit" in nodes else ""
     numbers = {name: inner.number() for name, inner in nodes.items()}
-    return node.build(lambda: Prediction(peak_bytes=peaks, limit=limit, **numbers))
+    return node.build(lambda: Prediction(peak_bytes=peaks, limit=limit, stage_seconds=stage_seconds, **numbers))

@@ -96,6 +96,7 @@ _RULES = {
     "device": TEXT,
     "library_bytes": number(0).but("measure it again, or leave it out"),
     "fragmentation": number(1).but("measure it again, or leave it out"),
+    "tensor_parallel": integer(1).but("give the number of devices that share every layer, or leave it out"),
 }
 
 
@@ -119,6 +120,9 @@ class Profile:
     model of a few MB. 1 on a CPU, where it is not measured."""
     others: tuple[DeviceTimes, ...] = ()
     """The times of the same layers on other kinds of devices (`joined`). Sizes are those of `layers` on all kinds."""
+    tensor_parallel: int = 1
+    """How many devices share every layer. Seconds then include what they send each other, and bytes are those of one of
+    them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", entries("layers", self.layers, ProfileError))
@@ -168,6 +172,11 @@ class Profile:
             raise ProfileError(
                 f"profile of {other.device!r}: expected the layers of the profile of {self.device!r}, found others: "
                 "give profiles of one model"
+            )
+        if other.tensor_parallel != self.tensor_parallel:
+            raise ProfileError(
+                f"profile of {other.device!r}: expected layers on {self.tensor_parallel} devices (tensor_parallel), as "
+                f"on {self.device!r}, found {other.tensor_parallel}: measure both alike"
             )
         if other.microbatch_size != self.microbatch_size:
             raise ProfileError(
@@ -281,6 +290,7 @@ class Profile:
         }
         noted = {"library_bytes": self.library_bytes, "fragmentation": self.fragmentation}
         head |= noted if (self.library_bytes, self.fragmentation) != (0, 1) else {}
+        head |= {"tensor_parallel": self.tensor_parallel} if self.tensor_parallel > 1 else {}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
         text = "{\n" + "".join(lines) + _list("layers", rows)
         if self.crossings:
@@ -296,12 +306,14 @@ class Profile:
         place.check_format(_FORMAT)
         noted = ("library_bytes", "fragmentation")
         places = place.mapping(
-            ("format", "microbatch_size", "layers"), ("name", "device", "crossings", "others", *noted)
+            ("format", "microbatch_size", "layers"),
+            ("name", "device", "crossings", "others", "tensor_parallel", *noted),
         )
         layers = tuple(_read_layer(layer) for layer in places["layers"].items())
         size = places["microbatch_size"].integer()
         known: dict[str, Any] = {key: places[key].text() for key in ("name", "device") if key in places}
         known |= {key: places[key].number() for key in noted if key in places}
+        known |= {key: places[key].integer() for key in ("tensor_parallel",) if key in places}
         crossings = tuple(map(_read_crossing, places["crossings"].items())) if "crossings" in places else ()
         others = tuple(map(_read_times, places["others"].items())) if "others" in places else ()
         return place.build(lambda: cls(layers, size, crossings=crossings, others=others, **known))
@@ -311,9 +323,9 @@ class Profile:
         """Reads a ``graph.txt`` of PipeDream's profiler and makes a chain of its graph.
 
         The measured minibatch becomes the microbatch. Its size is `microbatch_size`, or else follows from the bytes of
-        the input images (3 x 224 x 224 numbers of 4 bytes). Without either (GNMT) the minibatch counts as one sample,
-        and rates are minibatches per second. The file does not contain `saved_bytes`; the bytes of all outputs of the
-        operator replace it. `ProfileError` names the line that cannot be read.
+        the input images (3 x 224 x 224 numbers of 4 bytes, or 299 or 331 in place of 224). Without either (GNMT) the
+        minibatch counts as one sample, and rates are minibatches per second. The file does not contain `saved_bytes`;
+        the bytes of all outputs of the operator replace it. `ProfileError` names the line that cannot be read.
         """
         file = read_graph(path)
         try:

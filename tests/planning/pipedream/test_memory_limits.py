@@ -15,13 +15,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.costs import chain_costs
 from penstock.planning.memory import Room, chunks_in_flight
 from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat, fits_flat, least_peak_bytes
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.requests import Request
+from penstock.planning.stage_costs import chain_costs
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.quantities import bytes_text
 from support.paths import PIPEDREAM

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.planning.costs import chain_costs
 from penstock.planning.predictions import predict, slowest_part, slowest_seconds
+from penstock.planning.stage_costs import chain_costs
 from penstock.simulating import simulate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 

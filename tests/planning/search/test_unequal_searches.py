@@ -130,6 +130,15 @@ def test_training_without_a_pipeline_by_hand():
     assert [way.minibatch_seconds for way in slow] == [36.0, 36.0]
 
 
+def test_without_a_pipeline_all_devices_work_though_every_microbatch_has_an_update():
+    cluster = Cluster.uniform(4, 1e9)
+    made = penstock.plan(EQUAL, cluster, schedule="pipedream")
+    data, _ = without_pipelines(EQUAL, cluster, 4)
+
+    assert made.microbatches == 1
+    assert f"data parallel {data.samples_per_second:.4g} samples/s" in made.explain()
+
+
 def test_clusters_are_compared_by_speed_and_cost():
     two = Cluster.uniform(2, 1e9).with_kinds(DeviceKind("A", price_per_hour=4.0))
     four = Cluster.uniform(4, 1e9).with_kinds(DeviceKind("B", speed=0.4, price_per_hour=1.0))

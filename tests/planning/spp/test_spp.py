@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from penstock.errors import PlanError
-from penstock.planning.costs import chain_costs
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_speeds
 from penstock.planning.spp.mappings import OrderedDevices, cheapest_mappings
 from penstock.planning.spp.spp_search import evaluate_for, plan_spp, spp_candidates
+from penstock.planning.stage_costs import chain_costs
 from penstock.scheduling import Backward, Forward
 from penstock.scheduling.definitions import Step
 from penstock.simulating.outcomes import evaluate

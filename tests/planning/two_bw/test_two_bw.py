@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.costs import chain_costs
 from penstock.planning.memory import interval_bytes, peak_bytes
 from penstock.planning.requests import Request
+from penstock.planning.stage_costs import chain_costs
 from penstock.planning.two_bw.block_chains import stage_counts
 from penstock.planning.two_bw.parallel_pipelines import filling
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines, simulated_cost

@@ -116,7 +116,9 @@ def test_fully_sharded_replicas_evaluate_in_step(pool: Pool) -> None:
 
 
 def test_spread_layers_are_not_measured(pool: Pool) -> None:
-    assert all("measure before" in one for one in pool.run(4, jobs.measure_late))
+    assert all(
+        "expected one stage without replicas. Measure with stages=1" in one for one in pool.run(4, jobs.measure_late)
+    )
 
 
 def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
@@ -216,7 +218,7 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     "a boundary tensor that is a `DTensor`, or differs between tensor-parallel ranks (*first step*)": (
         test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks,
     ),
-    "`Pipeline.measure` after a hook": (test_spread_layers_are_not_measured,),
+    "`Pipeline.measure` after a hook, with several stages or replicas": (test_spread_layers_are_not_measured,),
     "`compile=` with `zb-h1` or `zb-v`": ("compiled zb-h1",),
     '`recompute="layers"` with `zb-h1` or `zb-v`': ("layers of zb-h1",),
     "CUDA graphs on a device without them": ("graphs on a CPU",),

@@ -16,6 +16,7 @@ from penstock.doctor.records import JobRecord
 from penstock.doctor.run_directories import RunDirectory, catches, examine, own_identity
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.flight_watch import RUN_DIR, FlightWatch
+from penstock.runtime.assembly.thread_stacks import stacks_of_threads
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS
 from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.transport.worlds import SingleProcess
@@ -170,3 +171,33 @@ def test_training_goes_on_where_no_record_can_be_written(
 
     assert len(losses) == 2
     assert caplog.text.count("flight records cannot be written") == 1
+
+
+def test_the_stacks_of_running_threads_are_those_of_their_calls() -> None:
+    """A hundred times while the thread runs: outermost call first, with the line's text and whose code it is."""
+    ready, done = threading.Event(), threading.Event()
+
+    def innermost() -> None:
+        ready.set()
+        while not done.is_set():
+            sum(range(100))
+
+    def outermost() -> None:
+        innermost()
+
+    thread = threading.Thread(target=outermost, name="busy")
+    thread.start()
+    try:
+        assert ready.wait(60)
+        assert thread.ident is not None
+        for _ in range(100):
+            (record,) = [one for one in stacks_of_threads(thread.ident) if one.name == "busy"]
+            own = [frame for frame in record.frames if frame.file == __file__]
+            assert record.trains
+            assert [frame.function for frame in own[:2]] == ["outermost", "innermost"]
+            assert own[0].code == "innermost()"
+            assert [frame.library for frame in record.frames[:2]] == [True, True]
+            assert not own[0].library
+    finally:
+        done.set()
+        thread.join()

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ def listing(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.fixture
+def generous_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("generous_umask")
 def test_a_step_has_a_manifest_and_safetensors(tmp_path: Path) -> None:
     pipe = trained(2)
     path = pipe.save(tmp_path / "run")
@@ -146,6 +154,19 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="found files that Penstock has not written"):
         pipe.save(run, 1)
     assert listing(run) == after
+
+
+def test_files_of_the_user_beside_the_run_stay(tmp_path: Path) -> None:
+    pipe = trained()
+    pipe.save(tmp_path / "run", 1)
+    for ending in ("old", "partial", "bak"):
+        shutil.copytree(tmp_path / "run", tmp_path / f"run.{ending}")
+    (tmp_path / "run.partial" / "thesis.txt").write_text("mine")
+    before = {name: content for name, content in listing(tmp_path).items() if not name.startswith("run/")}
+    pipe.save(tmp_path / "run", 1)
+    pipe.save(tmp_path / "run", 2, keep=1)
+
+    assert {name: content for name, content in listing(tmp_path).items() if not name.startswith("run/")} == before
 
 
 def foreign(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_a_training_starts_where_there_is_nothing_and_goes_on_where_it_was_saved
         found += [step(again) for _ in range(2)]
 
     assert found == expected
+
+
+def test_what_a_killed_save_has_left_is_removed_before_the_training_goes_on(tmp_path: Path) -> None:
+    """The kill may have come in the last save of a training, which no other one follows."""
+    run = tmp_path / "run"
+    with make_pipeline(run) as pipe:
+        step(pipe)
+        saved = pipe.save(run)
+    for kind in ("saving", "removed"):
+        shutil.copytree(saved, run / f".penstock-{kind}-0123456789abcdef")
+    with make_pipeline(run) as again:
+        assert again.steps == 1
+
+    assert list(run.iterdir()) == [saved]
 
 
 def test_a_plan_is_made_for_the_processes_that_are_there(tmp_path: Path) -> None:

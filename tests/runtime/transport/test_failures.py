@@ -62,3 +62,21 @@ def test_what_the_operating_system_says_of_a_process() -> None:
     assert (own.runs(), own.has_ended(), own.is_stopped()) == (True, False, False)
     assert not ProcessIdentity("another host", own.pid, own.started).runs()
     assert not ProcessIdentity(own.host, own.pid, "earlier").runs()
+
+
+def test_it_looks_for_the_cause_of_a_kill_no_longer_than_for_an_answer(
+    board: FailureBoard, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that was killed writes nothing. One that has left may report an error of its script after that."""
+    monkeypatch.setattr(failures, "_CAUSE_SECONDS", 1e9)
+    found = board.find_cause([1], "a message", ConnectionError("reset by peer"))
+    assert "rank 1 closed its connection to this rank (a message). It was probably killed" in str(found)
+
+    other = FailureBoard(store, 1, 2)
+    other.leave()
+    timer = threading.Timer(0.3, lambda: other.report("outside the pipeline", "OSError: the data set is gone"))
+    timer.start()
+    with pytest.raises(TransportError, match="OSError: the data set is gone"):
+        board.find_cause([1], "a message", ConnectionError("reset by peer"))
+    timer.join()
+    other.close()

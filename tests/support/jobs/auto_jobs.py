@@ -1,6 +1,7 @@
 """Jobs for the processes of the tests of ``plan="auto"``."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,8 +64,8 @@ def listening() -> Iterator[list[str]]:
         logger.setLevel(before)
 
 
-def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Automatic:
-    """Trains `subject` for so many steps under a plan of Penstock's own."""
+def run_automatically(subject: str, steps: int, options: dict[str, Any], awaits_comparison: bool = False) -> Automatic:
+    """Trains `subject` for `steps` steps under a plan of Penstock's own."""
     chosen = models.SUBJECTS[subject]
     with listening() as lines:
         pipe = penstock.Pipeline(
@@ -78,10 +79,15 @@ def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Auto
         losses = [pipe.step(*chosen.batches[step % len(chosen.batches)]).loss for step in range(steps)]
         pipe.drain()
         numbers = tuple(float(loss) for loss in losses)
-        if dist.is_initialized():
-            # By now every rank has published its measurement.
-            dist.barrier()
         error = pipe.prediction_error()
+        # A thread of each process writes and reads the measurements.
+        deadline = time.monotonic() + 60.0
+        while awaits_comparison and error is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+            error = pipe.prediction_error()
+        if dist.is_initialized():
+            # No process closes before the others have read.
+            dist.barrier()
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     pipe.close()
     auto = pipe.auto_plan
@@ -90,13 +96,13 @@ def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Auto
 
 
 class _Wearing(nn.Linear):
-    """A layer that fails at its tenth forward: it is captured with fewer, and measured with more."""
+    """A layer that fails from its tenth forward on: it is captured with fewer, and measured with more."""
 
     forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
-        if self.forwards == 10:
+        if self.forwards >= 10:
             raise ValueError("the layer is worn out")
         return super().forward(x)
 

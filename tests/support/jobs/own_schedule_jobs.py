@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import penstock
 from penstock.scheduling import ScheduleDefinition
@@ -21,14 +22,17 @@ def run_own(subject: str, name: str, ranks: int) -> Outcome:
     return run_pipeline(Case(subject, "gpipe", ranks, 4, "adamw"), plan=plan_of(make_local(OWN[name]), ranks))
 
 
-def run_planned(ranks: int) -> tuple[str, tuple[float, ...]]:
-    """Training under a plan that the pipeline makes for a schedule; what it is called, and the losses."""
+def run_planned(ranks: int) -> tuple[str, tuple[float, ...], dict[str, Any]]:
+    """Training under a plan that the pipeline makes for a schedule: the schedule's name, the losses, and what the plan
+    chose.
+    """
     case = Case("layered", "gpipe", ranks, 4, "adamw")
     options = {**case.options, "schedule": make_local(EAGER), "microbatches": 4, "plan": "auto"}
     pipe = penstock.Pipeline(case.build(), **options)
     losses = tuple(float(pipe.step(x, y).loss) for x, y in case.batches)
     pipe.close()
-    return str(pipe.plan.schedule), losses
+    chosen = {name: getattr(pipe.plan, name) for name in ("stages", "routing", "recompute")}
+    return str(pipe.plan.schedule), losses, chosen
 
 
 def run_saved(ranks: int, directory: Path) -> list[float]:

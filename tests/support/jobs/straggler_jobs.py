@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import penstock
 from penstock.doctor.stragglers import Stragglers
 from penstock.values import Plan
+from support.counters import Counter
 
 __all__ = ["apply_cut", "find_and_recut", "train_with_cut"]
 
@@ -28,19 +29,6 @@ class _Layer(nn.Module):
         if self.slow:
             time.sleep(0.01)
         return torch.tanh(self.linear(x))
-
-
-class _Counter:
-    """Counts steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
 
 
 def _pipeline(plan: Plan, slow: bool, weightless: bool = False, **options: Any) -> penstock.Pipeline:
@@ -98,7 +86,7 @@ def apply_cut(
     batches = penstock.loader(TensorDataset(*2 * [torch.stack(_batches())]), 1)
     losses, rest = [], []
     with _pipeline(Plan.uniform(LAYERS, 2, schedule, 4), slow=True, weightless=weightless, **options) as pipe:
-        tracked = _Counter()
+        tracked = Counter()
         pipe.track(tracked=tracked)
         for number, ((x,), (y,)) in enumerate(batches, 1):
             losses.append(float(pipe.step(x, y).loss))

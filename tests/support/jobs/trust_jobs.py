@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from penstock.runtime.batches.results import StepResult
 from penstock.runtime.transport.run_keys import TOKEN
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import join_world
+from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan
-from penstock.values.stages import Stage
 from support.transport_selection import sharing_memory
 
 __all__ = ["join_with_tokens", "list_stored_texts", "open_and_close"]
@@ -146,8 +147,12 @@ def _settled(wanted: Held | None) -> Held:
     not changed for a while.
     """
     deadline, same, last = time.monotonic() + _SECONDS, 0, _held()
-    while time.monotonic() < deadline:
-        gc.collect()
+    for turn in count():
+        if time.monotonic() > deadline:
+            break
+        if turn % 20 == 0:
+            # It looks through all that was ever imported, so not in every turn.
+            gc.collect()
         time.sleep(0.05)
         now = _held()
         same, last = (same + 1 if now == last else 0), now

@@ -1,10 +1,14 @@
 """A training without a model: it counts steps, saves and leaves on SIGUSR1, and goes on from its newest checkpoint.
 
-    plain_training.py DIRECTORY STEPS SECONDS [FAILURES]
+    plain_training.py DIRECTORY STEPS SECONDS [FAILURES [START [END]]]
+
+It takes START seconds before it knows the signal, and END seconds after its last step, when it knows it no more. After
+its first step it says that it has begun, as Penstock's trainings do.
 
 The result is the sum of all steps' numbers, so that a step that was left out or made twice shows.
 """
 
+import os
 import signal
 import sys
 import time
@@ -12,8 +16,10 @@ from pathlib import Path
 
 directory, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 failures = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+start, end = (float(sys.argv[n]) if len(sys.argv) > n else 0.0 for n in (5, 6))
 directory.mkdir(parents=True, exist_ok=True)
 asked = []
+time.sleep(start)
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
 
 tries = directory / "tries"
@@ -35,7 +41,11 @@ def save(step):
 for step in range(newest + 1, steps + 1):
     total += step
     time.sleep(seconds)
+    Path(os.environ["PENSTOCK_FLEET_BEGUN"]).touch()
     if asked:
         save(step)
         sys.exit(138)
-save(steps) if newest < steps else None
+if newest < steps:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    save(steps)
+    time.sleep(end)

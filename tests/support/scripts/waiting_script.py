@@ -5,6 +5,7 @@ SECONDS: the ``timeout_seconds`` of its pipeline. A scenario in two words names 
 
 import atexit
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 import penstock
 
 SCENARIO, FAILING, SECONDS = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+LITTLE = 4
+"""Descriptors: fewer than a pipeline of two processes needs, and enough for a traceback."""
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -60,6 +63,12 @@ def before(call: str) -> None:
         stop()
 
 
+def allow_descriptors(more: int) -> None:
+    """Forbids this process to open more than `more` files beside those that it has."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + more, most))
+
+
 def build() -> penstock.Pipeline:
     torch.manual_seed(0)
     return penstock.Pipeline(
@@ -85,6 +94,11 @@ def main() -> None:
         before("probe")
         print(penstock.probe(timeout_seconds=SECONDS))
         return
+    if SCENARIO == "descriptors":
+        # Torch's own group is made by then.
+        build().close()
+        if RANK == FAILING:
+            allow_descriptors(more=LITTLE)
     pipe = build()
     x = torch.randn(4, 4)
     directory = Path(tempfile.gettempdir()) / f"waiting-{os.environ['MASTER_PORT']}"

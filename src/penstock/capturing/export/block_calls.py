@@ -81,6 +81,7 @@ def record_calls(
     _check_repeatable(first, again)
     runs, fixed, equal = [first, again], set[Dimension](), []
     groups = list(_size_groups(sampled))
+    samples = groups[0]
     tried = {"sizes": len(groups), "samples": 1, "nothing": 0}[free]
     fixed.update(*groups[tried:])
     groups = groups[:tried]
@@ -95,7 +96,9 @@ def record_calls(
             fixed.update(group)
         else:
             runs.append(found)
-            if len({name for name, _ in group}) > 1 and not _may_differ(sampled, group):
+            # That numbers of samples are equal is checked as such.
+            names = {name for name, _ in group}
+            if len(names) > 1 and group != samples and not _may_differ(sampled, group):
                 equal.append(tuple(sorted(group)))
     return RecordedCalls({path: _merged([run[path] for run in runs]) for path in paths}, frozenset(fixed), tuple(equal))
 

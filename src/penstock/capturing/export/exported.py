@@ -14,7 +14,7 @@ from torch import nn
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
 from penstock.capturing.export.block_calls import Dimension, RecordedCalls, record_calls
-from penstock.capturing.export.blocks import group_calls
+from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
@@ -71,6 +71,7 @@ def _capture(
     if partition is None:
         partition = _partition(model, stacks, run.blocks)
     layers = cut(traced, dependence, stacks, partition)
+    _check_results(sampled, run, traced)
     names = iter(result_names(traced))
     output = ModelOutput(
         structure=run.structure,
@@ -106,12 +107,22 @@ def _trace(
         recorded = record_calls(sampled, paths, run, free)
         blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates)
         try:
-            with sampled.preserved():
-                return trace(sampled.model, sampled.call, sampled.inputs, blocks, recorded.fixed), recorded
+            return trace(sampled, blocks, recorded.fixed), recorded
         except UnknownSize:
             if free == _FREE[-1]:
                 raise
     raise AssertionError("the last one returns or raises")
+
+
+def _check_results(sampled: SampledModel, run: ModelRun, traced: Trace) -> None:
+    returned = sum(leaf is torch.Tensor for leaf in run.leaves)
+    if returned != len(traced.results):
+        raise CaptureError(
+            f"{sampled.name} returns {returned} tensors, and {len(traced.results)} of them in a trace of the code "
+            "between its blocks. Hooks on blocks and in them are not traced, and models of transformers collect "
+            "attentions, router logits and hidden states by hooks. Leave these out (output_attentions=False); build "
+            "the pipeline before the model is first called; or pass the model as a list of layers"
+        )
 
 
 def _equal(traced: Trace, recorded: RecordedCalls, inputs: ModelInputs) -> tuple[tuple[Dimension, ...], ...]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.export.blocks import choose_blocks
-from penstock.capturing.export.watched_runs import ModuleCalls, Watch, is_plain
+from penstock.capturing.export.block_choice import choose_blocks
+from penstock.capturing.export.watched_runs import ModuleCalls, Watch
+from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.capturing.observation import memory_of, observed
 from penstock.capturing.preservation import python_generators

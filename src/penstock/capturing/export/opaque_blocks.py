@@ -5,7 +5,6 @@ sees only the sizes of its results. These are known from runs of the model. In t
 the operator is a call of the user's own module again, as the Python that it is.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,9 +20,9 @@ from torch.library import Library
 from penstock.capturing.export.block_calls import BlockCall, ResultTensor, Sizes
 from penstock.capturing.export.escapes import is_inside, leaky
 from penstock.capturing.export.model_runs import ModelRun
-from penstock.capturing.export.watched_runs import is_plain
+from penstock.capturing.fresh_objects import Anew, is_plain
 from penstock.capturing.samples import flatten
-from penstock.capturing.sequential import Anew, EagerLayer, Form
+from penstock.capturing.sequential import EagerLayer, Form
 from penstock.errors import CaptureError
 from penstock.torch_internals.hidden_modules import HiddenModules
 from penstock.torch_internals.modules import hooks_of, replaced_forward
@@ -212,7 +211,7 @@ def _constant(leaf: Any, lasting: bool) -> Any:
         return Tensor
     if isinstance(leaf, torch.SymInt):
         return torch.SymInt
-    return leaf if lasting or is_plain(leaf) else Anew(copy.deepcopy(leaf))
+    return leaf if lasting or is_plain(leaf) else Anew(leaf)
 
 
 @torch.library.impl(_LIBRARY, "block", "CompositeExplicitAutograd")

@@ -25,7 +25,8 @@ from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UsedWeights, o
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.lost_backwards import functions_refused
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.samples import Call, flatten
+from penstock.capturing.sampled_models import SampledModel
+from penstock.capturing.samples import flatten
 from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -109,16 +110,15 @@ class FlatModel(nn.Module):
             raise UsedWeights
 
 
-def trace(
-    model: nn.Module, call: Call, inputs: ModelInputs, blocks: OpaqueBlocks, fixed: Collection[tuple[str, int]]
-) -> Trace:
-    """Exports `model` for any number of samples, and for any other size that its code allows. `blocks` are not traced.
+def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[str, int]]) -> Trace:
+    """Exports the model for any number of samples, and any other size that its code allows. `blocks` are not traced.
 
     `fixed`: the dimensions of inputs that the model takes in the size of the sample only.
 
     Raises `CaptureError` with the line of the model that cannot be traced.
     """
-    leaves, _ = flatten((call.args, call.kwargs))
+    model, inputs = sampled.model, sampled.inputs
+    leaves, _ = flatten((sampled.call.args, sampled.call.kwargs))
     pairs = [(name, leaf) for name, leaf in zip(inputs.names, leaves, strict=True) if name not in inputs.constants]
     if inputs.microbatch_size == 1:
         # Export takes a size of 1 for a constant.
@@ -132,15 +132,18 @@ def trace(
     own_backwards = nullcontext() if blocks.evaluates else functions_refused()
     with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step(), own_backwards:
         try:
+            # The model's code may install hooks on blocks when it first runs, as that of transformers does. So the
+            # second attempt must find what the first one found.
             try:
-                with opaque(blocks, hide=True):
+                with sampled.preserved(), opaque(blocks, hide=True):
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
             except UsedWeights:
-                with opaque(blocks, hide=False):
+                with sampled.preserved(), opaque(blocks, hide=False):
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
         except export_refusals():
             # Outside, where blocks are themselves and can be run.
-            _run_with_other_batch(flat, names, tensors, inputs)
+            with sampled.preserved():
+                _run_with_other_batch(flat, names, tensors, inputs)
             raise
     return _read(program, model, names, blocks)
 

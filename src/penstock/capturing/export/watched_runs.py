@@ -17,7 +17,7 @@ from penstock.capturing.preservation import python_generators
 from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals.pytrees import TreeSpec
 
-__all__ = ["ModuleCall", "ModuleCalls", "ResultShape", "Watch", "is_plain"]
+__all__ = ["ModuleCall", "ModuleCalls", "ResultShape", "Watch"]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +51,6 @@ class ResultShape:
 ModuleCalls: TypeAlias = dict[str, list[ModuleCall]]
 """The calls in one run, by path of the module."""
 _, _LEAF = flatten(0)
-
-
-def is_plain(leaf: Any) -> bool:
-    """Whether `leaf` is a constant that two calls can be compared by."""
-    return leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
 
 
 class Watch:

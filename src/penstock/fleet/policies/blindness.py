@@ -10,6 +10,10 @@ from penstock.fleet.problems import Floats, Problem
 
 __all__ = ["blind", "isolated_shares"]
 
+_NEAR = 1e-6
+_ROUNDS = 200
+"""Spreading ends where no kind is overfull by more than the first share, or after the second number of rounds."""
+
 
 def isolated_shares(problem: Problem) -> Allocation:
     """Every job has 1/n of every kind: a static partition, with which sharing is compared."""
@@ -38,15 +42,21 @@ def blind(policy: Callable[[Problem], Allocation]) -> Callable[[Problem], Alloca
 
 
 def _spread(problem: Problem, found: Allocation) -> Floats:
-    """The time of each job, over its kinds by their workers; as `found` if that would take more workers than there are,
-    which only happens where some jobs cannot run everywhere.
+    """The time of each job, over its kinds by their workers. Where some jobs cannot run everywhere, the others have
+    less of the kinds that would be overfull, and more of the rest.
     """
-    there = problem.speeds() > 0
-    weights = there * problem.equal_shares()
-    rows: Floats = found.busy()[:, None] * weights / weights.sum(axis=1, keepdims=True)
-    taken = (rows * problem.workers()[:, None]).sum(axis=0)
-    for name, workers in problem.pools.items():
-        columns = [j for j, kind in enumerate(problem.kinds) if kind.devices == name]
-        if taken[columns].sum() > workers * (1 + 1e-9):
-            return found.array()
+    rows: Floats = (problem.speeds() > 0) * problem.equal_shares()
+    busy, sizes = found.busy()[:, None], problem.workers()[:, None]
+    for _ in range(_ROUNDS):
+        # A job without time has no sum to divide by.
+        rows *= busy / numpy.maximum(rows.sum(axis=1, keepdims=True), 1e-300)
+        taken, worst = (rows * sizes).sum(axis=0), 1.0
+        for name, workers in problem.pools.items():
+            columns = [j for j, kind in enumerate(problem.kinds) if kind.devices == name]
+            over = float(taken[columns].sum()) / workers
+            if over > 1:
+                worst = max(worst, over)
+                rows[:, columns] /= over
+        if worst < 1 + _NEAR:
+            break
     return rows

@@ -14,6 +14,8 @@ __all__ = ["finish_time_fairness", "min_makespan", "min_makespan_within_budget",
 
 _PRECISE = 1e-6
 """A search for a level ends where its bounds are this close, relative to the level."""
+_GUESSES = 60
+"""Searches that would take more steps than this end where they are: the last allocation is valid."""
 
 
 def remaining_seconds(space: Space) -> Floats:
@@ -44,22 +46,41 @@ def finish_time_fairness(problem: Problem) -> Allocation:
         with numpy.errstate(divide="ignore"):
             return numpy.asarray((elapsed + needed / solution.rates) / alone)
 
-    # The fastest kind all of the time is a lower bound for each job; every allocation gives an upper one. A guess can
-    # be met if the throughputs that it requires can be had once or more. Guesses just below the upper bound lead to
-    # large steps, or prove that it is the optimum; every third is half-way, so that the bounds meet in any case.
+    # The fastest kind all of the time is a lower bound for each job; every allocation gives an upper one. The duals of
+    # a program price throughputs: no allocation is worth more than its optimum. A ratio whose throughputs are worth
+    # more cannot be met, and the least that can is the next guess. Each guess finds other duals, so there are few.
     low = float(((elapsed + needed) / alone).max())
     best = _most_of(space, needed / alone)
-    high, rounds = float(ratios(best).max()), 0
-    while high - low > _PRECISE * high:
-        rounds += 1
-        guess = high * (1 - _PRECISE / 2) if rounds % 3 else (low + high) / 2
+    high, guess = float(ratios(best).max()), low
+    for _ in range(_GUESSES):
+        if high - low <= _PRECISE * high:
+            break
         found = _most_of(space, needed / (guess * alone - elapsed))
         reached = float(ratios(found).max())
-        if found.value < 1:
-            low = guess
         if reached < high:
             best, high = found, reached
+        if found.value < 1:
+            low = max(guess, _affordable(guess, found, needed, alone, elapsed))
+        # Where rounding hides the next step, half-way is one.
+        guess = low if low > guess else (low + high) / 2
     return space.allocation(fill(space, best, at_least=needed / (high * alone - elapsed)), "finish-time-fairness")
+
+
+def _affordable(low: float, found: Solution, needed: Floats, alone: Floats, elapsed: Floats) -> float:
+    """The least ratio, `low` or more, whose throughputs are worth no more than the optimum `found` at the prices of its
+    duals. Newton's steps come from below, since what throughputs are worth is convex in the ratio.
+    """
+    # A class that the duals price at 0 would only make a ratio of 0 over 0.
+    (priced,) = numpy.nonzero(found.held > 0)
+    worth, alone, elapsed = (found.held * needed)[priced], alone[priced], elapsed[priced]
+    limit = float(found.held @ found.rates)
+    for _ in range(_GUESSES):
+        left = low * alone - elapsed
+        excess, slope = float((worth / left).sum()) - limit, float((worth * alone / left**2).sum())
+        if excess <= _PRECISE / 10 * limit:
+            break
+        low += excess / slope
+    return low
 
 
 def min_makespan_within_budget(problem: Problem) -> Allocation:

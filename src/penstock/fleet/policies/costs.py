@@ -5,11 +5,15 @@ since both scale with them. Here time on a kind counts by the steps that it buys
 Steps of different jobs are compared by the time that they take on the job's fastest kind.
 """
 
+from collections.abc import Hashable
+
 import numpy
 
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
+from penstock.fleet.jobs import Job
 from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
+from penstock.fleet.moving_costs import moving_cost
 from penstock.fleet.problems import Floats, Problem
 
 __all__ = ["max_throughput", "min_cost", "min_cost_near_deadlines", "min_cost_with_deadlines"]
@@ -28,7 +32,7 @@ def max_throughput(problem: Problem) -> Allocation:
 
 def min_cost(problem: Problem) -> Allocation:
     """Time goes where it buys the most steps for its price. All jobs run as far as there are workers."""
-    space = Space(problem, [None] * len(problem.jobs))
+    space = Space(problem, [_moves(problem, job) for job in problem.jobs])
     return space.allocation(Program(space).maximize(_steps_per_price(space)).shares, "min-cost")
 
 
@@ -61,7 +65,13 @@ def min_cost_near_deadlines(problem: Problem) -> Allocation:
 
 
 def _space_of_deadlines(problem: Problem) -> Space:
-    return Space(problem, [(job.steps, job.deadline_seconds) for job in problem.jobs])
+    return Space(problem, [(job.steps, job.deadline_seconds, _moves(problem, job)) for job in problem.jobs])
+
+
+def _moves(problem: Problem, job: Job) -> Hashable:
+    """What moving distinguishes a job by: nothing if it never costs anything."""
+    costs = tuple(moving_cost(job.gigabytes, job.region, kind, problem.kinds) for kind in problem.kinds)
+    return (job.steps, costs) if any(costs) else None
 
 
 def _required(space: Space) -> Floats:
@@ -72,7 +82,9 @@ def _required(space: Space) -> Floats:
 
 
 def _steps_per_price(space: Space) -> Floats:
-    """The objective of the least cost: normalized steps per price, for each variable."""
+    """The objective of the least cost: normalized steps per price, for each variable. All steps that are left pay for
+    a move, so that a job moves when what it saves to its end is more.
+    """
     for kind in space.problem.kinds:
         if kind.price_per_hour == 0:
             raise PlanError(
@@ -80,7 +92,19 @@ def _steps_per_price(space: Space) -> Floats:
                 "prices of all kinds"
             )
     highest = max(kind.price_per_hour for kind in space.problem.kinds)
-    return space.total_rates(space.workers) / (space.hourly_prices() / highest * space.sizes)
+    return space.total_rates(space.workers) / ((space.hourly_prices() * space.sizes + _hourly_moves(space)) / highest)
+
+
+def _hourly_moves(space: Space) -> Floats:
+    """What an hour of each variable pays of its job's move, if the job makes all steps that are left there."""
+    problem, hourly = space.problem, numpy.zeros(space.variables)
+    for column, (row, j) in enumerate(zip(space.row.tolist(), space.kind.tolist(), strict=True)):
+        if row < space.classes:
+            m = int(space.first[row])
+            job = problem.jobs[m]
+            cost = moving_cost(job.gigabytes, job.region, problem.kinds[j], problem.kinds)
+            hourly[column] = cost * problem.throughputs[m][j] * 3600 / job.steps
+    return hourly
 
 
 def _nearest(space: Space) -> Solution:

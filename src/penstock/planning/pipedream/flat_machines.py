@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planning.costs import AllReduce, ChainCosts, Counts, Flags, Matrix, replicated_seconds
 from penstock.planning.memory import Room, held_bytes
+from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Flags, Matrix, replicated_seconds
 from penstock.values.chain_cuts import cut_evenly
 
 __all__ = ["MachineLevel", "ReplicatedPipeline", "ReplicatedStage", "fastest_flat", "fits_flat", "least_peak_bytes"]

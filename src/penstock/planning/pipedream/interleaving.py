@@ -16,8 +16,8 @@ from math import comb
 
 import numpy as np
 
-from penstock.planning.costs import ChainCosts, Counts, Matrix
 from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 
 __all__ = ["cut_interleaved"]

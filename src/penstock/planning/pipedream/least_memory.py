@@ -6,12 +6,12 @@ from math import inf
 
 import numpy as np
 
-from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.infeasibility import halves, wider_clusters
 from penstock.planning.memory import Room, chunks_in_flight, interval_bytes
 from penstock.planning.pipedream.flat_machines import fits_flat, least_peak_bytes
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.requests import Request
+from penstock.planning.stage_costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.chain_cuts import StageSeconds, least_bottleneck
 from penstock.values.clusters import Cluster

@@ -22,7 +22,6 @@ from typing import assert_never
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
 from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, overfull_rank, peak_bytes
 from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
@@ -32,6 +31,7 @@ from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
 from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.requests import Request
+from penstock.planning.stage_costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import PIPEDREAM
 from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck

@@ -24,9 +24,9 @@ from math import inf, prod
 
 import numpy as np
 
-from penstock.planning.costs import ChainCosts, Matrix, replicated_seconds
 from penstock.planning.memory import Room
 from penstock.planning.pipedream.flat_machines import MachineLevel, ReplicatedPipeline, ReplicatedStage
+from penstock.planning.stage_costs import ChainCosts, Matrix, replicated_seconds
 
 __all__ = ["Hierarchy"]
 

@@ -27,12 +27,12 @@ from math import inf, prod
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.costs import AllReduce, ChainCosts, Matrix, replicated_seconds
 from penstock.planning.memory import Room
+from penstock.planning.stage_costs import AllReduce, ChainCosts, Matrix, replicated_seconds
 from penstock.values.chain_cuts import cut_evenly
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels, LinkMatrix
-from penstock.values.stages import Stage
+from penstock.values.plan_stages import Stage
 
 __all__ = ["fastest_unequal"]
 

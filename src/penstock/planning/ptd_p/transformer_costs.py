@@ -134,7 +134,7 @@ def profile_of(
         )
         for name, module, size in modules
     )
-    return Profile(rows, microbatch_size, transformer.name, accelerator.name)
+    return Profile(rows, microbatch_size, transformer.name, accelerator.name, tensor_parallel=tensor_parallel)
 
 
 def _embedding(transformer: Transformer, accelerator: AcceleratorModel, ring: Ring, rows: int) -> ModuleCosts:

@@ -44,13 +44,14 @@ class Arrangement:
 
     def queries(self, profiles: Sequence[Profile], constraints: PlanConstraints) -> tuple[PlannerQuery, ...]:
         """The planner queries for these devices. The default minibatch is the same for all arrangements."""
-        if self.is_whole:
-            return constraints.trials(profiles, self._cluster, self._all)
         try:
             queries = constraints.trials(profiles, self._cluster, self._all)
         except PlanError:
-            # Fewer devices may be too few for what is fixed.
-            return ()
+            if self.is_whole:
+                raise
+            return ()  # fewer devices may be too few for what is fixed
+        if self.is_whole:
+            return queries
         return tuple(query for query in queries if not _chooses_devices(query) and (self.deep or not _is_slow(query)))
 
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
@@ -75,8 +76,7 @@ def arrange_cluster(cluster: Cluster, profile: Profile) -> tuple[Arrangement, ..
     every = tuple(range(cluster.devices))
     if cluster.is_equal:
         return (Arrangement(cluster, every),)
-    classes = {cluster.class_of(rank): 0.0 for rank in every}
-    classes = {kind: profile.on(kind).seconds for kind in classes}
+    classes = {kind: profile.on(kind).seconds for kind in dict.fromkeys(map(cluster.class_of, every))}
     seconds = [classes[cluster.class_of(rank)] for rank in every]
     fast_first = tuple(sorted(every, key=lambda rank: (seconds[rank], rank)))
     slow_first = tuple(sorted(every, key=lambda rank: (-seconds[rank], rank)))

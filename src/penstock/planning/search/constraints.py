@@ -10,13 +10,15 @@ from typing import NoReturn
 
 from penstock.arguments import FLAG, check_fields, integer, number, text_of
 from penstock.errors import PlanError, suggestion
-from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import Request, can_run
+from penstock.planning.stage_costs import AllReduce
 from penstock.planning.two_bw.pipeline_searches import PIPELINE_SCHEDULES
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.known_schedules import (
+from penstock.scheduling.orders import METHODS, SPP
+from penstock.scheduling.placements import StageLayout
+from penstock.scheduling.schedule_names import (
     SCHEDULES,
     find_definition,
     has_taken_name,
@@ -24,15 +26,13 @@ from penstock.scheduling.known_schedules import (
     names_of,
     schedule_hint,
 )
-from penstock.scheduling.orders import METHODS, SPP
-from penstock.scheduling.placements import StageLayout
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
 __all__ = ["PlanConstraints", "PlannerQuery", "plans_for"]
 
-_MICROBATCHES_PER_DEVICE = 4
+MICROBATCHES_PER_DEVICE = 4
 """The microbatches per device in the default minibatch. A flush then idles for about a fifth of the time."""
 
 _MOST_FLAT = 128
@@ -196,7 +196,7 @@ class PlanConstraints:
             return 1
         batch = self.batch_size
         if batch is None:
-            batch = _MICROBATCHES_PER_DEVICE * devices * first.microbatch_size
+            batch = MICROBATCHES_PER_DEVICE * devices * first.microbatch_size
         return 0 if batch % profile.microbatch_size else batch // profile.microbatch_size
 
     def _planners(self, cluster: Cluster) -> Iterator[str]:

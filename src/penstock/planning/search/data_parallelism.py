@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.simulating.routes import slowest_link
+from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import combinations, islice
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import AllReduce, ChainCosts
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import number_ranks
+from penstock.planning.stage_costs import AllReduce, ChainCosts
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage

@@ -3,22 +3,29 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Unpack
 
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.prices import cost_per_million
+from penstock.planning.prices import cost_of, cost_per_million
 from penstock.planning.search.data_parallelism import without_pipelines
-from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
+from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
+from penstock.simulating.assumptions import Options
 from penstock.simulating.losses import Losses
+from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
+from penstock.values.text_tables import table_lines
 
 __all__ = ["explain_search", "rate_text", "shape_text", "wire_note"]
 
 _ROWS = 10
 """Plans in the table."""
+
+_WORTH = 0.02
+"""The share of a minibatch below which messages in fewer bytes are not worth a line."""
 
 _REASON = 160
 """Characters of the reason of a rejection."""
@@ -28,15 +35,18 @@ def explain_search(
     search: SearchResult,
     losses: Losses,
     cluster: Cluster,
-    profile: Profile,
+    profile: Profile | None,
+    *,
     optimizer_copies: float = OPTIMIZER_COPIES,
+    epoch_samples: float | None = None,
 ) -> str:
     """The best plan with its devices, the ranked table with costs where prices are known, where the time of the best
-    goes, why the runner-up is not the best, what training without a pipeline would take, and what could not be planned.
+    goes, why the runner-up is not the best, what training without a pipeline would take (if there is a `profile` of
+    whole layers on one device), and what could not be planned.
     """
     best, *others = search.ranked
     kinds = [] if cluster.is_equal else _kinds(best, cluster)
-    lines = [str(best), *kinds, "", *_table(search.ranked[:_ROWS], cluster)]
+    lines = [str(best), *kinds, "", *_table(search.ranked[:_ROWS], cluster, epoch_samples)]
     hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
     lines += ["", f"The best is limited by: {_predicted(best).limit}."]
@@ -46,18 +56,31 @@ def explain_search(
     lines += [f"Its time goes to: {losses}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
-    if cluster.devices > 1:
+    if cluster.devices > 1 and profile is not None:
         lines += _compare_alternatives(best, cluster, profile, optimizer_copies)
     lines += _list(search.rejections)
     return "\n".join(lines)
 
 
-def wire_note(profile: Profile) -> str:
-    """A line that says how much of what crosses cuts links carry; nothing if they carry it as it is."""
+def wire_note(best: Plan, profile: Profile, cluster: Cluster, losses: Losses, **options: Unpack[Options]) -> str:
+    """A line that says how much of what crosses cuts links carry, or what it would gain if they carried half; nothing
+    if nothing would be gained. `options`: of the simulator.
+    """
     crossing, sent = (sum(layer.cut_bytes for layer in each.layers[:-1]) for each in (profile, profile.on_wire))
-    if profile.on_wire is profile or not crossing:
+    if profile.on_wire is not profile:
+        share = f"{sent / crossing:.0%} of what crosses cuts" if crossing else ""
+        return f"\nLinks carry {share}, as with wire_dtype= of the pipeline." if share else ""
+    if losses.transfer < _WORTH * losses.seconds:
         return ""
-    return f"\nLinks carry {sent / crossing:.0%} of what crosses cuts, as with wire_dtype= of the pipeline."
+    halved = evaluate(best, profile.with_wire_share(0.5), cluster, **options).samples_per_second
+    gain = halved / _predicted(best).samples_per_second - 1
+    if gain < _WORTH:
+        return ""
+    return (
+        f"\nWith wire_dtype=torch.bfloat16 links would carry half of float32 activations, and this plan would make "
+        f"{rate_text(halved)} samples/s, {gain:.1%} more. Plan with --wire-share 0.5 or Profile.with_wire_share(0.5): "
+        "another plan may gain more still."
+    )
 
 
 def shape_text(plan: Plan) -> str:
@@ -96,7 +119,9 @@ def _kind_text(kind: DeviceKind) -> str:
 
 def _compare_alternatives(best: Plan, cluster: Cluster, profile: Profile, optimizer_copies: float) -> list[str]:
     size = best.microbatch_size or profile.microbatch_size
-    ways = without_pipelines(profile.scaled(size), cluster, best.microbatches, optimizer_copies)
+    # Where every microbatch has an update of its own, a minibatch of one would leave all devices but one idle.
+    microbatches = cluster.devices if best.definition.updates_per_microbatch else best.microbatches
+    ways = without_pipelines(profile.scaled(size), cluster, microbatches, optimizer_copies)
     texts = [
         f"{way.name} {way.samples_per_second:.4g} samples/s, peak {bytes_text(way.peak_bytes)}"
         + ("" if way.fits else " (does not fit)")
@@ -105,23 +130,19 @@ def _compare_alternatives(best: Plan, cluster: Cluster, profile: Profile, optimi
     return [f"Without a pipeline, by formulas instead of simulation: {'; '.join(texts)}."]
 
 
-def _table(plans: Sequence[Plan], cluster: Cluster) -> list[str]:
+def _table(plans: Sequence[Plan], cluster: Cluster, epoch_samples: float | None) -> list[str]:
     head = ["", "planner", "schedule", "replicas", "m x b", "minibatch", "samples/s", "bubble", "peak", "limited by"]
     rows = [head, *(_row(position, plan) for position, plan in enumerate(plans, start=1))]
     if cluster.price_per_hour():
-        costs = [cost_per_million(plan, cluster) for plan in plans]
-        for row, cost in zip(rows, ("per million", *costs), strict=True):
-            row.insert(-1, f"{cost:.4g}" if isinstance(cost, float) else cost or "-")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
-    left = {1, 2, 3}
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        )
-        + f"  {row[-1]}"
-        for row in rows
-    ]
+        columns: list[tuple[str | float | None, ...]] = [
+            ("per million", *(cost_per_million(plan, cluster) for plan in plans))
+        ]
+        if epoch_samples is not None:
+            columns.append(("per epoch", *(cost_of(epoch_samples, plan, cluster) for plan in plans)))
+        for column in columns:
+            for row, cost in zip(rows, column, strict=True):
+                row.insert(-1, f"{cost:.4g}" if isinstance(cost, float) else cost or "-")
+    return table_lines(rows, left={1, 2, 3, len(rows[0]) - 1})
 
 
 def _row(position: int, plan: Plan) -> list[str]:

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import AllReduce, ChainCosts
 from penstock.planning.memory import peak_bytes
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import predict, slowest_seconds
 from penstock.planning.search.constraints import plans_for
+from penstock.planning.stage_costs import AllReduce, ChainCosts
 from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
 from penstock.scheduling.orders import METHODS
 from penstock.values.clusters import Cluster

@@ -5,12 +5,13 @@ from dataclasses import replace
 from math import ceil, floor, log10
 
 from penstock.errors import PlanError
-from penstock.planning.costs import chain_costs
 from penstock.planning.infeasibility import halves, nothing_fits, wider_clusters
 from penstock.planning.memory import peak_bytes
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.explanations import shape_text
-from penstock.planning.search.searches import SearchResult, compare_plans
+from penstock.planning.search.plan_search import SearchResult
+from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
+from penstock.planning.stage_costs import chain_costs
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -83,7 +84,7 @@ def _changes(
 
 def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanConstraints) -> float:
     """The memory with which the search accepts `plan`: planners count the gradients as if they were permanent."""
-    profile = next(profile for profile in profiles if profile.microbatch_size == plan.microbatch_size)
+    profile = profile_of_plan(plan, profiles)
     counted = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), constraints.optimizer_copies)
     return max(*counted, *(plan.predicted.peak_bytes if plan.predicted else ()))
 

@@ -19,11 +19,11 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import AllReduce, ChainCosts, Counts, Matrix, replicated_seconds
 from penstock.planning.predictions import count_rounds
+from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Matrix, replicated_seconds
 from penstock.scheduling.definitions import PipelineShape
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.variants import LayerSums, PlanVariants
+from penstock.simulating.cut_variants import LayerSums, PlanVariants
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage

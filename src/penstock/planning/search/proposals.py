@@ -12,7 +12,6 @@ from functools import partial
 from typing import assert_never
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
 from penstock.planning.planner_names import PlannerName
@@ -21,6 +20,7 @@ from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlannerQuery
 from penstock.planning.spp.grouped_machines import MOST_ORDERED, propose_grouped
 from penstock.planning.spp.spp_search import find_spp
+from penstock.planning.stage_costs import chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen

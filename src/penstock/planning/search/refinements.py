@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from penstock.planning.costs import chain_costs, simulator_options
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.families import Family, family_of, fastest, share_stages
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed
+from penstock.planning.stage_costs import chain_costs, simulator_options
 from penstock.progress import progress_line
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import METHODS

@@ -22,7 +22,7 @@ from functools import partial, reduce
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.costs import Matrix
+from penstock.planning.stage_costs import Matrix
 from penstock.values.clusters import Cluster
 
 __all__ = ["device_groups", "device_order", "link_latencies", "link_speeds", "minimum_cut"]

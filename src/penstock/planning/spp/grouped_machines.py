@@ -12,10 +12,10 @@ from dataclasses import replace
 from itertools import chain
 
 from penstock.errors import PlanError
-from penstock.planning.costs import chain_costs
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.planning.spp.spp_search import spp_candidates
+from penstock.planning.stage_costs import chain_costs
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile

@@ -30,7 +30,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.planning.costs import ChainCosts, Flags, Matrix
+from penstock.planning.stage_costs import ChainCosts, Flags, Matrix
 from penstock.values.plans import Stage
 
 __all__ = ["OrderedDevices", "StageMapping", "cheapest_mappings"]

@@ -18,12 +18,12 @@ from math import inf, sqrt
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.costs import ChainCosts, Flags, chain_costs, simulator_options
 from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.memory import overfull_rank
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
 from penstock.planning.spp.mappings import OrderedDevices, StageMapping, cheapest_mappings
+from penstock.planning.stage_costs import ChainCosts, Flags, chain_costs, simulator_options
 from penstock.scheduling.orders import SPP
 from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster

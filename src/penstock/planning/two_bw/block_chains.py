@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.planning.costs import AllReduce, ChainCosts, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, live_counts
+from penstock.planning.stage_costs import AllReduce, ChainCosts, Matrix, chain_costs
 from penstock.planning.two_bw.orientations import Orientation
 from penstock.planning.two_bw.parallel_pipelines import reduce_rounds
 from penstock.planning.two_bw.repeated_blocks import RepeatedBlocks

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.planning.costs import AllReduce, ChainCosts
+from penstock.planning.stage_costs import AllReduce, ChainCosts
 from penstock.planning.two_bw.orientations import ConsecutiveRanks, LinkTable, Orientation
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.clusters import Cluster

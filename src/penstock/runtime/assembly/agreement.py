@@ -15,8 +15,8 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import PenstockError, PlanError
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import format_programs
-from penstock.scheduling.known_schedules import identify
 from penstock.scheduling.placements import Skip
+from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.training.recipes import Recipe

@@ -61,6 +61,9 @@ class FlightWatch(WaitObserver):
     ) -> None:
         """`temporary`: the directory is removed after a run without a failure."""
         self._directory, self._job, self._process = directory, job, process
+        machine = job.processes[process].machine
+        self._neighbours = [number for number, one in enumerate(job.processes) if one.machine == machine]
+        """The processes on this host."""
         self._recorder = weakref.ref(recorder)
         """It is gone when the pipeline was dropped without being closed."""
         self._guard, self._device, self._temporary = guard, device, temporary
@@ -133,9 +136,7 @@ class FlightWatch(WaitObserver):
 
     def _begin(self) -> None:
         self._directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        machine = self._job.processes[self._process].machine
-        first = next(number for number, one in enumerate(self._job.processes) if one.machine == machine)
-        if first == self._process:
+        if self._neighbours[0] == self._process:
             self._directory.write(self._job)
         self._stacks = SignalStacks(self._directory.stacks_file(self._process))
         self._write()
@@ -181,7 +182,8 @@ class FlightWatch(WaitObserver):
         if self._stacks is not None:
             self._stacks.close()
         if self._left and self._temporary:
-            self._directory.remove(self._process)
+            # A temporary directory is that of one host.
+            self._directory.remove(self._process, len(self._neighbours))
         else:
             self._write()
 

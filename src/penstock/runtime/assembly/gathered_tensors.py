@@ -15,7 +15,7 @@ from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.worlds import World
-from penstock.values.stages import Stage
+from penstock.values.plan_stages import Stage
 
 __all__ = ["HeldTensors", "held_tensors", "hold", "shared_names"]
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.reminders import Reminder
-from penstock.values.stages import Stage
+from penstock.values.plan_stages import Stage
 
 __all__ = ["remind"]
 

@@ -28,7 +28,7 @@ from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.device_meshes import stage_mesh
 from penstock.runtime.transport.worlds import World
-from penstock.scheduling.known_schedules import names_of
+from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled
 from penstock.values.plans import Plan

@@ -9,8 +9,8 @@ from penstock.capturing.crossings import crossings_of
 from penstock.errors import PlanError
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.recomputation import Granularity, Recompute
-from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.training.recipes import Recipe
 from penstock.training.wire_codecs import sent_bytes

@@ -26,16 +26,16 @@ from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
-from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.lowering import partners
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.schedule_names import identify, names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.training.recipes import check_scaled_rates
 from penstock.values.layer_weights import LayerWeights
+from penstock.values.plan_stages import members_of
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
@@ -119,10 +119,7 @@ def _with_tensor_parallel(plan: Plan, tensor_parallel_size: int) -> Plan:
     return replace(
         plan,
         stages=tuple(
-            replace(
-                stage,
-                ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, tensor_parallel_size)),
-            )
+            replace(stage, ranks=members_of(stage.ranks, tensor_parallel_size))
             for stage in (plan.stages if is_count(tensor_parallel_size, least=1) else ())
         ),
         tensor_parallel=tensor_parallel_size,

@@ -1,29 +1,33 @@
 """The Python stacks of this process: of all threads for a record, and at SIGUSR2 in a file.
 
-At the signal the handler of `faulthandler` writes them at once, in C, even if a library holds the interpreter's lock.
-Python's own handlers would run only when the main thread executes Python again.
+`faulthandler` writes both, in C. At the signal its handler does so at once, even if a library holds the interpreter's
+lock; Python's own handlers would run only when the main thread executes Python again. For a record it does so while all
+threads stand still. Walking the frame objects of a thread that runs crashes Python 3.11 now and then (segmentation
+fault in `frame.f_back`).
 """
 
 import faulthandler
+import linecache
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
-import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from penstock.doctor.records import Frame, ThreadRecord
 from penstock.doctor.run_directories import catches
 from penstock.runtime.devices.process_hooks import hooks_allowed
-from penstock.torch_internals.interpreter import frames_of_threads
 
 __all__ = ["SignalStacks", "stacks_of_threads"]
 
 _FRAMES = 40
 _LIBRARIES = (str(Path(__file__).parents[2]), str(Path(os.__file__).parent), "<frozen")
 """Where files lie that are not the user's own. Installed packages lie below the second."""
+_THREAD = re.compile(r"(?:Thread|Current thread) (0x[0-9a-f]+) .*")
+_CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 class SignalStacks:
@@ -56,10 +60,32 @@ def stacks_of_threads(training: int) -> tuple[ThreadRecord, ...]:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return tuple(
-        ThreadRecord(names.get(ident, f"thread {ident}"), ident == training, _frames(frame))
-        for ident, frame in frames_of_threads().items()
+        ThreadRecord(names.get(ident, f"thread {ident}"), ident == training, frames)
+        for ident, frames in _read_stacks(_written_stacks()).items()
         if ident != threading.get_ident()
     )
+
+
+def _written_stacks() -> str:
+    """The stacks of all threads as `faulthandler` writes them."""
+    in_memory = sys.platform == "linux"
+    with os.fdopen(os.memfd_create("stacks"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _read_stacks(text: str) -> dict[int, tuple[Frame, ...]]:
+    """The frames of each thread, by its identifier, outermost call first: at most the last `_FRAMES` calls."""
+    stacks: dict[int, list[Frame]] = {}
+    for line in text.splitlines():
+        if thread := _THREAD.fullmatch(line):
+            calls = stacks.setdefault(int(thread[1], 16), [])
+        elif (call := _CALL.fullmatch(line)) and len(calls) < _FRAMES:
+            file, number = call[1], int(call[2]) if call[2].isdigit() else 0
+            code = linecache.getline(file, number).strip()
+            calls.append(Frame(file, number, call[3], code, file.startswith(_LIBRARIES)))
+    return {ident: tuple(reversed(calls)) for ident, calls in stacks.items()}
 
 
 def _is_free() -> bool:
@@ -67,11 +93,3 @@ def _is_free() -> bool:
         return False
     # Python does not know of handlers that were set in C.
     return not catches(os.getpid(), signal.SIGUSR2)
-
-
-def _frames(frame: FrameType) -> tuple[Frame, ...]:
-    stack = traceback.extract_stack(frame)[-_FRAMES:]
-    return tuple(
-        Frame(one.filename, one.lineno or 0, one.name, one.line or "", one.filename.startswith(_LIBRARIES))
-        for one in stack
-    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.capturing.samples import flatten
 from penstock.runtime.batches.microbatches import Microbatch
 
-__all__ = ["MOST_INPUTS", "NO_BATCH", "BatchFacts", "TensorFacts", "describe_batch"]
+__all__ = ["MOST_INPUTS", "NO_BATCH", "BatchFacts", "TensorFacts", "describe_batch", "forms_of"]
 
 FULL_BYTES = 2**20
 """The most bytes of one input, or of the target, that a full digest reads."""
@@ -50,6 +50,14 @@ class BatchFacts:
 
 NO_BATCH = BatchFacts(0, (), TensorFacts("", ""))
 """The facts of a call without a batch."""
+
+
+def forms_of(microbatches: Sequence[Microbatch]) -> tuple[object, ...]:
+    """The samples and the shapes and dtypes of the inputs of each microbatch."""
+    return tuple(
+        (each.samples, [(v.shape, v.dtype) for v in each.inputs.values() if isinstance(v, Tensor)])
+        for each in microbatches
+    )
 
 
 def describe_batch(microbatches: Sequence[Microbatch], *, full: bool) -> BatchFacts:

@@ -44,8 +44,22 @@ class BatchSplitter:
                 f"build the Pipeline with microbatches={len(inputs.inputs)}"
             )
         made = self.required.checked(self._cut(self.chain, inputs, target, count, slices))
+        if any(tensor.requires_grad for microbatch in made for tensor in microbatch.tensors):
+            self._check_leaves(inputs, target)
         # Their backwards come after the step, when the user may have written the next batch into the same memory.
         return made if self.schedule.flushes else tuple([self._kept(microbatch) for microbatch in made])
+
+    def _check_leaves(self, inputs: Any, target: Any) -> None:
+        """Raises `PenstockError` if something was computed with gradients: the first backward would free its graph."""
+        for batch, labels in _as_given(inputs, target):
+            parts = [*self.chain.inputs.read(batch).items(), *(("the target", leaf) for leaf in flatten(labels)[0])]
+            for name, tensor in parts:
+                if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                    raise PenstockError(
+                        f"{name}: expected values, found the result of a computation with gradients "
+                        f"({type(tensor.grad_fn).__name__}), which the backwards of all microbatches would go through. "
+                        "Pass it with .detach(), or compute it in the model if it is to be trained"
+                    )
 
     def _kept(self, microbatch: Microbatch) -> Microbatch:
         """`microbatch` with copies of what this process reads of it on the host.

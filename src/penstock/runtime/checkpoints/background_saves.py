@@ -70,6 +70,13 @@ class BackgroundSaves:
         from. Collective.
         """
         self._began = time.perf_counter()
+        if self._present is not None and not self._engine.snapshot_reached:
+            logging.getLogger("penstock").warning(
+                "a save with wait=False after step %d drains the pipeline, which changes the numbers of an "
+                "asynchronous schedule: expected enough steps since the save before, found stages that it has not "
+                "reached. Let more steps pass between saves (docs/checkpoints.md)",
+                self._engine.steps,
+            )
         self.finish()
         if not self._engine.cuts() or (self._states.parallelized and not self._states.schedule.flushes):
             self.drain()

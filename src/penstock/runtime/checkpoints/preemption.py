@@ -9,6 +9,7 @@ already, which would be lost.
 """
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from penstock.runtime.transport.worlds import World
 
 __all__ = ["Preemption"]
 
+_BEGUN = "PENSTOCK_FLEET_BEGUN"
+"""The file that says that a training has made a step: an executor that shares devices keeps it running until then."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("penstock")
 
@@ -47,6 +50,7 @@ class Preemption:
         self._rank, self._timeout_seconds = world.rank, timeout_seconds
         self._replaced: dict[signal.Signals, Any] = {}
         self._agreement: StopAgreement | None = None
+        self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
         if directory is None:
             return
         self._training = training
@@ -62,6 +66,9 @@ class Preemption:
         """Saves and raises ``SystemExit`` if all ranks stop after the present step. `check` raises if another rank has
         failed.
         """
+        if self._begun is not None:
+            Path(self._begun).touch()
+            self._begun = None
         if self._agreement is None or self._directory is None:
             return
         step = self._training.steps

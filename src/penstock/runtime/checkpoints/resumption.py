@@ -1,5 +1,6 @@
 """A training that goes on: from the newest checkpoint of a directory, on the processes that are there."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.preemption import Preemption
 from penstock.runtime.checkpoints.rollbacks import Rollbacks
-from penstock.runtime.checkpoints.step_directories import check_target, steps_in
+from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 
@@ -90,9 +91,19 @@ def resume_training(
         check_target(run)
         return bool(steps_in(run))
 
-    if loads and any(Ranks(world.rank, world.gather).together(look)):
+    ranks = Ranks(world.rank, world.gather)
+    if loads and any(ranks.together(look)):
+        ranks.alone(lambda: _tidy(checked_path(directory)))
         training.load(directory)
     preemption = Preemption(world, training, directory, timeout_seconds)
     if go_back is None:
         return Resumption(preemption, None)
     return Resumption(preemption, Rollbacks(training, directory, world.rank, partial(go_back, directory)))
+
+
+def _tidy(run: Path) -> None:
+    """Removes what a kill has left in `run`: after the last save of a training no other one does."""
+    try:
+        recover(run)
+    except OSError as error:
+        logging.getLogger("penstock").warning("%s: what a save has left could not be removed: %s", run, error)

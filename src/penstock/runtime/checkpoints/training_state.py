@@ -8,6 +8,7 @@ Laws of this file:
   2. Tensors of a checkpoint are read one after the other, each to its place.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import assign, distributed_like, whole
 from penstock.torch_internals import pytrees as pytree
-from penstock.values.stages import Stage
+from penstock.values.plan_stages import Stage
 
 __all__ = ["TrainingState"]
 
@@ -68,6 +69,11 @@ class TrainingState:
             "optimizer": self.named(take),
             "pipeline": {**self.progress, **updater.state(), **engine.scale_state()},
         }
+
+    def copied(self) -> dict[str, Any]:
+        """The same with copies of all tensors, on their devices. Tied weights share memory in it, too."""
+        # A schedule with several versions writes later ones into the same memory, out of turn.
+        return copy.deepcopy(self.collect())
 
     @property
     def progress(self) -> dict[str, Any]:

@@ -3,24 +3,32 @@
 The comparing rank is the first one of the last stage. At every step, drain, evaluation and prediction each other rank
 sends it the name of the call and facts about the batch, and it sends its own to each of them. Where messages between
 stages change their form (another call, other shapes), no rank sends or receives anything for the call before all have
-announced it: a rank that expected another form would read garbage. Otherwise no rank waits, and a difference is found
-when the announcement has arrived.
+announced it: a rank that expected another form would read garbage. Otherwise no rank waits for announcements: each
+makes its own when it has to wait for something else, and a difference is found when the announcement has arrived.
 
 Invariants of this file:
   1. The n-th announcements of all ranks belong together.
   2. Announcements have one size, so that they can be read whatever the ranks do.
+  3. A rank has announced its call before it waits for another rank.
 """
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
 from penstock.errors import TransportError
-from penstock.runtime.batches.batch_digests import MOST_INPUTS, NO_BATCH, BatchFacts, TensorFacts, describe_batch
+from penstock.runtime.batches.batch_digests import (
+    MOST_INPUTS,
+    NO_BATCH,
+    BatchFacts,
+    TensorFacts,
+    describe_batch,
+    forms_of,
+)
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 
@@ -52,11 +60,6 @@ class AnnouncedCall:
     def text(self) -> str:
         """What the rank does, for errors."""
         return f"refuses a call ({self.reason})" if self.reason else f"calls {self.name}"
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What the forms of the messages between stages depend on."""
-        return self.name, self.batch.samples, [tensor.shape for tensor in self.batch.inputs]
 
     def encode(self) -> bytes:
         """The call in `_BYTES` bytes."""
@@ -109,26 +112,41 @@ class CallAgreement:
         self._inputs: list[str] = []
         """The names of the model's inputs in the last batch."""
         self._form: tuple[object, ...] = ()
+        """What the forms of the messages between stages depend on, in the last call."""
         self._pending: deque[_PendingCall] = deque()
         """The own calls that are not compared with all others yet, oldest first."""
         self._steps = 0
 
-    def announce(self, name: str, microbatches: Sequence[Microbatch], trained: int, seed: int | None) -> None:
-        """Announces a call. Waits for the others if the form of messages changes, and in the first steps.
+    def announce(
+        self, name: str, microbatches: Sequence[Microbatch], trained: int, seed: int | None
+    ) -> Callable[[], None] | None:
+        """Announces a call. Waits for the others if the form of messages changes, and in the first steps. Of a step
+        that need not wait, returns what announces it, which must be called before this rank waits for another one.
 
-        Raises `TransportError` if another rank made another call, now or before, or passed another batch.
+        Raises `TransportError` if another rank made another call, now or before, or passed another batch; so does what
+        it returns.
         """
         if not self._peers:
-            return
+            return None
         steps = name == "step"
         first = steps and self._steps < FIRST_STEPS
         full = first or (steps and self._steps % CHECKED_EVERY == 0)
         self._steps += steps
-        batch = describe_batch(microbatches, full=full)
-        if microbatches:
-            names = list(microbatches[0].inputs)
-            self._inputs = [*names[:MOST_INPUTS], *(["one of the other inputs"] if len(names) > MOST_INPUTS else [])]
-        self._exchange(AnnouncedCall(name, trained, str(seed)[:24], batch), waits=first)
+        form = name, *forms_of(microbatches)
+        waits, self._form = first or form != self._form, form
+
+        def exchange() -> None:
+            batch = describe_batch(microbatches, full=full)
+            if microbatches:
+                names = list(microbatches[0].inputs)
+                rest = ["one of the other inputs"] if len(names) > MOST_INPUTS else []
+                self._inputs = [*names[:MOST_INPUTS], *rest]
+            self._exchange(AnnouncedCall(name, trained, str(seed)[:24], batch), waits)
+
+        if steps and not waits:
+            return exchange
+        exchange()
+        return None
 
     @property
     def compares_weights(self) -> bool:
@@ -142,6 +160,7 @@ class CallAgreement:
         """
         if not self._peers:
             return True
+        self._form = ()
         try:
             self._exchange(
                 AnnouncedCall("refusal", -1, "", reason=reason.encode("ascii", "replace").decode()[:160]), True
@@ -151,7 +170,6 @@ class CallAgreement:
         return True
 
     def _exchange(self, call: AnnouncedCall, waits: bool) -> None:
-        waits, self._form = waits or call.form != self._form, call.form
         code = call.encode()
         compares = self._rank == self._comparing
         posted = {peer: self._transport.post(Edge(peer, self._rank, Channel.CALLS), _KIND) for peer in self._peers}

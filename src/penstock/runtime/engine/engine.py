@@ -142,7 +142,7 @@ class Engine:
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
         self.recorder.enter_step()
-        self._announce("step", microbatches)
+        announce = self._announce("step", microbatches)
         if self._late is not None:
             self._late.check()
         compared = self._checksums if self._schedule.flushes and self.calls.compares_weights else ()
@@ -152,7 +152,7 @@ class Engine:
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
         start = self._context.timer.now()
-        timings = self._run(batch, microbatches, first, self._schedule, Step(self._minibatch))
+        timings = self._run(batch, microbatches, first, self._schedule, Step(self._minibatch), before_waiting=announce)
         for checksums in compared:
             checksums.finish()
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
@@ -380,8 +380,8 @@ class Engine:
         comparison = self._check.compare() if self._check else None
         return None if comparison is None else comparison.error
 
-    def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> None:
-        self.calls.announce(name, microbatches, self.trained, self.seed)
+    def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> Callable[[], None] | None:
+        return self.calls.announce(name, microbatches, self.trained, self.seed)
 
     def _training_run(self, admitted: int) -> BatchRun:
         return BatchRun(
@@ -408,7 +408,14 @@ class Engine:
         return Placement(self._schedule.placement.stages)
 
     def _run(
-        self, batch: BatchRun, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, segment: Segment
+        self,
+        batch: BatchRun,
+        microbatches: Sequence[Microbatch],
+        first: int,
+        schedule: Schedule,
+        segment: Segment,
+        *,
+        before_waiting: Callable[[], None] | None = None,
     ) -> list[ActionTiming]:
         """Has the workers carry out `segment` of `schedule`; `microbatches` are numbered from `first`."""
         prepared, programs = self._prepared
@@ -422,7 +429,13 @@ class Engine:
         kind = "step" if trains else "drain" if schedule is self._schedule else "evaluation"
         self.recorder.begin(kind, schedule.placement, [worker.row for worker in self._workers])
         with self._context.streams.ordered_segment():
-            run_cooperatively(self._workers, programs, self._context.streams, self._prepare if trains else None)
+            run_cooperatively(
+                self._workers,
+                programs,
+                self._context.streams,
+                before_waiting=before_waiting,
+                while_idle=self._prepare if trains else None,
+            )
         return [timing for worker in self._workers for timing in worker.end()]
 
     def _prepare(self) -> None:

@@ -4,16 +4,25 @@ Every process measures its steps and publishes the result in the store of the wo
 and no step is made slower. The step of rank 0 is the pipeline's: it begins first, and under a flush it ends last. Time
 between steps (reading data, logging) is neither measured nor predicted.
 
+A warning names a stage whose work differs from its prediction by more than that of the others does. Where all are off
+alike, the machine is busy with something else (or with more processes than it has cores), which is no mistake of the
+plan, so that a line at level INFO says it.
+
 In a single process the ranks take turns. Its steps are compared with the work of all ranks together, and there is no
 bubble to compare.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
+import os
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, median_low
 
+from penstock.doctor.stragglers import stage_seconds
 from penstock.runtime.batches.batch_run import ActionTiming
 from penstock.runtime.devices.timestamps import Timer, Timestamp
 from penstock.runtime.engine.step_records import measured_spans
@@ -28,7 +37,9 @@ WARM_UP_STEPS = 3
 """Steps that are not measured, while libraries load, memory is allocated and connections are made."""
 MEASURED_STEPS = 8
 TOLERANCE = 0.2
-"""Errors above it are logged as warnings."""
+"""Errors above it are explained."""
+DEVIATION = 1.5
+"""A stage that is this many times as far from its prediction as the others is named."""
 _TOPIC = "forecast"
 
 
@@ -44,10 +55,26 @@ class _Comparison:
     in_turn: int = 1
     """The number of ranks that take turns in a single process."""
 
+    stages: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """By stage, the seconds of one microbatch that were predicted and measured; empty if none were predicted."""
+    crowd: tuple[int, int] = (0, 0)
+    """The processes on the host with the most of them for its cores, and the cores."""
+
     @property
     def error(self) -> float:
         """0.1: a step takes 10 % longer than predicted."""
         return self.measured_seconds / self.predicted_seconds - 1
+
+    @property
+    def deviating(self) -> int | None:
+        """The stage that explains the error; None if there is little to explain, or no stage stands out."""
+        factors = {stage: measured / predicted for stage, (predicted, measured) in self.stages.items() if predicted}
+        if abs(self.error) <= TOLERANCE or len(factors) < 2:
+            return None
+        sign = 1 if self.error > 0 else -1
+        stage = max(factors, key=lambda each: sign * factors[each])
+        usual = median_low(factor for each, factor in factors.items() if each != stage)
+        return stage if (factors[stage] / usual) ** sign > DEVIATION else None
 
     def __str__(self) -> str:
         expected = seconds_text(self.predicted_seconds)
@@ -60,12 +87,25 @@ class _Comparison:
             text += f"; bubble {self.measured_bubble:.1%}, predicted {self.predicted_bubble:.1%}"
         text += ")"
         if abs(self.error) > TOLERANCE:
-            text += (
-                f". That is more than {TOLERANCE:.0%} off, so another plan may be better: profile and probe the "
-                "machine as the training uses it (as many processes and threads, nothing else running) and plan again; "
-                "Pipeline.timeline() shows which actions take longer"
-            )
+            text += f". {self._explain()}; Pipeline.timeline().explain() says where the time goes"
         return text
+
+    def _explain(self) -> str:
+        stage, (processes, cores) = self.deviating, self.crowd
+        if stage is not None:
+            predicted, measured = self.stages[stage]
+            return (
+                f"Stage {stage} takes {seconds_text(measured)} for a microbatch and {seconds_text(predicted)} was "
+                f"predicted ({measured / predicted:.2f} times), which is further off than the other stages: look at "
+                "what its layers do, or profile the model again and plan with that"
+            )
+        alike = "No stage stands out" if self.stages else "The plan does not say what it predicts for its stages"
+        if processes > cores:
+            return f"{alike}, and {processes} processes share {cores} cores: use a core or more for each process"
+        return (
+            f"{alike}: if that is so without other programs on the machine, profile and probe it as the training uses "
+            "it (as many processes and threads) and plan again"
+        )
 
 
 class PredictionCheck:
@@ -106,14 +146,20 @@ class PredictionCheck:
         if self._published and (measurements := self._world.published(_TOPIC)) is not None:
             self._comparison = self._conclude(measurements)
             if self._world.rank == 0:
-                level = logging.WARNING if abs(self._comparison.error) > TOLERANCE else logging.INFO
+                level = logging.INFO if self._comparison.deviating is None else logging.WARNING
                 logging.getLogger("penstock").log(level, "%s", self._comparison)
         return self._comparison
 
     def _measure(self) -> list[float]:
-        """Medians of two numbers: the seconds of a step, and the busy seconds of all ranks of this process in it."""
+        """What this process publishes: medians of the seconds of a step and of the busy seconds of all its ranks, the
+        number of its host, the cores of that, and then each stage with its seconds of one microbatch.
+        """
         seconds = median(self._timer.seconds(start, stop) for start, stop, _ in self._steps)
-        return [seconds, median(self._busy_seconds(start, timings) for start, _, timings in self._steps)]
+        busy = median(self._busy_seconds(start, timings) for start, _, timings in self._steps)
+        spans = [span for start, _, timings in self._steps for span in measured_spans(timings, self._timer, start)]
+        work = stage_seconds(Timeline(tuple(spans), self._plan.ranks))
+        host = zlib.crc32(socket.gethostname().encode())
+        return [seconds, busy, host, os.cpu_count() or 1, *(number for pair in work.items() for number in pair)]
 
     def _busy_seconds(self, start: Timestamp, timings: Iterable[ActionTiming]) -> float:
         timeline = Timeline(tuple(measured_spans(timings, self._timer, start)), self._plan.ranks)
@@ -123,11 +169,31 @@ class PredictionCheck:
         predicted, ranks = self._plan.predicted, self._plan.ranks
         assert predicted is not None
         measured_seconds, busy = measurements[0][0], sum(measured[1] for measured in measurements)
+        stages, crowd = _by_stage(predicted.stage_seconds, measurements), _most_crowded(measurements)
         if len(measurements) == 1:
             work = predicted.minibatch_seconds * ranks * (1 - predicted.bubble)
-            return _Comparison(work, measured_seconds, predicted.bubble, None, ranks)
+            return _Comparison(
+                work, measured_seconds, predicted.bubble, None, in_turn=ranks, stages=stages, crowd=crowd
+            )
         bubble = max(0.0, 1 - busy / (ranks * measured_seconds))
-        return _Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
+        return _Comparison(
+            predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble, stages=stages, crowd=crowd
+        )
+
+
+def _by_stage(predicted: Sequence[float], measurements: Sequence[Sequence[float]]) -> Mapping[int, tuple[float, float]]:
+    """By stage, the predicted seconds of one microbatch, and those that its slowest replica measured."""
+    slowest: dict[int, float] = {}
+    for measured in measurements:
+        for stage, seconds in zip(map(int, measured[4::2]), measured[5::2], strict=True):
+            slowest[stage] = max(seconds, slowest.get(stage, 0.0))
+    return {stage: (predicted[stage], seconds) for stage, seconds in sorted(slowest.items())} if predicted else {}
+
+
+def _most_crowded(measurements: Sequence[Sequence[float]]) -> tuple[int, int]:
+    """The processes and the cores of the host that has the fewest cores for each of its processes."""
+    processes = Counter((int(measured[2]), int(measured[3])) for measured in measurements)
+    return max(((count, cores) for (_, cores), count in processes.items()), key=lambda host: host[0] / host[1])
 
 
 def make_prediction_check(plan: Plan, flushes: bool, world: World, timer: Timer) -> PredictionCheck | None:

@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
-from penstock.training.update_hooks import HookStates, UpdateHook, WeightAverage
+from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
 __all__ = ["Updater", "choose_compute_weights", "replaced_parameters"]
 

@@ -19,7 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.attempts import attempt_store, shares_store
-from penstock.runtime.transport.interfaces import choose_interface
+from penstock.runtime.transport.descriptor_limits import descriptor_error
+from penstock.runtime.transport.network_interfaces import choose_interface
 from penstock.runtime.transport.timeouts import run_bounded
 
 __all__ = ["call_at_meeting", "make_default_group"]
@@ -103,6 +104,8 @@ def _wait_until_listening(host: str, port: int, deadline: float, absence: Callab
         try:
             socket.create_connection((host, port), timeout=max(0.1, left)).close()
         except OSError as error:
+            if (own := descriptor_error("connecting to the store", error)) is not None:
+                raise own from error
             if time.monotonic() > deadline:
                 raise absence(f" The last attempt to connect: {error}") from error
             time.sleep(_POLL_SECONDS)
@@ -122,6 +125,8 @@ def call_at_meeting(work: Callable[[], T], deadline: float, timeout_seconds: flo
     try:
         return run_bounded(work, "meeting", check)
     except RuntimeError as error:
+        if (own := descriptor_error("meeting the other ranks", error)) is not None:
+            raise own from error
         raise _absence(awaited(), timeout_seconds, f" torch.distributed says: {error}") from error
 
 

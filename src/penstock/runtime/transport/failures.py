@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.transport.descriptor_limits import descriptor_error
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
@@ -133,6 +134,10 @@ class FailureBoard:
         """Returns the error for a connection to one of `ranks` that broke with `error`. Raises the cause instead if a
         rank has reported one.
         """
+        if (own := descriptor_error(context, error)) is not None:
+            self.report("in a connection to other ranks", str(own))
+            own.__cause__ = error
+            return own
         self.watch.observe(ranks)
         deadline = time.monotonic() + _CAUSE_SECONDS
         while True:

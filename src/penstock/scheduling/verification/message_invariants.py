@@ -36,7 +36,7 @@ from penstock.scheduling.lowering import counterpart, nexts, partners, peer, pee
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
 from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
-__all__ = ["MESSAGE_INVARIANTS", "require_segments"]
+__all__ = ["MESSAGE_INVARIANTS", "ROW_INVARIANTS", "require_segments"]
 
 Need: TypeAlias = tuple[str, int, int, int]
 """What a rank has done: F, I, B (the gradients of inputs are there) or W (those of weights are) of a stage and a
@@ -58,20 +58,15 @@ def _require_neighbors(staged: StagedPrograms) -> None:
     invariant = "messages pass only between neighbors or stages that share weights or a skip, on different ranks"
     placement = staged.placement
     for rank, row in enumerate(staged.programs):
+        right: set[tuple[type[Action], int, int]] = set()
         for index, action in enumerate(row):
             match action:
-                case Send(stage=stage, target=other) | Receive(stage=stage, source=other):
-                    allowed = (*_nexts(stage, staged, later=False), *_nexts(stage, staged, later=True))
-                    expected = f"a neighbor of stage {stage} on another rank"
-                    if far := [other for other in allowed if abs(other - stage) > 1]:
-                        expected += f", or stage {' or '.join(map(str, far))}, with which it shares a skip"
-                case SendTied(stage=stage, target=other) | ReceiveTied(stage=stage, source=other):
-                    allowed = partners(stage, staged.schedule.ties)
-                    expected = f"a stage on another rank that shares weights with stage {stage}"
+                case Send(stage=stage, target=other) | SendTied(stage=stage, target=other):
+                    pass
+                case Receive(stage=stage, source=other) | ReceiveTied(stage=stage, source=other):
+                    pass
                 case SendNorms(stage=stage, target=other) | ReceiveNorms(stage=stage, source=other):
-                    with_norms = staged.schedule.norm_rule is not NormRule.NONE
-                    allowed = (stage - 1, stage + 1) if with_norms else ()
-                    expected = f"a neighbor of stage {stage} on another rank, and a schedule with norms"
+                    pass
                 case Reduce(stage=stage):
                     if staged.schedule.placement.replicas(stage) == 1:
                         fix = "drop it, or let lower() derive it"
@@ -81,8 +76,32 @@ def _require_neighbors(staged: StagedPrograms) -> None:
                     continue
                 case _:
                     assert_never(action)
+            if (type(action), stage, other) in right:
+                continue
+            allowed, expected = _find_neighbors(action, staged)
             if other not in allowed or other >= len(placement.stages) or rank in placement.stages[other]:
                 report(staged, invariant, rank, index, expected, "let lower() derive the messages")
+            right.add((type(action), stage, other))
+
+
+def _find_neighbors(message: Message, staged: StagedPrograms) -> tuple[tuple[int, ...], str]:
+    """The stages that such a message may pass to or from, and in words."""
+    stage = message.stage
+    match message:
+        case Send() | Receive():
+            allowed = (*_nexts(stage, staged, later=False), *_nexts(stage, staged, later=True))
+            expected = f"a neighbor of stage {stage} on another rank"
+            if far := [other for other in allowed if abs(other - stage) > 1]:
+                expected += f", or stage {' or '.join(map(str, far))}, with which it shares a skip"
+            return allowed, expected
+        case SendTied() | ReceiveTied():
+            expected = f"a stage on another rank that shares weights with stage {stage}"
+            return partners(stage, staged.schedule.ties), expected
+        case SendNorms() | ReceiveNorms():
+            allowed = () if staged.schedule.norm_rule is NormRule.NONE else (stage - 1, stage + 1)
+            return allowed, f"a neighbor of stage {stage} on another rank, and a schedule with norms"
+        case _:
+            assert_never(message)
 
 
 def _require_data(staged: StagedPrograms) -> None:
@@ -373,3 +392,6 @@ MESSAGE_INVARIANTS: tuple[Callable[[StagedPrograms], None], ...] = (
     _require_fifo,
     _require_progress,
 )
+
+ROW_INVARIANTS = (_require_neighbors, _require_data)
+"""Those of `MESSAGE_INVARIANTS` that a row keeps or violates by itself, whatever other ranks do."""

@@ -3,8 +3,12 @@
 It reads the programs alone, as the worker will, and recomputes every expectation by counting along them; what it shares
 with the orders is what they guarantee. A wrong schedule would train wrongly or hang, in ways that are hard to
 see from inside a run, so nothing runs that is not proved first.
+
+The proof on columns (`column_proofs`) is the fast one. The walk along the actions here is a second proof of the same
+invariants: it says where a wrong program violates one, and `in_full` asks for it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -26,11 +30,12 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.schedules import Programs, Schedule
+from penstock.scheduling.verification.column_proofs import Rows, prove_columns
 from penstock.scheduling.verification.message_invariants import MESSAGE_INVARIANTS, require_segments
 from penstock.scheduling.verification.stage_invariants import STAGE_INVARIANTS
 from penstock.scheduling.verification.violations import StagedPrograms, collect
 
-__all__ = ["Verification", "enough_minibatches", "verify", "verify_programs"]
+__all__ = ["Verification", "enough_minibatches", "prove_by_columns", "prove_in_full", "verify", "verify_programs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +67,49 @@ class Verification:
         )
 
 
-def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
+def verify(schedule: Schedule, minibatches: int | None = None, *, in_full: bool = False) -> Verification:
     """Proves that `minibatches` steps of `schedule` and their drain keep every invariant; `ScheduleError` shows where
     one does not.
 
-    The default number is as many as fill the pipe, reach the steady state and reuse every weight version.
+    The default number is as many as fill the pipe, reach the steady state and reuse every weight version. `in_full`:
+    walks along the actions in any case, which takes ten times as long.
     """
     instance(Schedule, "a penstock.Schedule", "make it of a plan: penstock.schedule(plan)").check(
         "verify(schedule=)", schedule, ScheduleError
     )
     minibatches = enough_minibatches(schedule) if minibatches is None else _check_minibatches(minibatches)
     segments: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
+    if not in_full:
+        proved = prove_by_columns(schedule, segments, lambda rank, segment: schedule.row(rank, segments[segment]))
+        if proved is not None:
+            return proved
     programs = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
-    staged = collect(schedule, minibatches, segments, programs)
+    return prove_in_full(schedule, segments, programs)
+
+
+def prove_in_full(schedule: Schedule, segments: Sequence[Segment], programs: Sequence[Programs]) -> Verification:
+    """The proof of steps and their drain, action by action; `ScheduleError` shows where one violates an invariant."""
+    staged = collect(schedule, len(segments) - 1, segments, programs)
     verification = _examine(staged)
     require_segments(staged)
     return verification
+
+
+def prove_by_columns(schedule: Schedule, segments: Sequence[Segment], rows: Rows) -> Verification | None:
+    """The proof of steps and their drain by `column_proofs`; None if it does not succeed."""
+    minibatches = len(segments) - 1
+    peaks = prove_columns(schedule, rows, minibatches)
+    if peaks is None:
+        return None
+    return Verification(
+        method=schedule.name,
+        minibatches=minibatches,
+        actions=peaks.actions,
+        in_flight=tuple(peaks.in_flight),
+        versions=tuple(peaks.versions),
+        in_flight_of_rank=tuple(peaks.in_flight_of_rank),
+        pending_weight_backwards=tuple(peaks.pending_weight_backwards),
+    )
 
 
 def enough_minibatches(schedule: Schedule) -> int:

@@ -28,6 +28,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("simulate")
     group.add_argument("--restart-seconds", type=float, metavar="S", default=5.0, help="lost by a lease that is new")
     group.add_argument("--prices", metavar="FILE", help="prices over time (CSV: seconds,kind,price)")
+    group.add_argument("--seed", type=int, metavar="N", default=0, help="of the times at which spot devices are lost")
     group.add_argument("--ideal", action="store_true", help="exact shares at any time, without rounds")
     group = parser.add_argument_group("run and emit")
     group.add_argument("-d", "--directory", metavar="DIR", help="of the run, or of the cluster jobs")
@@ -40,6 +41,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.fleet import POLICIES, FleetFile
 
+    if arguments.html and arguments.action not in ("simulate", "run"):
+        raise PlanError(f"--html: expected the action simulate or run, found {arguments.action}: leave it out")
     fleet = FleetFile.load(arguments.fleet)
     policy = POLICIES[_policy_name(arguments.policy, list(POLICIES))]
     table = fleet.table()
@@ -81,6 +84,8 @@ def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy
         restart_seconds=arguments.restart_seconds,
         entities=fleet.entities,
         prices=PriceHistory.load(arguments.prices) if arguments.prices else None,
+        pairs=fleet.shared_speeds(),
+        seed=arguments.seed,
         ideal=arguments.ideal,
         record=bool(arguments.html) and not arguments.ideal,
     )

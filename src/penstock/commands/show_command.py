@@ -21,7 +21,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         "file", metavar="PLAN|PROFILE|CLUSTER|TRACE", help="a file of Penstock, or PipeDream's graph.txt"
     )
     parser.add_argument("profile", metavar="PROFILE", nargs="?", help="for a plan: predict its timeline with this")
-    declare_cluster(parser, devices=False)
+    declare_cluster(parser)
     pictures = parser.add_argument_group("pictures of a plan or a trace")
     pictures.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     pictures.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and to ask")

@@ -12,7 +12,7 @@ from typing import assert_never
 from penstock.errors import PlanError
 from penstock.scheduling.placements import Placement, Skip
 from penstock.simulating.assumptions import AllReduce, Assumptions
-from penstock.simulating.routes import slowest_link
+from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Traffic, find_traffic
 from penstock.values.device_kinds import DeviceKind
@@ -288,4 +288,10 @@ def require_fit(plan: Plan, profile: Profile) -> None:
             f"microbatch_size: the profile {profile.name!r} was measured with {profile.microbatch_size} samples and "
             f"the plan has {plan.microbatch_size}: expected the same. Measure again with {plan.microbatch_size} "
             f"samples, or set the plan's microbatch_size to {profile.microbatch_size}"
+        )
+    if plan.tensor_parallel != profile.tensor_parallel:
+        raise PlanError(
+            f"tensor_parallel: the layers of the profile {profile.name!r} are on {profile.tensor_parallel} devices and "
+            f"those of the plan on {plan.tensor_parallel}: expected the same. Use a profile that was measured with "
+            f"tensor_parallel={plan.tensor_parallel} (docs/planning.md)"
         )

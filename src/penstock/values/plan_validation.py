@@ -1,4 +1,4 @@
-"""A stage of a plan, and the rules that the stages of a plan obey together.
+"""The rules that the stages of a plan obey together, and the errors for plans that violate one.
 
 Rules of this file:
   1. The stages tile the layers: stage 0 starts at layer 0, and every other stage starts where the previous one stops.
@@ -8,50 +8,17 @@ Rules of this file:
   3. The ranks of a tensor-parallel group are numbered together.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from penstock.arguments import check_fields, entries, instance, integer
+from penstock.arguments import instance
 from penstock.errors import PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.placements import StageLayout
+from penstock.scheduling.schedule_names import names_of
+from penstock.values.plan_stages import Stage, ranks_text
 
-__all__ = ["Stage", "check_stages", "ranks_text"]
+__all__ = ["check_stages"]
 
 _SAME_RANK = {StageLayout.ROUND_ROBIN: "s mod {}", StageLayout.V_SHAPE: "2 x {} - 1 - s"}
 """Which of the first p stages is on the same rank as stage s."""
-
-_LAYER = integer(0).but(
-    "layers are counted from 0, and stop is the first layer of the next stage", "the index of a layer, 0 or more"
-)
-_RANK = integer(0).but("ranks are counted from 0", "a rank, 0 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Holds the layers from `start` up to and without `stop`, on `ranks`; several ranks hold replicas or shards."""
-
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        check_fields(self, {"start": _LAYER, "stop": _LAYER}, PlanError)
-        ranks = entries("ranks", self.ranks, PlanError)
-        if self.stop <= self.start:
-            raise PlanError(
-                f"stop: expected more than start = {self.start}, found {self.stop}: "
-                "a stage holds at least one layer; use fewer stages or move a cut"
-            )
-        if not ranks:
-            raise PlanError("ranks: expected one rank or more, found none: say which rank holds the stage")
-        checked = tuple(_RANK.check(f"ranks[{index}]", rank, PlanError) for index, rank in enumerate(ranks))
-        object.__setattr__(self, "ranks", checked)
-
-    def __str__(self) -> str:
-        return f"layers [{self.start}, {self.stop}) on {ranks_text(self.ranks)}"
-
 
 _STAGE = instance(Stage, "a penstock.Stage", "build it: penstock.Stage(start, stop, ranks)")
 
@@ -153,12 +120,3 @@ def _length(stages: tuple[Stage, ...], ranks: int, schedule: ScheduleDefinition)
             f"the last is {stages[-1]}. Give every rank the same number of stages"
         )
     return length
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``ranks 0-3``, for an error or a table."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"

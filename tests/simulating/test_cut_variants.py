@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.simulating.assumptions import Assumptions
+from penstock.simulating.cut_variants import LayerSums, PlanVariants
 from penstock.simulating.outcomes import evaluate
-from penstock.simulating.variants import LayerSums, PlanVariants
 from penstock.values import Cluster, LayerProfile, Plan, Profile
 from penstock.values.plans import Routing, Stage
 

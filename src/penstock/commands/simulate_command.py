@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from penstock.commands.command import Command, given, print_json, show
-from penstock.commands.files import declare_cluster, declare_wire_share, load_profile, read_cluster
+from penstock.commands.files import declare_cluster, declare_samples, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 from penstock.values.quantities import bytes_text, seconds_text
 
@@ -21,7 +21,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file (YAML)")
     parser.add_argument("profile", metavar="PROFILE", help="a profile file (JSON), or PipeDream's graph.txt")
     declare_wire_share(parser)
-    declare_cluster(parser, devices=False)
+    declare_samples(parser)
+    declare_cluster(parser, devices=True)
     parser.add_argument(
         "--minibatches", type=parse_count, metavar="N", default=argparse.SUPPRESS, help="how many steps"
     )
@@ -76,8 +77,10 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.values import Plan
 
     plan = Plan.load(arguments.plan)
-    profile = load_profile(arguments.profile, arguments.wire_share)
-    devices = plan.ranks if arguments.cluster is None else None
+    profile = load_profile(arguments.profile, arguments.wire_share, arguments.graph_samples)
+    devices = arguments.devices
+    if arguments.cluster is None and devices is None:
+        devices = max(plan.devices, default=plan.ranks - 1) + 1
     cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)
     options = given(arguments, *_OPTIONS)
     timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)

@@ -5,11 +5,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.command import Command, deliver, given, print_json, show
-from penstock.commands.files import declare_cluster, declare_wire_share, load_model, load_profile, read_cluster
+from penstock.commands.files import (
+    declare_cluster,
+    declare_samples,
+    declare_wire_share,
+    load_model,
+    load_profile,
+    read_cluster,
+)
 from penstock.commands.quantities import parse_count, parse_counts
 from penstock.errors import PlanError
-from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.placements import StageLayout
+from penstock.scheduling.schedule_names import names_of
 from penstock.values import Transformer
 from penstock.values.sweeps import load_sweep
 
@@ -35,6 +42,8 @@ _OPTIONS = (
     "shared_nic",
     "whole_backwards",
     "every_device",
+    "epoch_samples",
+    "deadline_seconds",
 )
 
 
@@ -48,7 +57,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         help="a profile file (JSON), PipeDream's graph.txt, or the shape of a transformer (YAML)",
     )
     declare_wire_share(parser)
-    declare_cluster(parser, devices=True)
+    declare_samples(parser)
+    declare_cluster(parser, devices=True, memory=True)
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
     parser.add_argument(
         "--profile",
@@ -77,6 +87,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--stages-per-rank", parse_count, "V", f"with the schedule {looping}; 2 with {folded}"),
         ("--allreduce", str, "MODEL", "what replicas' gradients cost: ring, or shared as in the paper"),
         ("--optimizer-copies", float, "X", "optimizer state in units of the weights: 2 for Adam"),
+        ("--epoch-samples", float, "N", "say what an epoch of N samples costs (a cluster file with prices)"),
+        ("--deadline-seconds", float, "S", "the cheapest plan whose epoch takes no longer, instead of the fastest"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
     for name, text in (
@@ -99,7 +111,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.planning import plan
 
-    subject = load_model(arguments.profile, arguments.wire_share)
+    subject = load_model(arguments.profile, arguments.wire_share, arguments.graph_samples)
     others = [load_profile(path, arguments.wire_share) for path in arguments.profiles]
     profiles = subject if isinstance(subject, Transformer) else [subject, *others]
     options = given(arguments, *_OPTIONS)

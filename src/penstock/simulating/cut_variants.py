@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import PlanError
+from penstock.simulating.action_costs import Costs, reduce_seconds
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.costs import Costs, reduce_seconds
 from penstock.simulating.instructions import (
     COMPUTE,
     RECEIVE,

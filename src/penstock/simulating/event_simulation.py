@@ -1,4 +1,4 @@
-"""The player: computes when every instruction of every rank starts and stops.
+"""The event simulation: computes when every instruction of every rank starts and stops.
 
 Nothing here is random and no clock is read: every start is the latest of the times that it waits for.
 
@@ -43,7 +43,7 @@ from penstock.simulating.instructions import (
 )
 from penstock.simulating.shared_hosts import SharedHost
 
-__all__ = ["Player", "Track"]
+__all__ = ["EventSimulation", "Track"]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Track:
     ring_free: float = 0.0
 
 
-class Player:
+class EventSimulation:
     """Plays tracks to their end."""
 
     def __init__(

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import chain_costs, simulator_options
 from penstock.planning.memory import overfull_rank
 from penstock.planning.search.arrangements import arrange_cluster, without_kinds
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.search.device_moves import climb
 from penstock.planning.search.refinements import Refiner
+from penstock.planning.stage_costs import chain_costs, simulator_options
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.verification.verifier import verify
@@ -32,7 +32,15 @@ from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans", "simulated_with"]
+__all__ = [
+    "EQUAL",
+    "Rejection",
+    "SearchResult",
+    "rank_plans",
+    "search_plans",
+    "simulate_plan",
+    "simulated_with",
+]
 
 _SHORTLIST = 12
 """How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
@@ -66,7 +74,7 @@ class SearchResult:
     rejections: tuple[Rejection, ...]
 
 
-def compare_plans(
+def search_plans(
     profiles: Sequence[Profile],
     cluster: Cluster,
     constraints: PlanConstraints,
@@ -74,7 +82,7 @@ def compare_plans(
     progress: bool | None = False,
     refine: bool = True,
 ) -> SearchResult:
-    """Plans for `cluster` and a model that was measured at one or several microbatch sizes.
+    """Plans for `cluster` and a model that was measured at one or several microbatch sizes, without tensor parallelism.
 
     `ranked` is empty if nothing fits. `progress` shows a line on stderr; None shows it on a terminal only. Without
     `refine` the planners' proposals are ranked as they are; so are those of a planner that is named.
@@ -93,12 +101,12 @@ def compare_plans(
         if len(simulated) >= _SHORTLIST and plan.schedule in {other.schedule for other in simulated}:
             continue
         try:
-            simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
+            simulated.append(simulate_plan(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
             rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
     if not cluster.is_equal and constraints.planner is None and refine:
         simulated += _move_devices(simulated, sizes, cluster, constraints)
-    return SearchResult(_rank(simulated), len(proposals) - len(chosen), tuple(rejections))
+    return SearchResult(rank_plans(simulated), len(proposals) - len(chosen), tuple(rejections))
 
 
 def _propose(
@@ -152,7 +160,7 @@ def _refine(
         found = []
         for plan in family:
             try:
-                found.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
+                found.append(simulate_plan(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
             except (PlanError, ScheduleError) as error:
                 rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
             if found and (refiner.exact or len(found) == _COMPARED):
@@ -160,7 +168,7 @@ def _refine(
         simulated += [max(found, key=_speed)] if found else []
     others = sum(map(len, families.values())) - len(simulated)
     kept = [each for each in rejections if each.schedule not in {str(plan.schedule) for plan in simulated}]
-    return SearchResult(_rank(simulated), others, tuple(kept))
+    return SearchResult(rank_plans(simulated), others, tuple(kept))
 
 
 def _move_devices(
@@ -179,7 +187,7 @@ def _move_devices(
             plan,
             cluster,
             costs,
-            lambda changed, profile=profile: _simulate(changed, profile, cluster, constraints),  # type: ignore[misc]
+            lambda changed, profile=profile: simulate_plan(changed, profile, cluster, constraints),  # type: ignore[misc]
             constraints.allreduce,
             straight=constraints.straight or constraints.stages is not None,
             stages=constraints.stages,
@@ -214,7 +222,7 @@ def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
     return chosen
 
 
-def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
+def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
     """`plan` with the simulator's prediction; raises `PlanError` if it does not fit with its message buffers."""
     if not isinstance(plan.schedule, str):
         # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
@@ -237,7 +245,7 @@ def simulated_with(constraints: PlanConstraints) -> Options:
     return options
 
 
-def _rank(simulated: list[Plan]) -> tuple[Plan, ...]:
+def rank_plans(simulated: list[Plan]) -> tuple[Plan, ...]:
     """Fastest first, after the one that rule 2 chooses among those that are equally fast."""
     simulated.sort(key=_speed, reverse=True)
     if not simulated:
