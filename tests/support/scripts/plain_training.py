@@ -2,7 +2,7 @@
 
     plain_training.py DIRECTORY STEPS SECONDS [FAILURES [START [END]]]
 
-It takes START seconds before it knows the signal, and END seconds after its last step, when it knows it no more. After
+It takes START seconds before it knows the signal, and END seconds after its last save, when it knows it no more. After
 its first step it says that it has begun, as Penstock's trainings do.
 
 The result is the sum of all steps' numbers, so that a step that was left out or made twice shows.
@@ -46,6 +46,6 @@ for step in range(newest + 1, steps + 1):
         save(step)
         sys.exit(138)
 if newest < steps:
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     save(steps)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     time.sleep(end)
