@@ -53,6 +53,10 @@ _SENTINEL = 0x7FF4_9E57_0C4B_ED1D
 arrival is not seen there, and a thread waits for it.
 """
 _SENTINEL_BYTES = 8
+_LOOKS = 16
+"""How often `poll` looks at the sentinel before a thread waits for the message. Of a message that has not come yet the
+engine asks once or twice, and each wake-up of the thread takes Python's lock from the computing thread.
+"""
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -92,7 +96,7 @@ class _Arrival:
 class _GlooReceive(PostedReceive):
     """A receive that has been posted here."""
 
-    __slots__ = ("arrival", "bytes", "result", "specs", "staged", "tensors")
+    __slots__ = ("arrival", "bytes", "looks", "result", "specs", "staged", "tensors")
 
     def __init__(self, inbox: "GlooInbox", kind: Hashable) -> None:
         super().__init__(inbox, kind)
@@ -103,7 +107,8 @@ class _GlooReceive(PostedReceive):
         """Host tensors, one for each spec that is not None."""
         self.staged: Staged | None = None
         """Device tensors, if the thread has started to copy them."""
-        self.bytes = 0
+        self.bytes = self.looks = 0
+        """The size of the message, and how often `poll` has looked for it."""
         self.result: PendingResult | None = None
         """Set if the thread waits for the message."""
 
@@ -152,7 +157,8 @@ class GlooInbox:
         """Delivers the message of `receive` if it has arrived. Returns whether it has been delivered."""
         with self._lock:
             if receive.message is None and receive.arrival is not None:
-                if not receive.arrival.has_arrived():
+                receive.looks += 1
+                if receive.looks > _LOOKS and not receive.arrival.has_arrived():
                     # The message may have arrived without being seen.
                     self._hand_over_to_thread(receive)
                 if self._has_arrived(receive):

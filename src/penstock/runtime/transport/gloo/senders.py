@@ -25,8 +25,8 @@ HEADER_BYTES = 4096
 """A header travels in a message of this size, which begins with the length of the header in eight bytes. If the header
 does not fit, the rest follows in a second message.
 """
-_SWEEP_SECONDS = 5e-3
-"""How long the thread collects messages before it cleans up after them."""
+_SWEEP_SECONDS, _SWEEP_BYTES = 50e-3, 2**22
+"""How long the thread collects messages before it cleans up after them, and how many bytes."""
 _LARGE_BYTES = 2**20
 """From this size on, posting a message takes longer than waking the thread."""
 
@@ -55,6 +55,8 @@ class GlooOutbox:
         """Messages that may not have been sent yet, oldest first."""
         self._deferred = self._posted = 0
         """The number of messages that the thread is to post, and how many of these it has posted."""
+        self._unswept = 0
+        """The bytes of the messages since the thread last began to clean up."""
         self._change = threading.Condition()
         self._idle = self._flushing = self._closed = False
         self.thread = threading.Thread(target=self._run, name=f"penstock send {kinds.edge}", daemon=True)
@@ -90,8 +92,8 @@ class GlooOutbox:
             return
         tensors, ready = staged
         sent = _GlooSend(tensors, ready)
-        small = sum([tensor.nbytes for tensor in tensors]) < _LARGE_BYTES
-        if small and self._deferred == self._posted and ready.query():
+        size = sum([tensor.nbytes for tensor in tensors])
+        if size < _LARGE_BYTES and self._deferred == self._posted and ready.query():
             try:
                 sent.works = self._post(tensors)
             except Exception as error:
@@ -101,7 +103,9 @@ class GlooOutbox:
             self._deferred += 1
         # Without the lock: the thread may hold it while it waits for Python's own.
         self._sent.append(sent)
-        if self._idle or sent.works is None:
+        # Also without it: if both threads write at once, the next sweep comes a message early or late.
+        self._unswept += size
+        if self._idle or sent.works is None or self._unswept > _SWEEP_BYTES:
             with self._change:
                 self._change.notify_all()
 
@@ -134,9 +138,8 @@ class GlooOutbox:
             self._idle = False
             if not self._sent:
                 return False
-            self._change.wait_for(
-                lambda: self._deferred > self._posted or self._flushing or self._closed, timeout=_SWEEP_SECONDS
-            )
+            self._change.wait_for(self._is_due, timeout=_SWEEP_SECONDS)
+            self._unswept = 0
         messages = list(self._sent)
         for message in messages:
             if message.works is None:
@@ -153,6 +156,10 @@ class GlooOutbox:
             self._flushing = self._flushing and bool(self._sent)
             self._change.notify_all()
         return True
+
+    def _is_due(self) -> bool:
+        """Whether the thread should not wait for more messages."""
+        return self._deferred > self._posted or self._unswept > _SWEEP_BYTES or self._flushing or self._closed
 
 
 def _pages(header: bytes) -> list[Tensor]:
