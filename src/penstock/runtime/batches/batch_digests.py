@@ -5,6 +5,7 @@ probe covers `PROBE_BYTES` of the first microbatch; it costs microseconds. Tenso
 no values, so their digest is empty and is compared with none.
 """
 
+import ctypes
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,10 +55,7 @@ NO_BATCH = BatchFacts(0, (), TensorFacts("", ""))
 
 def forms_of(microbatches: Sequence[Microbatch]) -> tuple[object, ...]:
     """The samples and the shapes and dtypes of the inputs of each microbatch."""
-    return tuple(
-        (each.samples, [(v.shape, v.dtype) for v in each.inputs.values() if isinstance(v, Tensor)])
-        for each in microbatches
-    )
+    return tuple([(each.samples, each.signature) for each in microbatches])
 
 
 def describe_batch(microbatches: Sequence[Microbatch], *, full: bool) -> BatchFacts:
@@ -94,26 +92,30 @@ def _text_of(forms: tuple[tuple[torch.Size, torch.dtype], ...]) -> str:
 
 
 def _digest(tensors: Sequence[Tensor], full: bool) -> str:
-    if not tensors or not all(_is_readable(tensor, full) for tensor in tensors):
+    if not tensors or not all([_is_readable(tensor, full) for tensor in tensors]):
         return ""
     most = (FULL_BYTES if full else PROBE_BYTES) // len(tensors)
-    pieces = []
-    for tensor in tensors:
+    return _hashed([_sample(tensor, most) for tensor in tensors])
+
+
+def _sample(tensor: Tensor, most: int) -> bytes:
+    """The bytes of elements of `tensor` at equal distances, at most about `most`."""
+    step = max(1, -(-tensor.nbytes // max(most, tensor.element_size())))
+    sample = tensor
+    # Most probes need no copy. They come with every step, and each call of PyTorch costs microseconds.
+    if step > 1 or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         flat = tensor.detach().reshape(-1)
         if flat.is_conj() or flat.is_neg():
             flat = flat.resolve_conj().resolve_neg()
-        size = flat.element_size()
-        step = max(1, -(-flat.numel() * size // max(most, size)))
         # On the device first, so that only the sample is copied.
         sample = (flat[::step] if step > 1 else flat).cpu().contiguous()
-        pieces.append(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"")
-    return _hashed(pieces)
+    return ctypes.string_at(sample.data_ptr(), sample.nbytes) if sample.nbytes else b""
 
 
 def _is_readable(tensor: Tensor, full: bool) -> bool:
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
     strided = plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return strided and not tensor.is_meta and (full or tensor.device.type == "cpu")
+    return strided and not tensor.is_meta and (full or tensor.is_cpu)
 
 
 def _hashed(pieces: Sequence[bytes]) -> str:

@@ -44,7 +44,7 @@ class BatchSplitter:
                 f"build the Pipeline with microbatches={len(inputs.inputs)}"
             )
         made = self.required.checked(self._cut(self.chain, inputs, target, count, slices))
-        if any(tensor.requires_grad for microbatch in made for tensor in microbatch.tensors):
+        if any([tensor.requires_grad for microbatch in made for tensor in microbatch.tensors]):
             self._check_leaves(inputs, target)
         # Their backwards come after the step, when the user may have written the next batch into the same memory.
         return made if self.schedule.flushes else tuple([self._kept(microbatch) for microbatch in made])

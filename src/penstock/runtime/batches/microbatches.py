@@ -65,8 +65,9 @@ class Microbatch:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors among the inputs and the target."""
-        leaves = [*self.inputs.values(), *pytree.tree_leaves(self.target)]
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        # Every step asks; looking through a tree takes longer than the rest.
+        targets = [self.target] if isinstance(self.target, Tensor) else pytree.tree_leaves(self.target)
+        return (*self.inputs.values(), *[leaf for leaf in targets if isinstance(leaf, Tensor)])
 
 
 def split(

@@ -12,7 +12,6 @@ Invariants of this file:
   3. A rank has announced its call before it waits for another rank.
 """
 
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ FIRST_STEPS = 3
 CHECKED_EVERY = 100
 """In every step whose number is a multiple of this the values of the batch are compared again."""
 _KIND = ("call",)
-_BYTES = 1024 + 200 * (MOST_INPUTS + 2)
+_BYTES = 512 + 80 * (MOST_INPUTS + 2)
 """More than an announcement has."""
 
 
@@ -54,7 +53,7 @@ class AnnouncedCall:
     seed: str
     batch: BatchFacts = NO_BATCH
     reason: str = ""
-    """Why this rank refused."""
+    """Why this rank refused; one line."""
 
     @property
     def text(self) -> str:
@@ -64,17 +63,19 @@ class AnnouncedCall:
     def encode(self) -> bytes:
         """The call in `_BYTES` bytes."""
         batch = self.batch
-        facts = [(tensor.shape, tensor.digest) for tensor in (*batch.inputs, batch.target)]
-        text = json.dumps((self.name, self.trained, self.seed, batch.samples, facts, self.reason)).encode()
+        words = [self.name, str(self.trained), self.seed, self.reason, str(batch.samples)]
+        for tensor in (*batch.inputs, batch.target):
+            words += (tensor.shape, tensor.digest)
+        text = "\n".join(words).encode()
         assert len(text) <= _BYTES, "its texts are short"
-        return text.ljust(_BYTES)
+        return text.ljust(_BYTES, b"\0")
 
     @classmethod
     def decode(cls, code: bytes) -> "AnnouncedCall":
         """The call that `encode` made `code` of."""
-        name, trained, seed, samples, facts, reason = json.loads(code)
-        *inputs, target = [TensorFacts(shape, digest) for shape, digest in facts]
-        return cls(name, trained, seed, BatchFacts(samples, tuple(inputs), target), reason)
+        name, trained, seed, reason, samples, *words = code.rstrip(b"\0").decode().split("\n")
+        *inputs, target = [TensorFacts(*pair) for pair in zip(words[::2], words[1::2], strict=True)]
+        return cls(name, int(trained), seed, BatchFacts(int(samples), tuple(inputs), target), reason)
 
 
 @dataclass(slots=True)
@@ -138,9 +139,7 @@ class CallAgreement:
         def exchange() -> None:
             batch = describe_batch(microbatches, full=full)
             if microbatches:
-                names = list(microbatches[0].inputs)
-                rest = ["one of the other inputs"] if len(names) > MOST_INPUTS else []
-                self._inputs = [*names[:MOST_INPUTS], *rest]
+                self._inputs = list(microbatches[0].inputs)
             self._exchange(AnnouncedCall(name, trained, str(seed)[:24], batch), waits)
 
         if steps and not waits:
@@ -161,10 +160,9 @@ class CallAgreement:
         if not self._peers:
             return True
         self._form = ()
+        line = " ".join(reason.split()).encode("ascii", "replace").decode()
         try:
-            self._exchange(
-                AnnouncedCall("refusal", -1, "", reason=reason.encode("ascii", "replace").decode()[:160]), True
-            )
+            self._exchange(AnnouncedCall("refusal", -1, "", reason=line[:160]), True)
         except TransportError:
             return False
         return True
@@ -177,8 +175,8 @@ class CallAgreement:
         if compares and waits:
             # The others go on when they hear from this rank, which is when all agree.
             self._settle(waits=True)
+        message = torch.frombuffer(bytearray(code), dtype=torch.uint8)
         for peer in self._peers:
-            message = torch.frombuffer(bytearray(code), dtype=torch.uint8)
             self._transport.send(Edge(self._rank, peer, Channel.CALLS), _KIND, (message,))
         self._settle(waits=waits)
 
@@ -217,7 +215,8 @@ class CallAgreement:
         where = f"{one.name} after {one.trained} microbatches of training"
         if one.batch.samples != other.batch.samples:
             self._fail_batch(where, rank, f"{one.batch.samples} samples", peer, f"{other.batch.samples} samples")
-        names = [*self._inputs, "target"]
+        rest = ["one of the other inputs"] if len(self._inputs) > MOST_INPUTS else []
+        names = [*self._inputs[:MOST_INPUTS], *rest, "target"]
         pairs = zip((*one.batch.inputs, one.batch.target), (*other.batch.inputs, other.batch.target), strict=False)
         for name, (here, there) in zip(names, pairs, strict=False):
             if here.shape != there.shape and here.shape and there.shape:
