@@ -38,14 +38,16 @@ def times_written(tensor: Tensor) -> int:
 def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
     """The hooks that `Tensor.register_hook` put on `tensor`. No public name lists them."""
     try:
-        return tuple((tensor._backward_hooks or {}).values())
+        hooks = tensor._backward_hooks
     except AttributeError as error:
         raise missing("torch.Tensor._backward_hooks", "to run the hooks of parameters") from error
+    return tuple(hooks.values()) if hooks else ()
 
 
 def accumulated_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
     """The hooks of ``register_post_accumulate_grad_hook``. No public name lists them."""
-    return tuple((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return tuple(hooks.values()) if hooks else ()
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

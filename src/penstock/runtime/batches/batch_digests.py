@@ -8,9 +8,8 @@ no values, so their digest is empty and is compared with none.
 import ctypes
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ _LONGEST = 64
 """Characters of a shape's text."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorFacts(NamedTuple):
     """One input, or the target. Both texts are empty where this process was given nothing."""
 
     shape: str
@@ -39,8 +37,7 @@ class TensorFacts:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFacts:
+class BatchFacts(NamedTuple):
     """What ranks compare of a batch."""
 
     samples: int

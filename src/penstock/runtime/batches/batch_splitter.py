@@ -71,7 +71,9 @@ class BatchSplitter:
             for name, tensor in microbatch.inputs.items()
         }
         target = microbatch.target
-        if self.required.target:
+        if self.required.target and isinstance(target, Tensor):
+            target = _copied(target)
+        elif self.required.target:
             leaves, structure = flatten(target)
             copies = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             target = pytree.tree_unflatten(copies, structure)

@@ -15,7 +15,7 @@ Invariants of this file:
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -42,8 +42,7 @@ _BYTES = 512 + 80 * (MOST_INPUTS + 2)
 """More than an announcement has."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnnouncedCall:
+class AnnouncedCall(NamedTuple):
     """One call on one rank."""
 
     name: str

@@ -33,6 +33,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
@@ -208,7 +209,8 @@ class VersionedWeights:
             # The stage that lends a parameter moves it to another slot when it updates.
             lent = parameter.requires_grad and name not in self._slots.stepped
             own = name not in self._slots.masters and not lent
-            if own and local_shard(parameter).data_ptr() != newest[name].data_ptr():
+            shard = local_shard(parameter) if isinstance(parameter, DTensor) else parameter
+            if own and shard.data_ptr() != newest[name].data_ptr():
                 raise PenstockError(
                     f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), "
                     "which steps would not see. Expected the same memory. Write in it instead (with torch.no_grad(): "
@@ -398,7 +400,7 @@ class _Tables:
 
 
 def _hooks_on(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return (*gradient_hooks(parameter), *accumulated_hooks(parameter))
+    return gradient_hooks(parameter) + accumulated_hooks(parameter)
 
 
 def _leaf_over(slot: Tensor, parameter: nn.Parameter) -> nn.Parameter:
