@@ -113,10 +113,14 @@ def plan_automatically(
     profiles: list[Profile] = []
 
     def measure_layers() -> None:
-        profile = measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype)
-        profiles.append(as_in_training(profile, chain, sample, choices.autocast))
+        profiles.append(measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype))
+
+    def scale_layers() -> None:
+        profiles[0] = as_in_training(profiles[0], chain, sample, choices.autocast)
 
     gather_results(world, context, measure_layers)
+    # All begin together: a process that measures while the others are done has the host to itself.
+    gather_results(world, context, scale_layers)
     if speeds := measure_speeds(world, chain, sample, choices.autocast):
         cluster = cluster.with_kinds([DeviceKind(speed=speed) for speed in speeds])
 

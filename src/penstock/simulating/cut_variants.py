@@ -216,6 +216,8 @@ class _Sorter:
     rows: dict[_Row, int]
     overlap_reduce: bool
     action_seconds: float
+    actions: dict[tuple[int, float], int] = field(default_factory=dict)
+    """By effect and seconds of an action: its row."""
     nodes: list[tuple[Any, ...]] = field(default_factory=list)
     occupied: defaultdict[tuple[str, int], defaultdict[int, int]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(int))
@@ -278,9 +280,12 @@ class _Sorter:
         return _Run(self.nodes, len(self.written), links, self.occupied)
 
     def _add_compute(self, place: int, own: Instructions, index: int, rank: int, *, marks: bool) -> None:
-        effect, stage = divmod(own.effects[index], self.stages)
-        factor = (own.details[index] - self.action_seconds) / _UNIT[MemoryEffect(effect)]
-        row = self._row((MemoryEffect(effect), stage, factor))
+        key = own.effects[index], own.details[index]
+        row = self.actions.get(key)
+        if row is None:
+            effect, stage = divmod(key[0], self.stages)
+            factor = (key[1] - self.action_seconds) / _UNIT[MemoryEffect(effect)]
+            row = self.actions[key] = self._row((MemoryEffect(effect), stage, factor))
         self.nodes.append((_MARKED, place, row, index) if marks else (_COMPUTE, place, row))
         self.occupied["rank", rank][row] += 1
 

@@ -169,54 +169,56 @@ class Writer:
         written = Instructions([], [], [], [])
         kinds, details, effects, contents = written.kinds, written.details, written.effects, written.contents
         for action in row:
-            match action:
-                case Forward(stage=stage, microbatch=number):
-                    kinds.append(compute)
-                    details.append(forwards[stage])
-                    effects.append((forward_kept if (stage, number) in direct else forward) + stage)
-                case Backward(stage=stage, microbatch=number):
-                    last[stage] = len(kinds)
-                    kinds.append(compute)
-                    kept = (stage, number) in direct
-                    details.append((backwards if kept else recomputing)[stage])
-                    effects.append((backward_kept if kept else backward) + stage)
-                case BackwardInput(stage=stage, microbatch=number):
-                    kinds.append(compute)
-                    kept = (stage, number) in direct
-                    details.append((inputs if kept else inputs_recomputing)[stage])
-                    effects.append((input_kept if kept else backward_input) + stage)
-                case BackwardWeight(stage=stage):
-                    last[stage] = len(kinds)
-                    kinds.append(compute)
-                    details.append(weights[stage])
-                    effects.append(backward_weight + stage)
-                case Send(stage=stage, microbatch=number, target=target):
-                    key = stage * stages + target
-                    choice = paths.get(key) or paths.setdefault(key, self._paths_to(rank, stage, target, sends=True))
-                    kinds.append(SEND)
-                    details.append(choice[number % len(choice)])
-                    effects.append((send_activation if target > stage else send_gradient) + stage)
-                    contents.append(number * self._kinds + key)
-                case Receive(stage=stage, microbatch=number, source=source):
-                    key = source * stages + stage
-                    choice = paths.get(-key) or paths.setdefault(-key, self._paths_to(rank, stage, source, sends=False))
-                    kinds.append(RECEIVE)
-                    details.append(choice[number % len(choice)])
-                    effects.append((receive_activation if source < stage else receive_gradient) + stage)
-                    contents.append(number * self._kinds + key)
-                case Update(stage=stage):
-                    kinds.append(compute)
-                    details.append(updates[stage])
-                    effects.append(update + stage)
-                case Reduce(stage=stage, version=number):
-                    kinds.append(REDUCE)
-                    details.append(ReduceInstruction(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
-                    effects.append(reduce + stage)
-                case SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms():
-                    self._write_exchange(written, rank, action)
-                    effects.append(other + action.stage)
-                case _:
-                    assert_never(action)
+            stage = action.stage
+            # Messages first, since most actions are messages.
+            if isinstance(action, Send):
+                number, target = action.microbatch, action.target
+                key = stage * stages + target
+                choice = paths.get(key) or paths.setdefault(key, self._paths_to(rank, stage, target, sends=True))
+                kinds.append(SEND)
+                details.append(choice[number % len(choice)])
+                effects.append((send_activation if target > stage else send_gradient) + stage)
+                contents.append(number * self._kinds + key)
+            elif isinstance(action, Receive):
+                number, source = action.microbatch, action.source
+                key = source * stages + stage
+                choice = paths.get(-key) or paths.setdefault(-key, self._paths_to(rank, stage, source, sends=False))
+                kinds.append(RECEIVE)
+                details.append(choice[number % len(choice)])
+                effects.append((receive_activation if source < stage else receive_gradient) + stage)
+                contents.append(number * self._kinds + key)
+            elif isinstance(action, Forward):
+                kinds.append(compute)
+                details.append(forwards[stage])
+                effects.append((forward_kept if (stage, action.microbatch) in direct else forward) + stage)
+            elif isinstance(action, Backward):
+                last[stage] = len(kinds)
+                kinds.append(compute)
+                kept = (stage, action.microbatch) in direct
+                details.append((backwards if kept else recomputing)[stage])
+                effects.append((backward_kept if kept else backward) + stage)
+            elif isinstance(action, BackwardInput):
+                kinds.append(compute)
+                kept = (stage, action.microbatch) in direct
+                details.append((inputs if kept else inputs_recomputing)[stage])
+                effects.append((input_kept if kept else backward_input) + stage)
+            elif isinstance(action, BackwardWeight):
+                last[stage] = len(kinds)
+                kinds.append(compute)
+                details.append(weights[stage])
+                effects.append(backward_weight + stage)
+            elif isinstance(action, Update):
+                kinds.append(compute)
+                details.append(updates[stage])
+                effects.append(update + stage)
+            elif isinstance(action, Reduce):
+                kinds.append(REDUCE)
+                seconds = costs.reduce_seconds[stage]
+                details.append(ReduceInstruction(stage, action.version, seconds, last.get(stage, -1)))
+                effects.append(reduce + stage)
+            else:
+                self._write_exchange(written, rank, action)
+                effects.append(other + stage)
         return written
 
     def _seconds_on(self, rank: int) -> "_ActionSeconds":
