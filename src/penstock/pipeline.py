@@ -198,11 +198,10 @@ class Pipeline:
         with self._guarded("building the pipeline"):
             check_options(self._world, recipe, {**given, "seed": seed})
             plan = plan_for(plan, self._world)
-            with agreed(self._world, "while it captured the model"):
-                captured = capture_for_training(
-                    model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
-                )
-                self._chain, self._device = captured.chain, captured.device
+            captured = capture_for_training(
+                self._world, model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
+            )
+            self._chain, self._device = captured.chain, captured.device
             weights = weigh_layers(
                 balance,
                 planned=plan is not None,

@@ -20,7 +20,7 @@ from penstock.capturing.samples import Call, flatten
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
-__all__ = ["agrees", "check_chain"]
+__all__ = ["CHECKED_RUNS", "agrees", "check_chain"]
 
 _SEED = 20_011
 
@@ -55,6 +55,8 @@ def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
 
 _Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None], dict[str, Tensor]]
 _RUNS = 3
+CHECKED_RUNS = 2 * _RUNS + 4
+"""How many runs `check_chain` takes as long as; a backward takes as long as two."""
 
 
 def _model_of(sampled: SampledModel) -> Callable[[Call], Any]:

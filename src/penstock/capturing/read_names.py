@@ -1,4 +1,4 @@
-"""The names of attributes that a module's forward may read, found in its code and not by running it."""
+"""The code that a module's forward may run, and the names of attributes that it may read, without running it."""
 
 from functools import partial
 from types import CodeType, FunctionType, MethodType
@@ -6,12 +6,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["names_read"]
+__all__ = ["code_read", "names_read"]
 
 
 def names_read(module: nn.Module) -> frozenset[str]:
-    """All names and words in the code of the forward of `module`, and in that of the functions that it names: methods,
-    functions in attributes, and functions of the files that these are in. Those of PyTorch are not looked into.
+    """All names and words in the code of the forward of `module`; see `code_read`."""
+    return frozenset().union(*map(_words, code_read(module)))
+
+
+def code_read(module: nn.Module) -> frozenset[CodeType]:
+    """The code of the forward of `module`, and that of the functions that it names: methods, functions in attributes,
+    and functions of the files that these are in. Those of PyTorch are not looked into.
     """
     names: set[str] = set()
     seen: set[CodeType] = set()
@@ -28,7 +33,7 @@ def names_read(module: nn.Module) -> frozenset[str]:
             waiting += [held.get(name), vars(module).get(name)]
             waiting += [vars(base)[name] for base in type(module).__mro__ if name in vars(base)]
         waiting += _closure(function).values()
-    return frozenset(names)
+    return frozenset(seen)
 
 
 def _function_in(value: Any) -> FunctionType | None:

@@ -20,7 +20,7 @@ from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals.pytrees import TreeSpec, tree_unflatten
 
-__all__ = ["BlockCall", "Dimension", "RecordedCalls", "ResultTensor", "Sizes", "record_calls"]
+__all__ = ["BlockCall", "Dimension", "RecordedCalls", "ResultTensor", "Sizes", "may_differ", "record_calls"]
 
 Dimension: TypeAlias = tuple[str, int]
 """An input and the index of one of its dimensions."""
@@ -66,8 +66,8 @@ class RecordedCalls:
     """By path of the module, in the order of the run."""
     fixed: frozenset[Dimension]
     """Dimensions of inputs that may only have the size of the sample."""
-    equal: tuple[tuple[Dimension, ...], ...]
-    """Groups of dimensions of inputs that may only have one size together."""
+    together: tuple[tuple[Dimension, ...], ...]
+    """Groups of dimensions of several inputs that had one size in every run; see `may_differ`."""
 
 
 def record_calls(
@@ -79,7 +79,7 @@ def record_calls(
     """
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
     _check_repeatable(first, again)
-    runs, fixed, equal = [first, again], set[Dimension](), []
+    runs, fixed, together = [first, again], set[Dimension](), []
     groups = list(_size_groups(sampled))
     samples = groups[0]
     tried = {"sizes": len(groups), "samples": 1, "nothing": 0}[free]
@@ -98,9 +98,11 @@ def record_calls(
             runs.append(found)
             # That numbers of samples are equal is checked as such.
             names = {name for name, _ in group}
-            if len(names) > 1 and group != samples and not _may_differ(sampled, group):
-                equal.append(tuple(sorted(group)))
-    return RecordedCalls({path: _merged([run[path] for run in runs]) for path in paths}, frozenset(fixed), tuple(equal))
+            if len(names) > 1 and group != samples:
+                together.append(tuple(sorted(group)))
+    return RecordedCalls(
+        {path: _merged([run[path] for run in runs]) for path in paths}, frozenset(fixed), tuple(together)
+    )
 
 
 def _check_repeatable(first: ModuleCalls, again: ModuleCalls) -> None:
@@ -156,9 +158,10 @@ def _record_resized(
     return None
 
 
-def _may_differ(sampled: SampledModel, group: frozenset[Dimension]) -> bool:
+def may_differ(sampled: SampledModel, group: Collection[Dimension]) -> bool:
     """Whether the model takes other sizes of the dimensions of one input in `group` alone."""
-    for own in {name for name, _ in group}:
+    # In one order in all processes: the model may wait for other ones.
+    for own in sorted({name for name, _ in group}):
         try:
             _record(sampled, _resized(sampled, [each for each in group if each[0] == own], _shrink), ())
         except Exception:

@@ -3,30 +3,31 @@
 The training and the evaluation mode are two traces over the same parameters and buffers, cut at the same blocks.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
 from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
-from penstock.capturing.checking import check_chain
-from penstock.capturing.export.block_calls import Dimension, RecordedCalls, record_calls
+from penstock.capturing.checking import CHECKED_RUNS, check_chain
+from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls
 from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, opaque_paths
 from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
-from penstock.capturing.export.smallest import bound_sizes_of_one
+from penstock.capturing.export.smallest import proofs_for_one
 from penstock.capturing.export.tracing import Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
+from penstock.capturing.proofs import Proof, UnprovedChain
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -36,16 +37,20 @@ __all__ = ["capture_exported"]
 _FREE: tuple[Literal["sizes", "samples", "nothing"], ...] = ("sizes", "samples", "nothing")
 
 
-def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> LayerChain:
-    """`model` traced by `torch.export` and cut between its blocks, in the mode that it is in."""
-    chain, partition = _capture(model, call, inputs, None, check)
+def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> UnprovedChain:
+    """`model` traced by `torch.export` and cut between its blocks, in the mode that it is in.
+
+    `check`: whether to prove that it computes what the model does.
+    """
+    unproved, partition = _capture(model, call, inputs, None, check)
     if not any(module.training for module in model.modules()):
-        return replace(chain, evaluation=lambda: chain)
+        return replace(unproved, evaluates=True)
+    chain = unproved.chain
 
     @cache
     def evaluation() -> LayerChain:
         with evaluating([model]):
-            evaluated, _ = _capture(model, call, inputs, partition, check)
+            evaluated = _capture(model, call, inputs, partition, check)[0].proved()
         if [layer.name for layer in evaluated.layers] != [layer.name for layer in chain.layers]:
             raise CaptureError(
                 f"{type(model).__name__} has other layers in evaluation mode than in training mode: pass it as a list "
@@ -53,12 +58,12 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
             )
         return replace(evaluated, evaluation=lambda: evaluation())
 
-    return replace(chain, evaluation=evaluation)
+    return replace(unproved, chain=replace(chain, evaluation=evaluation))
 
 
 def _capture(
     model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
-) -> tuple[LayerChain, Partition]:
+) -> tuple[UnprovedChain, Partition]:
     sampled = SampledModel(model, call, inputs)
     run = run_on_sample(sampled)
     own = opaque_paths(model, run)
@@ -84,7 +89,7 @@ def _capture(
         inputs=replace(
             inputs,
             sizes=traced.sizes,
-            equal=_equal(traced, recorded, inputs),
+            equal=_not_only_samples(traced.equal, inputs),
             dtypes=_dtypes(call, inputs),
             guards=traced.guards,
         ),
@@ -93,10 +98,24 @@ def _capture(
         buffers=SavedBuffers(model),
         evaluation=lambda: chain,
     )
+    proofs = [
+        Proof(len(group), partial(may_differ, sampled, group), partial(_with_equal, group))
+        for group in _not_only_samples(recorded.together, inputs)
+        if group not in chain.inputs.equal
+    ]
     if check:
-        check_chain(sampled, chain)
-        chain = replace(chain, inputs=bound_sizes_of_one(sampled, chain))
-    return chain, _joined_partition(partition, joined)
+        proofs = [
+            Proof(CHECKED_RUNS, partial(_is_checked, sampled, chain), lambda inputs: inputs),
+            *proofs_for_one(sampled, chain),
+            *proofs,
+        ]
+    unproved = UnprovedChain(chain, sampled, tuple(proofs), communicates=run.communicates)
+    return unproved, _joined_partition(partition, joined)
+
+
+def _is_checked(sampled: SampledModel, chain: LayerChain) -> bool:
+    check_chain(sampled, chain)
+    return True
 
 
 def _trace(
@@ -125,11 +144,15 @@ def _check_results(sampled: SampledModel, run: ModelRun, traced: Trace) -> None:
         )
 
 
-def _equal(traced: Trace, recorded: RecordedCalls, inputs: ModelInputs) -> tuple[tuple[Dimension, ...], ...]:
+def _not_only_samples(groups: Iterable[Sequence[Dimension]], inputs: ModelInputs) -> tuple[tuple[Dimension, ...], ...]:
     """Without the groups of nothing but numbers of samples, which are checked as such."""
     samples = {(name, 0) for name in inputs.batched}
-    groups = dict.fromkeys((*(tuple(sorted(group)) for group in traced.equal), *recorded.equal))
-    return tuple(group for group in groups if not samples.issuperset(group))
+    ordered = dict.fromkeys(tuple(sorted(group)) for group in groups)
+    return tuple(group for group in ordered if not samples.issuperset(group))
+
+
+def _with_equal(group: tuple[Dimension, ...], inputs: ModelInputs) -> ModelInputs:
+    return replace(inputs, equal=(*inputs.equal, group))
 
 
 def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:

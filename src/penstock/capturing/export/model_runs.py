@@ -29,6 +29,10 @@ from penstock.torch_internals.pytrees import TreeSpec, tree_leaves
 __all__ = ["ModelRun", "run_on_sample"]
 
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+"""The namespaces of the operators of `torch.distributed`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelRun:
     """What two consecutive runs of a model on the sample showed."""
@@ -49,6 +53,8 @@ class ModelRun:
     """All calls of blocks in the two runs."""
     escapes: frozenset[tuple[str, str]]
     """Modules that a tensor escaped from, each with one that used it."""
+    communicates: bool
+    """Whether the first run waited for other processes."""
     structure: TreeSpec
     """Of what the model returns."""
     leaves: tuple[Any, ...]
@@ -95,6 +101,7 @@ def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
         written_buffers=frozenset(id(buffer) for buffer in observation.mutated_buffers),
         calls=({path: watch.calls[path] for path in blocks}, again.calls),
         escapes=frozenset(watch.owners.escapes),
+        communicates=dependence.communicates,
         structure=structure,
         # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
         leaves=tuple(Tensor if isinstance(leaf, Tensor) else leaf if is_plain(leaf) else None for leaf in leaves),
@@ -113,6 +120,7 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`save` is called with a parameter before it is written."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: list[nn.Parameter] = []
+        self.communicates = False
         self._dependent: TensorNotes[bool] = TensorNotes()
         self._dependent.write(parameters, True)
         self._by_memory = {memory_of(p): p for p in parameters if is_plain_memory(p)}
@@ -125,6 +133,7 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = self._kinds.get(func)
         if kind is None:
             draws = torch.Tag.nondeterministic_seeded in func.tags
+            self.communicates = self.communicates or func.namespace in _COLLECTIVES
             kind = self._kinds[func] = schema_of(func).is_mutable, draws
         mutable, draws = kind
         for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if mutable and args else ():

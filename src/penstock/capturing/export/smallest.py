@@ -8,33 +8,44 @@ a prediction is often of one sample. So the chain is tried with each free size a
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.checking import agrees
 from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.proofs import Proof
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["bound_sizes_of_one"]
+__all__ = ["proofs_for_one"]
 
 Place = tuple[str, int]
 """A tensor and one of its dimensions."""
 
 
-def bound_sizes_of_one(sampled: SampledModel, chain: LayerChain) -> ModelInputs:
-    """The inputs of `chain`, with a least size of two where it computes something else than the model for one.
+def proofs_for_one(sampled: SampledModel, chain: LayerChain) -> list[Proof]:
+    """That `chain` computes what the model does for each free size at one; else its least size is two.
 
     The first sample, or the first steps, of the sample are tried.
     """
     inputs, call = chain.inputs, sampled.call
+    return [
+        Proof(2, partial(_agrees_for_one, sampled, chain, group), partial(_at_least_two, group))
+        for group in _free_groups(inputs, _shapes(inputs, call))
+    ]
+
+
+def _agrees_for_one(sampled: SampledModel, chain: LayerChain, group: frozenset[Place]) -> bool:
+    return agrees(sampled, chain, _narrowed(chain.inputs, sampled.call, group))
+
+
+def _at_least_two(group: frozenset[Place], inputs: ModelInputs) -> ModelInputs:
     sizes = {name: list(bounds) for name, bounds in inputs.sizes.items()}
-    for group in _free_groups(inputs, _shapes(inputs, call)):
-        if not agrees(sampled, chain, _narrowed(inputs, call, group)):
-            for name, index in group:
-                sizes[name][index] = (2, sizes[name][index][1])
+    for name, index in group:
+        sizes[name][index] = (2, sizes[name][index][1])
     return replace(inputs, sizes={name: tuple(bounds) for name, bounds in sizes.items()})
 
 

@@ -31,7 +31,13 @@ from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
-from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards, without_operator_cache
+from penstock.torch_internals.export import (
+    export_refusals,
+    hidden_from_the_model,
+    shape_guards,
+    without_operator_cache,
+    without_stack_traces,
+)
 from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
@@ -156,7 +162,8 @@ def _export_as_freely_as_possible(
     fixed: Collection[tuple[str, int]],
 ) -> ExportedProgram:
     """The first of these that can be traced: as it runs eagerly; as it wants to be exported; that, with fixed sizes."""
-    with hidden_from_the_model() as asked:
+    # If this fails, one of the others shows where.
+    with hidden_from_the_model() as asked, without_stack_traces():
         try:
             return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.AUTO)
         except CaptureError:

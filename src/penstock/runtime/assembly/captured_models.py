@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.chain_digests import digest_of
+from penstock.capturing.doors import capture_unproved
 from penstock.capturing.initialization import InitFn
+from penstock.capturing.proofs import UnprovedChain
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.restrictions import check_graphs
+from penstock.runtime.assembly.shared_proofs import prove
 from penstock.runtime.execution.compilation import Compilation, compile_chain, read_compilation
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.collective_errors import agreed
@@ -66,6 +69,7 @@ class CapturedModel:
 
 
 def capture_for_training(
+    world: World,
     model: nn.Module | Sequence[nn.Module],
     sample: Any,
     *,
@@ -74,22 +78,27 @@ def capture_for_training(
     compile: bool | Mapping[str, Any] = False,
     parallelized: bool = False,
 ) -> CapturedModel:
-    """Captures `model` with `sample`, in the types of `recipe`.
+    """Captures `model` with `sample`, in the types of `recipe`. Collective.
 
     A model on the meta device needs `init_fn`; any other model must not have it. `compile`: False, True or the
-    arguments of `torch.compile`; excludes `parallelized` stages.
+    arguments of `torch.compile`; excludes `parallelized` stages. Raises on every rank what it raises on one.
     """
-    compilation = read_compilation(compile, parallelized)
-    if asks_for_weights(model, init_fn):
-        weightless = capture_weightless(model, sample)
-        _check_loss(weightless.chain, recipe)
-        return CapturedModel(weightless.chain, weightless.device, weightless, init_fn, compilation)
-    device = first_device(model)
-    # Code of the model that branches on types must see the types of autocast.
+    weightless = None
+    with agreed(world, "while it captured the model"):
+        compilation = read_compilation(compile, parallelized)
+        if asks_for_weights(model, init_fn):
+            weightless = capture_weightless(model, sample)
+            device, unproved = weightless.device, UnprovedChain(weightless.chain)
+        else:
+            device = first_device(model)
+            # Code of the model that branches on types must see the types of autocast.
+            with recipe.autocast_context(device):
+                unproved = capture_unproved(model, sample)
+        _check_loss(unproved.chain, recipe)
+        digest = digest_of(unproved) if world.processes > 1 else None
     with recipe.autocast_context(device):
-        chain = capture(model, sample)
-    _check_loss(chain, recipe)
-    return CapturedModel(chain, device, None, None, compilation)
+        chain = prove(world, unproved, digest)
+    return CapturedModel(chain, device, weightless, init_fn if weightless else None, compilation)
 
 
 def _check_loss(chain: LayerChain, recipe: Recipe) -> None:

@@ -1,0 +1,73 @@
+"""Ranks that captured the same model share its proofs; others prove their own; an error of one ends all."""
+
+import pytest
+
+from penstock.capturing.chain_digests import digest_of
+from penstock.capturing.doors import capture_unproved
+from support.jobs.capture_jobs import KINDS, error_of, find_alone, prove_together, sample
+from support.processes import Pool
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_what_one_process_would_do(pool: Pool, ranks: int) -> None:
+    alone = find_alone("plain")
+    found = pool.run(ranks, prove_together, *["plain"] * ranks)
+
+    assert [(each.sizes, each.equal) for each in found] == [(alone.sizes, alone.equal)] * ranks
+    assert sum(each.runs for each in found) == alone.runs
+    assert all(0 < each.runs < alone.runs for each in found)
+    # What the ranks find for each other is not trivial.
+    assert any(least == 2 for bounds in alone.sizes.values() for least, _ in bounds)
+    assert alone.equal
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(("plain", "other code"), id="code in a block"),
+        pytest.param(("plain", "other number"), id="a number in the trace"),
+        pytest.param(("summed", "summed"), id="ranks wait for each other in the forward"),
+        pytest.param(("drawing", "drawing"), id="a generator that nothing puts back"),
+    ],
+)
+def test_ranks_prove_their_own(pool: Pool, kinds: tuple[str, str]) -> None:
+    alone = find_alone("plain")
+
+    for found in pool.run(2, prove_together, *kinds):
+        assert (found.runs, found.sizes, found.equal) == (alone.runs, alone.sizes, alone.equal)
+
+
+def test_all_ranks_raise_what_one_finds(pool: Pool) -> None:
+    first, last = pool.run(2, error_of, "stateful", "stateful")
+
+    assert first.startswith("CaptureError: the trace of Stateful differs from the model in output 0")
+    assert last == first
+
+
+@pytest.mark.parametrize("kinds", [("plain", "refused"), ("refused", "plain"), ("plain", "stateful")])
+def test_an_error_on_one_rank_ends_all(pool: Pool, kinds: tuple[str, str]) -> None:
+    found = pool.run(2, error_of, *kinds)
+    failed = next(rank for rank, kind in enumerate(kinds) if kind != "plain")
+
+    assert found[failed].startswith("CaptureError: ")
+    assert found[1 - failed].startswith(f"CaptureError: rank {failed}, while it ")
+
+
+def test_an_error_of_the_model_in_a_proof_ends_all(pool: Pool) -> None:
+    first, last = pool.run(2, error_of, "failing", "failing")
+
+    assert first == "its own: no gradients here"
+    assert last.startswith("TransportError: rank 0 failed while it checked the captured model")
+    assert "no gradients here" in last
+
+
+def test_digests_are_those_of_what_was_captured() -> None:
+    digests = {kind: digest_of(capture_unproved(KINDS[kind](), sample())) for kind in ("plain", "other code")}
+
+    assert digests["plain"] == digest_of(capture_unproved(KINDS["plain"](), sample()))
+    assert digests["plain"] != digests["other code"]
+    assert digest_of(capture_unproved(KINDS["plain"]().double(), tuple(t.double() for t in sample()))) not in (
+        None,
+        *digests.values(),
+    )
+    assert digest_of(capture_unproved(KINDS["plain"]().eval(), sample())) not in digests.values()
