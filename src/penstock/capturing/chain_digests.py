@@ -27,6 +27,7 @@ from penstock.capturing.read_names import code_read
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import EagerLayer, Form
 from penstock.torch_internals.modules import hooks_of, tensor_tables
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
 __all__ = ["digest_of"]
 
@@ -38,8 +39,9 @@ _DEVICE = re.compile(r"(device\(type='\w+'), index=\d+")
 def digest_of(unproved: UnprovedChain) -> str | None:
     """Equal in processes of which one can prove the chain for all; None if this process has to prove its own.
 
-    That is so for a model that waits for other processes in its forward, and for one with generators of random numbers
-    of its own, which a proof moves: they are to be at one place in all processes.
+    That is so for a model that waits for other processes in its forward, or might in the hooks of its parameters, and
+    for one with generators of random numbers of its own, which a proof moves: they are to be at one place in all
+    processes.
     """
     sampled = unproved.sampled
     if sampled is None:
@@ -47,7 +49,8 @@ def digest_of(unproved: UnprovedChain) -> str | None:
     modules = dict(sampled.model.named_modules())
     # There are few classes and many values.
     held = {type(value): value for module in modules.values() for value in vars(module).values()}
-    if unproved.communicates or any(isinstance(value, _OWN_GENERATORS) for value in held.values()):
+    hooked = any(gradient_hooks(each) or accumulated_hooks(each) for each in sampled.model.parameters())
+    if unproved.communicates or hooked or any(isinstance(value, _OWN_GENERATORS) for value in held.values()):
         return None
     chain = unproved.chain
     leaves, _ = flatten((sampled.call.args, sampled.call.kwargs))

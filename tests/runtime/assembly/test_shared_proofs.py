@@ -27,6 +27,7 @@ def test_ranks_share_what_one_process_would_do(pool: Pool, ranks: int) -> None:
         pytest.param(("plain", "other code"), id="code in a block"),
         pytest.param(("plain", "other number"), id="a number in the trace"),
         pytest.param(("summed", "summed"), id="ranks wait for each other in the forward"),
+        pytest.param(("joined", "joined"), id="ranks wait for each other in the backward"),
         pytest.param(("drawing", "drawing"), id="a generator that nothing puts back"),
     ],
 )

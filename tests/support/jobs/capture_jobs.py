@@ -62,6 +62,19 @@ class Drawing(Block):
         self.generator = torch.Generator()
 
 
+class Joined(Block):
+    """Waits for the other ranks whenever its gradient is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def join(gradient: Tensor) -> None:
+            if dist.is_initialized():
+                dist.all_reduce(gradient.detach().clone())
+
+        self.layer.weight.register_hook(join)
+
+
 class Failing(Block):
     """Fails where gradients are computed, which capture does first when it checks."""
 
@@ -109,6 +122,7 @@ KINDS: dict[str, Any] = {
     "other number": lambda: Model(scale=3.0),
     "summed": lambda: Model(Summed),
     "drawing": lambda: Model(Drawing),
+    "joined": lambda: Model(Joined),
     "failing": lambda: Model(Failing),
     "stateful": Stateful,
     "refused": Undifferentiable,
