@@ -16,14 +16,21 @@ SLACK = 3_000_000
 
 @pytest.mark.slow
 def test_from_the_hub_to_the_hub_no_process_holds_more_than_its_share_and_one_tensor(
-    tmp_path: Path, pool: Pool
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """What the benchmark does with 2 GB: ten shards, 4 processes, a step, and transformers loads what was written."""
+    """What the benchmark does with 2 GB: ten shards, 4 processes, a step, and transformers loads what was written.
+
+    The processes are new: in memory that earlier jobs have freed weights would not show.
+    """
     source, target, report = tmp_path / "source", tmp_path / "target", tmp_path / "report.json"
     source.mkdir()
     memory_of_weights.write_shards("small", source)
 
-    pool.run(memory_of_weights.RANKS, memory_of_weights.work, "small", source, target, report)
+    pool = Pool(memory_of_weights.RANKS, request.config.getoption("pool_seconds"))
+    try:
+        pool.run(memory_of_weights.RANKS, memory_of_weights.work, "small", source, target, report)
+    finally:
+        pool.close()
 
     assert len(list(source.glob("*.safetensors"))) == memory_of_weights.SHARDS
     rows = json.loads(report.read_text())
@@ -33,8 +40,8 @@ def test_from_the_hub_to_the_hub_no_process_holds_more_than_its_share_and_one_te
         assert whole / 8 < row["weights"] < whole / 2
         assert row["tensor"] > SLACK
         assert row["loading"] <= row["weights"] + row["tensor"] + SLACK
-        # It was measured: the weights are there, though partly in memory that earlier jobs of the process have freed.
-        assert row["weights"] <= 4 * row["loading"]
+        # It was measured: the weights are there.
+        assert row["weights"] <= row["loading"]
         assert row["writing"] <= row["tensor"] + SLACK
         # Gradients, and the one of a microbatch before it is added to the sum.
         assert row["training"] <= row["weights"] + 2 * row["tensor"] + SLACK
