@@ -1,7 +1,8 @@
 """What a captured chain was made of and what came of it, as a short text that processes can compare.
 
 Chains with one digest are equal as far as their proofs go: the same code on the same shapes. The numbers in weights do
-not count, nor which device of its kind a process uses. Where in doubt, digests differ.
+not count, nor which device of its kind a process uses, nor what lists, dicts and other objects in modules hold: what a
+trace has read of these is in its code, and blocks run as they are.
 """
 
 import hashlib

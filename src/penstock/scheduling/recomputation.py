@@ -6,8 +6,23 @@ The simulator, which predicts time and memory, and the worker, which computes, b
 """
 
 from collections.abc import Iterable
+from typing import assert_never
 
-from penstock.scheduling.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Update
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendNorms,
+    SendTied,
+    Update,
+)
 
 __all__ = ["find_direct"]
 
@@ -21,13 +36,17 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
     direct: list[tuple[int, int]] = []
     latest: tuple[int, int] | None = None
     for action in row:
-        # In the order of how many there are: a search for plans asks this of every row.
-        if isinstance(action, Forward):
-            latest = action.stage, action.microbatch
-        elif isinstance(action, Backward | BackwardInput):
-            if latest == (action.stage, action.microbatch):
-                direct.append(latest)
-            latest = None
-        elif isinstance(action, BackwardWeight | Update):
-            latest = None
+        match action:
+            case Forward():
+                latest = action.stage, action.microbatch
+            case Backward() | BackwardInput():
+                if latest == (action.stage, action.microbatch):
+                    direct.append(latest)
+                latest = None
+            case BackwardWeight() | Update():
+                latest = None
+            case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
+                pass
+            case _:
+                assert_never(action)
     return frozenset(direct)
