@@ -26,10 +26,8 @@ import numpy
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp.spp_search import plan_spp
 from penstock.planning.stage_costs import chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
@@ -40,6 +38,7 @@ from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
 from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
 from planners.profiles import join, load_profiles
+from planners.single_planners import partition, plan_pipedream, plan_spp
 
 DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."
 MACHINES = {

@@ -13,10 +13,8 @@ from math import inf
 from pathlib import Path
 
 from penstock.errors import PlanError
-from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp.spp_search import plan_spp
 from penstock.planning.stage_costs import AllReduce, chain_costs
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
@@ -24,6 +22,7 @@ from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
 from planners.profiles import load_profiles
+from planners.single_planners import partition, plan_pipedream, plan_spp
 from planning import table
 
 FLAT_A = Cluster.uniform(16, 1.25e9)

@@ -24,7 +24,6 @@ import numpy as np
 from penstock.arguments import text_of
 from penstock.errors import PlanError, suggestion
 from penstock.planning.memory import interval_bytes, require_fit
-from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_groups, link_latencies, link_speeds
 from penstock.planning.spp.spp_search import evaluate_for
@@ -36,6 +35,7 @@ from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
+from planners.single_planners import plan_pipedream
 
 __all__ = [
     "Arrangement",
@@ -69,7 +69,7 @@ def plan_gpipe(profile: Profile, cluster: Cluster, request: Request) -> Plan:
 
 
 def plan_synchronous_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """PipeDream's partition for `request`, run as 1F1B with a flush. `PlanError` as `partition` raises it."""
+    """PipeDream's partition for `request`, run as 1F1B with a flush. `PlanError` as `plan_pipedream` raises it."""
     flushed = replace(request, schedule=ONE_F_ONE_B_FLUSH.name, vertical_sync=False, stages_per_rank=1)
     return _predicted(plan_pipedream(profile, cluster, flushed), profile, cluster, request)
 

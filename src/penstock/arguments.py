@@ -18,7 +18,6 @@ import numpy
 from penstock.errors import PenstockError, suggestion
 
 __all__ = [
-    "ANY",
     "FLAG",
     "PATH",
     "TEXT",
@@ -196,7 +195,6 @@ def function(takes: Sequence[str], fix: str | Callable[[Any], str], classes: boo
     return Rule(f"a function that takes ({', '.join(takes)})", accepts, lambda value: value, fix)
 
 
-ANY: Rule[Any] = Rule("anything", lambda value: True, lambda value: value)
 FLAG: Rule[bool] = Rule(
     "True or False",
     lambda value: isinstance(value, bool | numpy.bool_),

@@ -8,9 +8,7 @@ from typing import get_args
 import pytest
 
 from penstock.errors import PlanError
-from penstock.planning import partition
 from penstock.planning.requests import Request
-from penstock.planning.spp.spp_search import plan_spp
 from penstock.scheduling import verify
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.plans import schedule
@@ -23,6 +21,7 @@ from planners.baselines import (
     servers_of,
 )
 from planners.profiles import read_piper
+from planners.single_planners import partition, plan_spp
 
 BASELINES = (plan_data_parallel, plan_gpipe, plan_synchronous_pipedream, plan_hetpipe)
 

@@ -14,7 +14,7 @@ from penstock.cli import main
 from penstock.errors import PlanError, ProfileError
 from penstock.planning import plan
 from penstock.planning.memory import chunks_in_flight, peak_bytes
-from penstock.planning.pipedream.partitions import plan_pipedream
+from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.predictions import foresee, slowest_part
 from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlanConstraints
@@ -146,7 +146,7 @@ def test_folded_plans_balance_ranks_and_are_the_best_of_all(
     needs = sorted(held for _, held, _ in plans)
     memory = max(needs[int(share * (len(needs) - 1))], 1.0)
     best = min(seconds for seconds, held, _ in plans if held <= memory)
-    made = plan_pipedream(profile, Cluster.uniform(ranks, bandwidth, memory), request)
+    made = find_pipedream(profile, Cluster.uniform(ranks, bandwidth, memory), request)
 
     assert made.predicted.bottleneck_seconds == pytest.approx(best, rel=1e-12)
     assert max(made.predicted.peak_bytes) <= memory

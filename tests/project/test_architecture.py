@@ -158,7 +158,6 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.oracle.references": 1,
     "penstock.planning.memory": 4,
     "penstock.planning.pipedream.interleaving": 1,
-    "penstock.planning.pipedream.least_memory": 1,
     "penstock.planning.pipedream.partitions": 1,
     "penstock.planning.predictions": 1,
     "penstock.planning.ptd_p.parallel_configs": 5,
@@ -344,7 +343,6 @@ def test_a_schedule_of_several_files_is_found() -> None:
 PLANNERS = {
     # Each plans for the schedules of its paper.
     "penstock.planning.memory": "INTERLEAVED",
-    "penstock.planning.pipedream.partitions": "PIPEDREAM",
     "penstock.planning.ptd_p.parallel_configs": "INTERLEAVED ONE_F_ONE_B_FLUSH",
     "penstock.planning.search.constraints": "SPP",
     "penstock.planning.spp.spp_search": "SPP",

@@ -17,7 +17,6 @@ from penstock.torch_internals.modules import (
     is_persistent,
     own_reset,
     registered_buffers,
-    restore_buffers,
     runs_plainly,
     tensor_tables,
 )
@@ -91,20 +90,6 @@ def test_buffers_are_those_of_the_module_itself_with_empty_ones() -> None:
     assert module.kept is not None, "it is a copy"
 
 
-def test_restored_buffers_are_as_they_were() -> None:
-    module = Buffers()
-    before, state = registered_buffers(module), list(module.state_dict())
-    module.later = torch.zeros(1)
-    module.kept = torch.ones(3)
-    module.register_buffer("more", torch.zeros(1))
-
-    restore_buffers(module, before)
-
-    assert list(registered_buffers(module)) == ["kept", "later", "scratch"]
-    assert all(registered_buffers(module)[name] is tensor for name, tensor in before.items())
-    assert list(module.state_dict()) == state
-
-
 @pytest.mark.parametrize("private", [True, False])
 def test_persistent_buffers_are_those_of_the_state_dict(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Buffers()
@@ -132,7 +117,6 @@ def test_tables_follow_the_module() -> None:
     ("table", "read"),
     [
         ("_buffers", registered_buffers),
-        ("_buffers", lambda module: restore_buffers(module, {})),
         ("_parameters", tensor_tables),
     ],
 )

@@ -4,10 +4,9 @@ Each planner has a package of its own; the modules here are shared, and `search`
 """
 
 from penstock.planning.cluster_comparisons import compare_clusters
-from penstock.planning.pipedream import noam, partition
 from penstock.planning.planners import plan
 from penstock.planning.ptd_p import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.tensor_groups import compare_plans
 
-__all__ = ["PlanConstraints", "compare_clusters", "compare_plans", "noam", "partition", "plan", "plan_three_d"]
+__all__ = ["PlanConstraints", "compare_clusters", "compare_plans", "plan", "plan_three_d"]

@@ -1,6 +1,6 @@
 """Modules: their hooks, their compiled code and their tables of buffers. Tried on torch 2.11 and 2.13."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ __all__ = [
     "registered_buffers",
     "registered_children",
     "replaced_forward",
-    "restore_buffers",
     "runs_plainly",
     "tensor_tables",
 ]
@@ -134,19 +133,6 @@ def tensor_tables(module: nn.Module) -> tuple[MutableMapping[str, Any], MutableM
         return module._parameters, module._buffers
     except AttributeError as error:
         raise missing("torch.nn.Module._parameters", "to read the weights of a traced layer") from error
-
-
-def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Registers `buffers` and no others with `module`, in their order.
-
-    Public: `setattr` and `register_buffer`, which call the user's hooks, and change what is in the state dict.
-    """
-    try:
-        table = module._buffers
-    except AttributeError as error:
-        raise missing("torch.nn.Module._buffers", "to give a module its buffers back") from error
-    table.clear()
-    table.update(buffers)
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

@@ -14,16 +14,14 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
-from penstock.planning.memory import Room, chunks_in_flight
-from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat, fits_flat, least_peak_bytes
+from penstock.planning.memory import Room, chunks_in_flight, interval_bytes
+from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
 from penstock.planning.pipedream.interleaving import cut_interleaved
-from penstock.planning.pipedream.partitions import plan_pipedream
+from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import chain_costs
 from penstock.values import Cluster, LayerProfile, Profile
-from penstock.values.quantities import bytes_text
 from support.paths import PIPEDREAM
 
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "pipedream", "2bw")
@@ -153,10 +151,9 @@ def check(profile, cluster, request, plans):
     best = best_of(profile, plans, request, limit)
     if best == inf:
         event("nothing fits")
-        with pytest.raises(PlanError, match="nothing fits"):
-            plan_pipedream(profile, cluster, request)
+        assert find_pipedream(profile, cluster, request) is None
         return
-    plan = plan_pipedream(profile, cluster, request)
+    plan = find_pipedream(profile, cluster, request)
     assert plan.predicted.bottleneck_seconds == pytest.approx(best, rel=1e-12)
     stages = tuple((stage.start, stage.stop, len(stage.ranks)) for stage in plan.stages)
     assert min(slowest for slowest, shape in plans if shape == stages) == pytest.approx(best, rel=1e-12)
@@ -172,20 +169,6 @@ def test_flat_plans_within_a_memory_limit_are_the_best_of_all(profile, request, 
     memory = limits(profile, plans, request, share)
 
     check(profile, Cluster.uniform(devices, bandwidth, memory), request, plans)
-
-
-@settings(max_examples=150, deadline=None)
-@given(profiles(), requests, st.integers(1, 6), bandwidths)
-def test_just_too_little_memory_is_told_with_what_is_needed(profile, request, devices, bandwidth):
-    plans = nested_plans(profile, ((devices, bandwidth),), request)
-    least = min(worst_bytes(profile, request, stages) for _, stages in plans)
-    if least < 2:
-        return
-    with pytest.raises(PlanError, match="nothing fits") as error:
-        plan_pipedream(profile, Cluster.uniform(devices, bandwidth, least - 1), request)
-
-    assert f"enough: {bytes_text(least)} on each device" in str(error.value)
-    check(profile, Cluster.uniform(devices, bandwidth, least), request, plans)
 
 
 small = st.sampled_from(((2, 2), (2, 3), (3, 2), (1, 3), (2, 1)))
@@ -257,7 +240,7 @@ def test_interleaved_plans_balance_ranks_and_are_the_best_of_all(data, shape, gr
     needs = sorted(held for _, held, _ in plans)
     memory = max(needs[int(share * (len(needs) - 1))], 1.0)
     best = min(seconds for seconds, held, _ in plans if held <= memory)
-    plan = plan_pipedream(profile, Cluster.uniform(ranks, bandwidth, memory), request)
+    plan = find_pipedream(profile, Cluster.uniform(ranks, bandwidth, memory), request)
 
     assert plan.predicted.bottleneck_seconds == pytest.approx(best, rel=1e-12)
     assert max(plan.predicted.peak_bytes) <= memory
@@ -283,6 +266,23 @@ def test_moving_cuts_comes_near_the_best_of_all_interleaved_plans(ranks, per_ran
     assert exact >= 40
 
 
+def least_room(costs, level, room):
+    """The bytes that a plan of a flat machine needs, at most by 0.05 % more than any plan does."""
+    low, high = 0.0, inf
+    while high > 1.0005 * low:
+        middle = high if high == inf else (low + high) / 2
+        found = fastest_flat(costs, level, replace(room, size_bytes=middle))
+        if found.seconds == inf:
+            low = middle
+            continue
+        high, behind = 0.0, level.count
+        for stage in found.stages:
+            in_flight, versions = room.counts(stage.replicas, behind)
+            held = interval_bytes(costs, in_flight, versions, room.optimizer_copies)
+            high, behind = max(high, held[stage.start, stage.stop]), behind - stage.replicas
+    return high
+
+
 @pytest.mark.parametrize("allreduce", MODELS)
 @pytest.mark.parametrize("model", ["gnmt", "resnet18", "squeezenet1_0", "vgg16"])
 def test_two_ways_to_solve_a_flat_machine_agree_on_measured_profiles(model, allreduce):
@@ -296,10 +296,10 @@ def test_two_ways_to_solve_a_flat_machine_agree_on_measured_profiles(model, allr
         ("2bw", False),
     ):
         costs, level = chain_costs(profile, recompute=recompute), MachineLevel(8, 1.25e9, allreduce)
-        least = least_peak_bytes(costs, 8, Room(0.0, schedule, 32, 8))
+        least = least_room(costs, level, Room(inf, schedule, 32, 8))
         for share in (0.999, 1.0, 1.3, 3.0):
             room = Room(least * share, schedule, 32, 8)
             found = fastest_flat(costs, level, room)
 
             assert found.seconds == Hierarchy(costs, (level,), room).fastest()[0]
-            assert (found.seconds == inf) == (share < 1.0) == (not fits_flat(costs, 8, room))
+            assert (found.seconds == inf) == (share < 1.0)

@@ -7,12 +7,13 @@ from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning import PlanConstraints, compare_plans, partition, plan
+from penstock.planning import PlanConstraints, compare_plans, plan
 from penstock.planning.search.explanations import rate_text
 from penstock.scheduling import verify
 from penstock.simulating.outcomes import evaluate
 from penstock.values import SCHEDULES, Cluster, LayerProfile, Plan, Profile
 from penstock.values.plans import schedule
+from support.paper_plans import partition
 from support.paths import PIPEDREAM
 
 thousandths = st.integers(1, 50).map(lambda count: count / 1000)

@@ -14,7 +14,7 @@ from penstock.errors import PlanError
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_speeds
 from penstock.planning.spp.mappings import OrderedDevices, cheapest_mappings
-from penstock.planning.spp.spp_search import evaluate_for, plan_spp, spp_candidates
+from penstock.planning.spp.spp_search import evaluate_for, find_spp, spp_candidates
 from penstock.planning.stage_costs import chain_costs
 from penstock.scheduling import Backward, Forward
 from penstock.scheduling.definitions import Step
@@ -133,8 +133,7 @@ def test_plans_within_a_memory_limit_are_the_best_that_fit(seed):
 
         if not best:
             none_fits += 1
-            with pytest.raises(PlanError, match="nothing fits"):
-                spp_candidates(profile_of(layers, saved), cluster, request)
+            assert spp_candidates(profile_of(layers, saved), cluster, request) == ()
             continue
         candidates = spp_candidates(profile_of(layers, saved), cluster, request)
 
@@ -383,7 +382,7 @@ def test_the_fastest_number_of_stages_is_taken(seed):
         cluster = random_cluster(generator, generator.randint(1, 5))
         microbatches = generator.randint(1, 16)
         profile, request = profile_of(layers), Request("spp", microbatches)
-        plan = plan_spp(profile, cluster, request)
+        plan = find_spp(profile, cluster, request)
         others = [
             evaluate_for(request, other, profile, cluster).minibatch_seconds
             for _, other in spp_candidates(profile, cluster, request)
@@ -429,10 +428,8 @@ def test_buffers_that_the_simulator_counts_are_planned_for(cut):
     slower = np.inf
     splits = set()
     for memory in range(100, 500, 5):
-        try:
-            plan = plan_spp(profile_of(layers, saved), Cluster.uniform(3, 10.0, memory), Request("spp", 12))
-        except PlanError as error:
-            assert "nothing fits" in str(error)
+        plan = find_spp(profile_of(layers, saved), Cluster.uniform(3, 10.0, memory), Request("spp", 12))
+        if plan is None:
             assert not splits
             continue
         splits.add(tuple(shape(plan)))
@@ -498,24 +495,7 @@ def test_replicas_can_be_held_to_whole_samples():
     assert [len(plan.stages) for _, plan in free] == [1, 2, 3, 4, 5]
     assert [len(plan.stages) for _, plan in whole] == [2, 3, 4, 5]
     assert all(12 % count == 0 for _, plan in whole for count in plan.replicas)
-    with pytest.raises(PlanError, match="12 samples equally"):
-        plan_spp(profile, cluster, Request("spp", 4, stages=1), whole_samples=True)
-
-
-def test_what_would_be_enough_memory_is_enough():
-    generator = random.Random(41)
-    for _ in range(20):
-        layers = random_layers(generator, generator.randint(1, 5), heaviest=10)
-        devices = generator.randint(1, 4)
-        request = Request("spp", generator.randint(1, 20))
-        with pytest.raises(PlanError, match="nothing fits") as caught:
-            plan_spp(profile_of(layers, 7.0), Cluster.uniform(devices, 3.0, 1.0), request)
-        number, unit = str(caught.value).split("enough: ")[1].split(" on each")[0].split()
-        # Three digits are printed.
-        size = 1.01 * float(number) * {"B": 1, "kB": 1e3}[unit]
-
-        plan = plan_spp(profile_of(layers, 7.0), Cluster.uniform(devices, 3.0, size), request)
-        assert max(plan.predicted.peak_bytes) <= size
+    assert find_spp(profile, cluster, Request("spp", 4, stages=1), whole_samples=True) is None
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -20,7 +20,7 @@ from penstock.planning.memory import Room, held_bytes
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Flags, Matrix, replicated_seconds
 from penstock.values.chain_cuts import cut_evenly
 
-__all__ = ["MachineLevel", "ReplicatedPipeline", "ReplicatedStage", "fastest_flat", "fits_flat", "least_peak_bytes"]
+__all__ = ["MachineLevel", "ReplicatedPipeline", "ReplicatedStage", "fastest_flat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +59,6 @@ def fastest_flat(costs: ChainCosts, level: MachineLevel, room: Room | None = Non
     machine = _FlatMachine(costs, level, None if room is None else _memory_reach(costs, level.count, room))
     limit = machine.least_limit()
     return ReplicatedPipeline(limit, machine.stages(limit) if limit < np.inf else ())
-
-
-def fits_flat(costs: ChainCosts, workers: int, room: Room) -> bool:
-    """Whether some pipeline on all `workers` fits in `room`, however slow."""
-    return _FlatMachine(costs, MachineLevel(workers, np.inf, "ring"), _memory_reach(costs, workers, room)).feasible(
-        np.inf
-    )
-
-
-def least_peak_bytes(costs: ChainCosts, workers: int, room: Room) -> float:
-    """The least memory per rank with which some pipeline on all `workers` fits, regardless of the size of `room`."""
-    level = MachineLevel(workers, np.inf, "ring")
-    tables = _count_tables(workers, room)
-    low, high = 0, _bits(_most_bytes(costs, tables, room))
-    while low < high:
-        middle = (low + high) // 2
-        reach = _memory_reach(costs, workers, room, _float(middle), tables)
-        if _FlatMachine(costs, level, reach).feasible(np.inf):
-            high = middle
-        else:
-            low = middle + 1
-    return _float(high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,23 +223,17 @@ class _FlatMachine:
         return replicated_seconds(*rows, replicas, self.level.bandwidth, self.level.allreduce)
 
 
-def _memory_reach(
-    costs: ChainCosts,
-    workers: int,
-    room: Room,
-    size_bytes: float | None = None,
-    tables: tuple[Counts, Matrix, Matrix] | None = None,
-) -> _Reach:
-    """The reach of stages that fit in `size_bytes`, or in `room`."""
-    rows, in_flight, versions = tables if tables is not None else _count_tables(workers, room)
+def _memory_reach(costs: ChainCosts, workers: int, room: Room) -> _Reach:
+    """The reach of stages that fit in `room`."""
+    rows, in_flight, versions = _count_tables(workers, room)
     size = costs.layers + 1
-    least = room.size_bytes if size_bytes is None else size_bytes
     firsts = np.arange(size) * size
 
     def fits(stops: Counts) -> Flags:
         flat = stops + firsts
         sizes = costs.saved_bytes.take(flat), costs.working_bytes.take(flat), costs.parameter_bytes.take(flat)
-        allowed: Flags = held_bytes(*sizes, in_flight[:, None], versions[:, None], room.optimizer_copies) <= least
+        held = held_bytes(*sizes, in_flight[:, None], versions[:, None], room.optimizer_copies)
+        allowed: Flags = held <= room.size_bytes
         return allowed
 
     return _Reach(_largest((len(in_flight), size), fits), rows)
@@ -288,13 +260,6 @@ def _largest(shape: tuple[int, int], allowed: Callable[[Counts], Flags]) -> Coun
         inside = allowed(middle) | (middle == low)
         low, high = np.where(inside, middle, low), np.where(inside, high, middle - 1)
     return low
-
-
-def _most_bytes(costs: ChainCosts, tables: tuple[Counts, Matrix, Matrix], room: Room) -> float:
-    """An upper bound of what a stage needs."""
-    saved = costs.saved_bytes[:, -1].max(keepdims=True)
-    whole = costs.working_bytes[:1, -1], costs.parameter_bytes[:1, -1]
-    return float(held_bytes(saved, *whole, tables[1].max(), tables[2].max(), room.optimizer_copies)[0])
 
 
 def _up_to(count: int) -> range:

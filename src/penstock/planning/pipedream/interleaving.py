@@ -25,9 +25,6 @@ __all__ = ["cut_interleaved"]
 _TRY_ALL = 20_000
 """Up to this many ways to cut are all tried, which takes well below a second."""
 
-_QUICK_SWEEPS = 5
-"""The sweeps of a quick search, which comes close enough to the best for an error message."""
-
 _MINOR = 1e-6
 """The weight of the stages' squared seconds relative to the ranks'. Equal stages fill and drain faster."""
 
@@ -52,14 +49,12 @@ def cut_interleaved(
     *,
     stage_ranks: Sequence[int] = (),
     try_all: int = _TRY_ALL,
-    quick: bool = False,
 ) -> _InterleavedCuts:
     """The best cuts found that need no more than `size_bytes` on a rank; if there are none, those that need least.
 
     ``exchange[s]`` (N+1,): the seconds of the cut after stage s, at each position; the last stage has none.
     ``in_flight[q]``: the most microbatches in flight on rank q, summed over its stages. ``stage_ranks[s]``: the rank of
     stage s; s mod p if they are left out. `try_all`: if there are at most this many ways to cut, all are tried.
-    `quick`: if they are not, start from simple cuts and move each cut only a few times.
     """
     sent = np.array([*exchange, np.zeros(costs.layers + 1)])
     stage_ranks = stage_ranks or [stage % len(in_flight) for stage in range(len(sent))]
@@ -77,8 +72,8 @@ def cut_interleaved(
         inner = np.array(ways, dtype=np.int64).reshape(len(ways), len(exchange))
         best = problem.best(np.pad(inner, ((0, 0), (1, 0))), costs.layers)
     else:
-        starts = [*_simple_starts(problem), *([] if quick else [_fastest_stages(problem)])]
-        ends = [_improve(problem, start, _QUICK_SWEEPS if quick else costs.layers) for start in starts]
+        starts = [*_simple_starts(problem), _fastest_stages(problem)]
+        ends = [_improve(problem, start, costs.layers) for start in starts]
         best = problem.best(np.array([end[:-1] for end in ends]), costs.layers)
     seconds, _, held = problem.evaluate(best[None])
     return _InterleavedCuts(tuple(int(cut) for cut in best), float(seconds[0]), float(held[0]))

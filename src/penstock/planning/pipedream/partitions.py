@@ -16,77 +16,42 @@ choice, ours is:
 
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, inf
+from math import inf
 from typing import assert_never
 
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.infeasibility import nothing_fits
-from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, overfull_rank, peak_bytes
+from penstock.planning.memory import Room, chunks_in_flight, overfull_rank, peak_bytes
 from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
 from penstock.planning.pipedream.interleaving import cut_interleaved
-from penstock.planning.pipedream.least_memory import is_unreplicated, room_of, sufficient_changes
 from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
 from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.requests import Request
-from penstock.planning.stage_costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
-from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.orders import PIPEDREAM
+from penstock.planning.stage_costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["find_pipedream", "find_unequal", "noam", "partition", "plan_pipedream"]
-
-
-def partition(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    straight: bool = False,
-    allreduce: str = "ring",
-    stages: int | None = None,
-    schedule: ScheduleDefinition | str = PIPEDREAM.name,
-    microbatches: int = 1,
-    optimizer_copies: float = OPTIMIZER_COPIES,
-) -> Plan:
-    """The plan whose slowest stage or link is fastest; its time is `predicted.bottleneck_seconds`.
-
-    `straight` allows no replicas: every device is a stage, or the first `stages` devices are (`stages` implies it).
-    Raises `PlanError` if there are more stages than layers or devices, or if nothing fits in the cluster's memory.
-    """
-    request = Request(
-        schedule=schedule,
-        microbatches=microbatches,
-        stages=stages,
-        straight=straight,
-        allreduce=require_allreduce(allreduce),
-        optimizer_copies=optimizer_copies,
-    )
-    return plan_pipedream(profile, cluster, request)
-
-
-def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """Like `partition`, for the options of `request`; `interleaved` and `zb-v` are planned without replicas."""
-    found = find_pipedream(profile, cluster, request)
-    if found is not None:
-        return found
-    kind = f"a plan under {request.schedule}"
-    raise nothing_fits(kind, cluster, profile.parameter_bytes, sufficient_changes(profile, cluster, request))
+__all__ = ["find_pipedream", "find_unequal"]
 
 
 def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan | None:
-    """Like `plan_pipedream`, but returns None if nothing fits, without working out what would."""
+    """The plan whose slowest stage or link is fastest; its time is `predicted.bottleneck_seconds`.
+
+    None if nothing fits. `request.straight` allows no replicas: every device is a stage, or the first `request.stages`
+    devices are (a number of stages implies it). `interleaved` and `zb-v` are planned without replicas. Raises
+    `PlanError` if there are more stages than layers or devices.
+    """
     if not cluster.is_equal and not request.definition.layout.has_several:
         return next(iter(find_unequal(profile, cluster, request)), None)
     costs = chain_costs(
         profile, cluster, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
     )
-    alone = is_unreplicated(request)
+    alone = _is_unreplicated(request)
     candidates = [_straight(costs, cluster, request)] if alone else _replicated(costs, cluster, request)
     fitting = []
     for seconds, stages in candidates:
@@ -111,8 +76,8 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
         profile, cluster, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
     )
     limited = cluster.least_memory_bytes is not None
-    room = room_of(request, cluster.devices, inf) if limited else None
-    straight = is_unreplicated(request)
+    room = _room_of(request, cluster.devices, inf) if limited else None
+    straight = _is_unreplicated(request)
     candidates = fastest_unequal(costs, cluster, straight=straight, allreduce=request.allreduce, room=room)
     found = []
     for used, (seconds, stages) in candidates.items():
@@ -135,12 +100,21 @@ def _minibatch_seconds(plan: Plan) -> float:
     return plan.predicted.minibatch_seconds
 
 
-def noam(plan: Plan) -> int:
-    """Microbatches that the input stage admits per replica to keep the pipeline full: ceil(workers / its replicas).
+def _is_unreplicated(request: Request) -> bool:
+    """Whether the plans of `request` have no replicas."""
+    return request.straight or request.stages is not None or request.definition.layout.has_several
 
-    [PipeDream 2019, section 3.2]: the number of optimal active minibatches.
-    """
-    return ceil(plan.ranks / len(plan.stages[0].ranks))
+
+def _room_of(request: Request, workers: int, size_bytes: float) -> Room:
+    """The memory of one of `workers` ranks that run `request`."""
+    return Room(
+        size_bytes,
+        request.schedule,
+        request.microbatches,
+        workers,
+        vertical_sync=request.vertical_sync,
+        optimizer_copies=request.optimizer_copies,
+    )
 
 
 def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[float, tuple[Stage, ...]]:
@@ -164,7 +138,7 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
         )
         limit, cuts = (deal.seconds, deal.cuts) if deal.worst_bytes <= size_bytes else (inf, ())
     else:
-        room = None if least is None else room_of(request, ranks, size_bytes)
+        room = None if least is None else _room_of(request, ranks, size_bytes)
         seconds = _stage_seconds(costs, room, ranks)
         limit = least_bottleneck(seconds, exchange)
         cuts = cut_evenly(seconds, exchange, limit) if limit < inf else ()
@@ -190,7 +164,7 @@ def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[t
     """
     room = None
     if cluster.memory_bytes is not None:
-        room = room_of(request, cluster.devices, cluster.memory_bytes)
+        room = _room_of(request, cluster.devices, cluster.memory_bytes)
     found = []
     match cluster.links:
         case LinkLevels(levels):

@@ -31,7 +31,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
 
-__all__ = ["ModuleCosts", "TransformerCosts", "profile_of", "tensor_numbers", "tensor_parallel_costs"]
+__all__ = ["ModuleCosts", "TransformerCosts", "profile_of", "tensor_parallel_costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,6 @@ class TransformerCosts:
     """The whole activation between two layers: b s h numbers, equal on all t devices."""
     tied_parameters: float
     """The embedding of the vocabulary, which the first and the last stage both hold: V h / t."""
-
-
-def tensor_numbers(transformer: Transformer, microbatch_size: int, tensor: int) -> float:
-    """8 b s h (t - 1) / t: what a device sends for one layer and microbatch, forward and backward (section 4.3.2)."""
-    return 8 * microbatch_size * transformer.sequence * transformer.hidden * (tensor - 1) / tensor
 
 
 @lru_cache(maxsize=4096)

@@ -13,12 +13,10 @@ text:
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf, sqrt
 
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.memory import overfull_rank
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
@@ -29,39 +27,29 @@ from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
-from penstock.values.quantities import bytes_text
 
-__all__ = ["evaluate_for", "find_spp", "plan_spp", "spp_candidates"]
+__all__ = ["evaluate_for", "find_spp", "spp_candidates"]
 
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may examine, in about ten seconds."""
-
-_QUICK_STEPS = 1e6
-"""A problem of this size can be solved twenty times for an error message."""
 
 _BUFFERS = 4
 """Messages of either kind that a stage holds beside what it keeps in flight: a stage runs up to 4 microbatches further
 ahead than the next one, and takes gradients at most 4 behind it."""
 
 
-def plan_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan:
+def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan | None:
     """The plan whose simulated minibatch is the fastest; of equal ones, one with the fewest stages.
 
-    It uses the schedule `spp`, whatever `request.schedule` is, and splits every microbatch over the replicas of a
-    stage. `whole_samples` as for `spp_candidates`. Raises `PlanError` like that, and if no candidate fits when
-    simulated.
+    None if nothing fits. It uses the schedule `spp`, whatever `request.schedule` is, and splits every microbatch over
+    the replicas of a stage. `whole_samples` as for `spp_candidates`. Raises `PlanError` like that.
     """
-    found = find_spp(profile, cluster, request, whole_samples=whole_samples)
-    if found is None:
-        raise _nothing_fits(profile, cluster, request, whole_samples)
-    return found
-
-
-def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan | None:
-    """Like `plan_spp`, but returns None if nothing fits, without working out what would."""
-    candidates = _candidates(profile, cluster, request, whole_samples)
+    candidates = spp_candidates(profile, cluster, request, whole_samples=whole_samples)
     if cluster.least_memory_bytes is not None:
-        candidates = (*candidates, *_candidates(profile, cluster, request, whole_samples, _BUFFERS))
+        candidates = (
+            *candidates,
+            *spp_candidates(profile, cluster, request, whole_samples=whole_samples, buffers=_BUFFERS),
+        )
     outcomes = {plan: evaluate_for(request, plan, profile, cluster) for _, plan in candidates}
     fitting = {
         plan: outcome for plan, outcome in outcomes.items() if overfull_rank(outcome.peak_bytes, cluster) is None
@@ -79,26 +67,17 @@ def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluste
 
 
 def spp_candidates(
-    profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False
+    profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False, buffers: int = 0
 ) -> tuple[tuple[float, Plan], ...]:
-    """(W, plan) for every number of stages, fewest first, and both directions of the order if they differ.
+    """(W, plan) for every number of stages, fewest first, and both directions of the order if they differ; empty if no
+    plan fits in memory, or if `whole_samples` allows none.
 
     `request.stages` fixes the number of stages, on all devices; with `straight`, on as many devices and without
     replicas. `whole_samples`: the replicas of a stage share the samples of a microbatch equally; the paper allows
     fractions. W is in seconds per minibatch. The memory limit covers weights, gradients, optimizer state and
-    activations in flight. Raises `PlanError` if there are more stages than layers or devices, if no such plan fits in
-    memory, or if the problem is too large.
+    activations in flight, and `buffers` waiting messages of either kind. Raises `PlanError` if there are more stages
+    than layers or devices, or if the problem is too large.
     """
-    candidates = _candidates(profile, cluster, request, whole_samples)
-    if not candidates:
-        raise _nothing_fits(profile, cluster, request, whole_samples)
-    return candidates
-
-
-def _candidates(
-    profile: Profile, cluster: Cluster, request: Request, whole_samples: bool, buffers: int = 0
-) -> tuple[tuple[float, Plan], ...]:
-    """`spp_candidates` with memory for `buffers` waiting activations and gradients; empty if nothing fits."""
     most = _most_stages(profile, cluster, request)
     # A backward that directly follows its forward recomputes nothing: those of the last stage, and a single one.
     plain = chain_costs(profile, cluster)
@@ -136,12 +115,8 @@ def _most_stages(profile: Profile, cluster: Cluster, request: Request) -> int:
     return most if request.stages is None else request.stages
 
 
-def _steps(devices: int, layers: int, stages: int) -> float:
-    return stages * layers * (devices**2 / 2 * layers + devices**3 / 6)
-
-
 def _check_size(devices: int, layers: int, stages: int) -> None:
-    steps = _steps(devices, layers, stages)
+    steps = stages * layers * (devices**2 / 2 * layers + devices**3 / 6)
     if steps > _MOST_STEPS:
         raise PlanError(
             f"planner spp: {devices} devices and {layers} layers are too many for its dynamic program: expected at "
@@ -186,40 +161,6 @@ def _fitting(
         return fitting
 
     return fits
-
-
-def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> PlanError:
-    """The error, with the memory that would be enough if it can be found quickly."""
-    memory, enough = cluster.least_memory_bytes, None
-    if memory is None:
-        enough = inf
-    elif _steps(cluster.devices, len(profile), min(cluster.devices, len(profile))) <= _QUICK_STEPS:
-        enough = _enough_memory(profile, cluster, request, whole_samples)
-    if enough == inf or memory is None:
-        return PlanError(
-            f"no plan under spp: expected replicas that share {profile.microbatch_size} samples equally, found "
-            f"none for {cluster.devices} devices. Use microbatches of another size, or another number of devices"
-        )
-    words = None if enough is None else f"{bytes_text(enough)} on each device"
-    kind = f"a plan under spp with {request.microbatches} microbatches"
-    return nothing_fits(kind, cluster, profile.parameter_bytes, [[words]])
-
-
-def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> float:
-    """The least bytes per device, up to 1 %, with which there are candidates; infinite if there are none at all."""
-
-    def enough(size_bytes: float) -> bool:
-        return bool(_candidates(profile, cluster.with_memory(size_bytes), request, whole_samples, _BUFFERS))
-
-    if not _candidates(profile, cluster.with_memory(None), request, whole_samples):
-        return inf
-    low = high = max(cluster.least_memory_bytes or 0.0, 1.0)
-    while not enough(high):
-        low, high = high, 4 * high
-    while high > 1.01 * low:
-        middle = sqrt(low * high)
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
 
 
 def _plan(mapping: StageMapping, profile: Profile, request: Request) -> Plan:

@@ -53,15 +53,13 @@ class PipelineCandidate:
     microbatch_seconds: float
     """``t``: the time between two microbatches of a pipeline."""
     samples_per_second: float
-    """The throughput of all pipelines, by the closed form or the cost that was used instead."""
+    """The throughput of all pipelines."""
     compute_seconds: float
     """The time of one microbatch in all stages, with recomputation."""
     stage_bytes: tuple[float, ...]
     """The peak of each rank of each stage."""
     limit: str
     """The limit of the speed, in words."""
-    predicted: Prediction | None = None
-    """The prediction of the cost that was used instead of the closed form."""
 
     @property
     def stages(self) -> int:
@@ -108,7 +106,7 @@ class PipelineCandidate:
             self.replicas * self.microbatches,
             self.microbatch_size,
             recompute=self.recompute,
-            predicted=self.predicted or predicted,
+            predicted=predicted,
         )
 
 
