@@ -197,8 +197,8 @@ def work(options: argparse.Namespace) -> None:
         rows = [divide(size, entry, running[entry.name], setting, options.repeats) for entry in divided]
         divisions = [one for ranks in zip(*everywhere(rows), strict=True) for one in ranks]
         if dist.get_rank() == 0:
-            told = {"costs": [asdict(one) for one in costs], "divisions": [asdict(one) for one in divisions]}
-            options.worker.write_text(json.dumps(told))
+            reported = {"costs": [asdict(one) for one in costs], "divisions": [asdict(one) for one in divisions]}
+            options.worker.write_text(json.dumps(reported))
 
 
 def cost_table(costs: Sequence[Cost]) -> str:
@@ -243,10 +243,10 @@ def main() -> None:
             arguments = ["--worker", str(report), "--sizes", size, "--rounds", str(options.rounds)]
             arguments += ["--microbatches", str(options.microbatches), "--repeats", str(options.repeats)]
             launch(__file__, PROCESSES, [*arguments, "--turn-seconds", str(options.turn_seconds)])
-            told = json.loads(report.read_text())
-        costs = [Cost(**one) for one in told["costs"]]
-        divisions = [Division(**one) for one in told["divisions"]]
-        lines += [json.dumps(one) for one in (*told["costs"], *told["divisions"])]
+            reported = json.loads(report.read_text())
+        costs = [Cost(**one) for one in reported["costs"]]
+        divisions = [Division(**one) for one in reported["divisions"]]
+        lines += [json.dumps(one) for one in (*reported["costs"], *reported["divisions"])]
         parts += [cost_table(costs), division_table(divisions)]
         print("\n\n".join(parts[-2:]) + "\n", flush=True)
     if options.json is not None:

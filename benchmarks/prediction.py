@@ -214,8 +214,10 @@ def measure_times(rounds: int, peaks: dict[str, tuple[int, float, float]]) -> li
     pipes = {name: pipeline(name, processes, microbatches) for name in SCHEDULES}
     factors, times = everywhere(measure_steps(pipes, rounds, profile.seconds, *batch(microbatches)))[0]
     if dist.get_rank() == 0:
-        told = "; ".join(", ".join(f"{factor:.2f}" for factor in found) for found in factors)
-        print(f"{processes} processes: {told} times the profile's seconds with 1, 2, ... busy, by round", flush=True)
+        reported = "; ".join(", ".join(f"{factor:.2f}" for factor in found) for found in factors)
+        print(
+            f"{processes} processes: {reported} times the profile's seconds with 1, 2, ... busy, by round", flush=True
+        )
     rows = []
     for name, pipe in pipes.items():
         predicted = [

@@ -123,7 +123,7 @@ def compare(name: str, plan: penstock.Plan, base: dict[str, float]) -> Start:
     if dist.get_rank() > 0:
         return Start(plan.ranks, name, edges, None, slowest)
     reference = penstock.reference_train(deep_stack(depth), batches, **options)
-    equal = all(told == reference.losses for told, _, _ in found) and all(
+    equal = all(reported == reference.losses for reported, _, _ in found) and all(
         torch.equal(reference.state[key], tensor) for _, held, _ in found for key, tensor in held.items()
     )
     whole = {key for _, held, _ in found for key in held} == set(reference.state)

@@ -58,9 +58,9 @@ def compare(size: str, options: argparse.Namespace) -> tuple[list[Row], list[Abs
         arguments += ["--turn-seconds", str(options.turn_seconds)]
         arguments += [] if options.only is None else ["--only", *options.only]
         launch(__file__, options.processes, arguments)
-        told = json.loads(report.read_text())
-    times = {name: Times(**series) for name, series in told["times"].items()}
-    found = Rounds(times, told["slowdowns"], told["distances"])
+        reported = json.loads(report.read_text())
+    times = {name: Times(**series) for name, series in reported["times"].items()}
+    found = Rounds(times, reported["slowdowns"], reported["distances"])
     peaks = {} if options.no_peaks else {entry.name: measure_peaks(entry.name, setting) for entry in entries}
     return rows_of(size, setting, entries, found, peaks), absent
 
@@ -92,10 +92,10 @@ def main() -> None:
     parts, lines = [conditions("benchmarks/throughput.py")], []
     for size in options.sizes:
         rows, absent = compare(size, options)
-        told = [json.dumps(asdict(row)) for row in rows]
+        reported = [json.dumps(asdict(row)) for row in rows]
         part = report_of(size, rows, absent)
-        print("\n".join([*told, "", part, ""]), flush=True)
-        lines += told
+        print("\n".join([*reported, "", part, ""]), flush=True)
+        lines += reported
         parts.append(part)
     print(LEGEND)
     if options.json is not None:

@@ -130,7 +130,7 @@ def mps_runs() -> bool:
 def driver_version() -> str:
     """Of NVIDIA's driver; empty where there is none."""
     try:
-        told = subprocess.run(
+        reported = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -139,4 +139,4 @@ def driver_version() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told.stdout.partition("\n")[0].strip()
+    return reported.stdout.partition("\n")[0].strip()

@@ -187,8 +187,10 @@ def with_versions(rows: Sequence[Row | Missing]) -> list[Row | Missing]:
 
 def agreement(rows: Sequence[Row | Missing]) -> float:
     """How far the first losses of `rows` that compute them with the first weights are apart, over their mean."""
-    told = [row.losses[0] for row in rows if isinstance(row, Row) and row.name not in UPDATES_BETWEEN and row.losses]
-    return (max(told) - min(told)) / statistics.fmean(told) if told else 0.0
+    reported = [
+        row.losses[0] for row in rows if isinstance(row, Row) and row.name not in UPDATES_BETWEEN and row.losses
+    ]
+    return (max(reported) - min(reported)) / statistics.fmean(reported) if reported else 0.0
 
 
 def value_of(row: Row | Missing) -> dict[str, Any]:

@@ -189,8 +189,8 @@ class _Turn:
 
 def _warm_up(running: Running) -> list[float]:
     """The losses of the first steps, as far as this process knows them."""
-    told = [[float(loss) for loss in running.step()] for _ in range(WARM_UP_STEPS)]
-    return [fmean(losses) for losses in told if losses]
+    reported = [[float(loss) for loss in running.step()] for _ in range(WARM_UP_STEPS)]
+    return [fmean(losses) for losses in reported if losses]
 
 
 def idle_share(timeline: Timeline) -> float:

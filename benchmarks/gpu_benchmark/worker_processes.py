@@ -63,10 +63,10 @@ class Crew:
         ranks = {connection: rank for rank, connection in enumerate(self._connections)}
         while len(answers) < len(ranks):
             missing = [connection for connection, rank in ranks.items() if rank not in answers]
-            told = wait(missing, max(0.0, end - time.monotonic()))
-            if not told:
+            reported = wait(missing, max(0.0, end - time.monotonic()))
+            if not reported:
                 self._fail(f"no answer from rank {ranks[missing[0]]} within {seconds:.0f} s")
-            for connection in told:
+            for connection in reported:
                 answers[ranks[connection]] = self._read(ranks[connection])
         return [answers[rank] for rank in sorted(answers)]
 

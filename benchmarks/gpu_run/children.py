@@ -171,5 +171,5 @@ def last_words(folder: Path, longest: int = 160) -> str:
         else []
     )
     errors = [line for line in lines if line.partition(":")[0].rpartition(".")[2].endswith(("Error", "Exception"))]
-    told = errors or [line for line in lines if line]
-    return told[-1][:longest] if told else "it said nothing"
+    reported = errors or [line for line in lines if line]
+    return reported[-1][:longest] if reported else "it said nothing"

@@ -37,7 +37,7 @@ class Findings:
             self.unknown[name] = f"{type(error).__name__}: {first}"[:200]
 
 
-def told(*command: str) -> str:
+def reported(*command: str) -> str:
     """The output of `command`."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.rstrip()
@@ -45,8 +45,8 @@ def told(*command: str) -> str:
 
 def commit() -> str:
     """That of the sources, with a sign if files have changed since."""
-    name = told("git", "rev-parse", "--short=12", "HEAD")
-    return f"{name}+changes" if told("git", "status", "--porcelain", "--untracked-files=no") else name
+    name = reported("git", "rev-parse", "--short=12", "HEAD")
+    return f"{name}+changes" if reported("git", "status", "--porcelain", "--untracked-files=no") else name
 
 
 def note_machine(findings: Findings) -> None:
@@ -57,10 +57,10 @@ def note_machine(findings: Findings) -> None:
     findings.note("system", platform.platform)
     findings.note("cpus", lambda: len(os.sched_getaffinity(0)))
     findings.note("memory_bytes", lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    findings.note("driver", lambda: told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
-    findings.note("topology", lambda: told("nvidia-smi", "topo", "-m"))
-    findings.note("cards", lambda: told("nvidia-smi", "-L"))
-    findings.note("modes", lambda: told("nvidia-smi", "--query-gpu=compute_mode,mig.mode.current", "--format=csv"))
+    findings.note("driver", lambda: reported("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
+    findings.note("topology", lambda: reported("nvidia-smi", "topo", "-m"))
+    findings.note("cards", lambda: reported("nvidia-smi", "-L"))
+    findings.note("modes", lambda: reported("nvidia-smi", "--query-gpu=compute_mode,mig.mode.current", "--format=csv"))
     findings.note("variables", lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(RELEVANT)})
 
 

@@ -65,8 +65,8 @@ class Answers:
 
     def counts(self) -> dict[str, int]:
         """How many tests had each outcome."""
-        told = [value["outcome"] for value in self.outcomes.values()]
-        return {outcome: told.count(outcome) for outcome in sorted(set(told))}
+        reported = [value["outcome"] for value in self.outcomes.values()]
+        return {outcome: reported.count(outcome) for outcome in sorted(set(reported))}
 
 
 def write(file: Path, **value: Any) -> None:

@@ -22,7 +22,7 @@ from gpu_run.parts import CLOSING_SECONDS, ENVIRONMENT, PARTS, Group, Part
 from gpu_run.summary import parts_in, summary, table
 from gpu_run.tasks import Row, do_group
 
-__all__ = ["Record", "only", "run_part", "tell"]
+__all__ = ["Record", "only", "run_part", "summarize"]
 
 SUMMARY = "summary.txt"
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,8 +56,8 @@ class Record:
             self.environment = row.found[0]
         self.write()
         counts = ", ".join(f"{count} {outcome}" for outcome, count in row.counts.items())
-        told = "; ".join(one for one in (counts, row.reason) if one)
-        print(f"{self.seconds:6.0f} s  {row.name:34} {row.status:10} {told}"[:180], flush=True)
+        reported = "; ".join(one for one in (counts, row.reason) if one)
+        print(f"{self.seconds:6.0f} s  {row.name:34} {row.status:10} {reported}"[:180], flush=True)
 
     def write(self) -> None:
         """All of it, for machines."""
@@ -101,7 +101,7 @@ def run_part(part: Part, folder: Path, command: str = "") -> Record:
     return record
 
 
-def tell(folder: Path) -> str:
+def summarize(folder: Path) -> str:
     """The summary of all parts whose files are there, which is written beside them."""
     parts = parts_in(folder)
     text = (
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.commit and not record.environment.get("commit"):
                 record.environment["commit"] = options.commit
                 record.write()
-    print(f"\n{tell(folder)}", end="")
+    print(f"\n{summarize(folder)}", end="")
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def summary(parts: Sequence[PartFile]) -> str:
     lines = [*_machine(parts)]
     for part in parts:
         lines += _part(part)
-    for tell in (_tests, _costs, _waits, _queues, _pairs, _benchmark):
-        lines += tell([row for part in parts for row in part["rows"]])
+    for describe in (_tests, _costs, _waits, _queues, _pairs, _benchmark):
+        lines += describe([row for part in parts for row in part["rows"]])
     failures = _failures(parts)
     room = LINES - len(_shortened(lines))
     if len(failures) > room:
@@ -80,10 +80,10 @@ def _shortened(lines: Iterable[str]) -> list[str]:
 
 def _wrapped(head: str, items: Iterable[str], most: int = 3) -> list[str]:
     """`items` in so many lines at most."""
-    told = ", ".join(items)
+    reported = ", ".join(items)
     return (
-        textwrap.wrap(f"{head}: {told}", WIDTH, subsequent_indent="    ", max_lines=most, placeholder=" ...")
-        if told
+        textwrap.wrap(f"{head}: {reported}", WIDTH, subsequent_indent="    ", max_lines=most, placeholder=" ...")
+        if reported
         else []
     )
 
@@ -103,7 +103,9 @@ def _machine(parts: Sequence[PartFile]) -> list[str]:
             part["part"]
         )
     return [
-        line for told, numbers in seen.items() for line in _wrapped(f"part {', '.join(map(str, numbers))}", [told], 2)
+        line
+        for reported, numbers in seen.items()
+        for line in _wrapped(f"part {', '.join(map(str, numbers))}", [reported], 2)
     ]
 
 
@@ -128,10 +130,10 @@ def _one_line(text: str | None) -> str:
 
 def _part(part: PartFile) -> list[str]:
     statuses = [row["status"] for row in part["rows"]]
-    told = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
+    reported = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
     environment = part["environment"]
     where = f"{environment.get('date', 'date unknown')}, commit {environment.get('commit') or 'unknown'}"
-    return [f"part {part['part']}: {part['seconds']:.0f} of {part['limit_seconds']:.0f} s, {where}: tasks {told}"]
+    return [f"part {part['part']}: {part['seconds']:.0f} of {part['limit_seconds']:.0f} s, {where}: tasks {reported}"]
 
 
 def _tests(rows: Sequence[Any]) -> list[str]:
@@ -166,15 +168,15 @@ def _queues(rows: Sequence[Any]) -> list[str]:
     lines = _wrapped("pool of streams repeats after", [f"{again} (priority {one})" for one, again in pools.items()], 1)
     found = _found(rows, "queue")
     for connections in dict.fromkeys(one["connections"] for one in found):
-        told = []
+        reported = []
         for first, priority in ((first, priority) for first in ("spins", "waits") for priority in (0, -1)):
             of_kind = [
                 one
                 for one in found
                 if (one["connections"], one["first"], one["priority"]) == (connections, first, priority)
             ]
-            told.append(f"{first} {priority}: " + " ".join(f"{one['held']}/{one['streams']}" for one in of_kind))
-        lines += _wrapped(f"held up, connections {connections}", told, 2)
+            reported.append(f"{first} {priority}: " + " ".join(f"{one['held']}/{one['streams']}" for one in of_kind))
+        lines += _wrapped(f"held up, connections {connections}", reported, 2)
     return lines
 
 
@@ -262,7 +264,7 @@ def _counted(part: PartFile) -> str:
 
 def _main_figures(part: PartFile) -> str:
     rows = part["rows"]
-    told = [*_costs(rows)[:1], *(" ".join(line.split()) for line in _waits(rows))]
+    reported = [*_costs(rows)[:1], *(" ".join(line.split()) for line in _waits(rows))]
     if benchmark := _benchmark_rows(rows):
-        told += [_rate(rows), *(f"{one['name']} {one['over_plain']:.3f} x plain" for one in benchmark)]
-    return "; ".join(told)
+        reported += [_rate(rows), *(f"{one['name']} {one['over_plain']:.3f} x plain" for one in benchmark)]
+    return "; ".join(reported)

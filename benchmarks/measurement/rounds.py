@@ -87,9 +87,9 @@ def measure(
             wall, processor = _take_turn(running.get(name), steps[name])
             walls[name].append(wall)
             processors[name].append(processor)
-    told = everywhere(processors)
+    reported = everywhere(processors)
     times = {
-        name: Times(walls[name], [sum(column) for column in zip(*(one[name] for one in told), strict=True)])
+        name: Times(walls[name], [sum(column) for column in zip(*(one[name] for one in reported), strict=True)])
         for name in names
     }
     return everywhere(Rounds(times, slowdowns, distances))[0]

@@ -142,7 +142,7 @@ def test_tables_and_findings_say_so() -> None:
 
 def spans_of_two_ranks(step: int) -> list[Span]:
     """One microbatch through two stages, in half a second from `step` on."""
-    told = [
+    reported = [
         (0, f"0F{step}@{step}", 0.0, 0.1),
         (0, f"0S{step}>1", 0.1, 0.125),
         (0, f"0R{step}<1", 0.125, 0.35),
@@ -155,7 +155,7 @@ def spans_of_two_ranks(step: int) -> list[Span]:
         (1, f"1A{step + 1}", 0.325, 0.4),
         (1, f"1U{step + 1}<{step}", 0.4, 0.5),
     ]
-    return [Span(rank, action, step + start, step + stop) for rank, action, start, stop in told]
+    return [Span(rank, action, step + start, step + stop) for rank, action, start, stop in reported]
 
 
 def test_a_step_is_divided_into_its_parts() -> None:

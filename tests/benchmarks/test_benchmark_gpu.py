@@ -39,7 +39,7 @@ LOOPS = [name + variant for variant in VARIANTS for name in ("plain loop", "pens
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command writes; its table is under "text"."""
     folder = tmp_path_factory.mktemp("gpu")
     files = ["--json", str(folder / "gpu.json"), "--save", str(folder / "gpu.txt")]
@@ -50,8 +50,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**value, "text": (folder / "gpu.txt").read_text()}
 
 
-def test_every_contender_has_its_row(told: dict[str, Any]) -> None:
-    rows = told["rows"]
+def test_every_contender_has_its_row(reported: dict[str, Any]) -> None:
+    rows = reported["rows"]
     assert [row["name"] for row in rows if "reason" in row] == []
     schedules = [f"penstock {method.name}" for method in METHODS]
     theirs = ["torch looped bfs", "torch interleaved", "torch interleaved zb", "torch zbv"]
@@ -71,11 +71,11 @@ def test_every_contender_has_its_row(told: dict[str, Any]) -> None:
         assert len(row["idle_shares"]) == (2 if row["name"].startswith("penstock") else 0)
         assert all(0 <= share < 1 for share in row["idle_shares"])
         assert row["sharing"] == (None if row["processes"] == 1 else "cores of a CPU")
-        assert f"{row['name']:{NAME_WIDTH}}{row['processes']:>5}{row['ranks']:>6}" in told["text"]
+        assert f"{row['name']:{NAME_WIDTH}}{row['processes']:>5}{row['ranks']:>6}" in reported["text"]
 
 
-def test_a_variant_stands_beside_its_own_plain_loop(told: dict[str, Any]) -> None:
-    rows = {row["name"]: row for row in told["rows"] if row["ranks"] == 1}
+def test_a_variant_stands_beside_its_own_plain_loop(reported: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in reported["rows"] if row["ranks"] == 1}
     pairs = {name: (row["variant"], row["beside"]) for name, row in rows.items()}
     assert pairs == {
         "plain loop": ("plain", "plain"),
@@ -186,13 +186,13 @@ def test_a_device_is_idle_where_none_of_its_ranks_computes() -> None:
     assert idle_share(Timeline(tuple(spans), ranks=2)) == pytest.approx(0.3)
 
 
-def test_memory_is_told_beyond_what_was_there() -> None:
+def test_memory_is_reported_beyond_what_was_there() -> None:
     assert Memory(5, 7, 20).beyond(Memory(1, 2, 8)) == Memory(4, 5, 12)
 
 
-def test_all_train_alike(told: dict[str, Any]) -> None:
+def test_all_train_alike(reported: dict[str, Any]) -> None:
     """Microbatches of half the precision add up in some order, so that losses are equal to some digits."""
-    rows = told["rows"]
+    rows = reported["rows"]
     losses = rows[0]["losses"]
     assert losses[0] > losses[1] > losses[2]
     for row in rows:

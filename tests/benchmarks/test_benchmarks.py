@@ -43,29 +43,29 @@ def test_overlap(pool: Pool, tmp_path: Path) -> None:
 def test_throughput(pool: Pool, tmp_path: Path) -> None:
     """Every contender steps, and all whose updates are not delayed train alike."""
     report = tmp_path / "rounds.json"
-    told = run(pool, "throughput", report, Setting(JOBS["nano"], 2, 4), None, 1, QUICK, report)
+    reported = run(pool, "throughput", report, Setting(JOBS["nano"], 2, 4), None, 1, QUICK, report)
 
-    delayed = {name for name in told["times"] if name.startswith(("penstock 2bw", "penstock pipedream"))}
+    delayed = {name for name in reported["times"] if name.startswith(("penstock 2bw", "penstock pipedream"))}
     delayed -= {name for name in delayed if "flush" in name}
     assert len(delayed) == 4
-    assert len(told["times"]) - len(delayed) > 15
-    moved = told["distances"]
+    assert len(reported["times"]) - len(delayed) > 15
+    moved = reported["distances"]
     for name in moved.keys() - delayed:
         assert moved[name] == pytest.approx(moved["one process"], rel=1e-4), name
-    assert all(len(times["wall"]) == len(times["processor"]) == 1 for times in told["times"].values())
-    assert len(told["slowdowns"]) == 1
+    assert all(len(times["wall"]) == len(times["processor"]) == 1 for times in reported["times"].values())
+    assert len(reported["slowdowns"]) == 1
 
 
 def test_overhead(pool: Pool, tmp_path: Path) -> None:
     report = tmp_path / "tables.json"
     options = Namespace(sizes=["nano"], microbatches=2, rounds=1, turn_seconds=QUICK, repeats=1, worker=report)
-    told = run(pool, "overhead", report, options)
+    reported = run(pool, "overhead", report, options)
 
-    names = [row["name"] for row in told["costs"]]
+    names = [row["name"] for row in reported["costs"]]
     assert "penstock 1f1b-flush, one process" in names
     assert "torch 1f1b" in names
-    assert [row["rank"] for row in told["divisions"]] == [0, 1] * 4
-    for row in told["divisions"]:
+    assert [row["rank"] for row in reported["divisions"]] == [0, 1] * 4
+    for row in reported["divisions"]:
         assert row["layers_forward"] > 0
         assert row["neighbour"] >= 0
         assert row["message"] >= 0

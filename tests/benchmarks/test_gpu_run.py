@@ -113,7 +113,7 @@ def test_a_call_that_takes_longer_than_the_spin_is_not_said_to_wait() -> None:
 @pytest.mark.slow
 def test_every_part_ends_where_there_is_no_card(tmp_path: Path) -> None:
     run_script(tmp_path, "1", "3")
-    told = run_script(tmp_path, "2", "--only", "test_data")
+    reported = run_script(tmp_path, "2", "--only", "test_data")
     found = parts_in(tmp_path)
 
     assert [part["part"] for part in found] == [1, 2, 3]
@@ -133,15 +133,15 @@ def test_every_part_ends_where_there_is_no_card(tmp_path: Path) -> None:
             assert {row["reason"] for row in rows.values()} == {NO_CARD}
     files = {file.name for file in tmp_path.iterdir()}
     assert files == {f"part-{number}.{kind}" for number in (1, 2, 3) for kind in ("json", "log")} | {"summary.txt"}
-    assert (tmp_path / "summary.txt").read_text() in told
-    assert NO_CARD in told
+    assert (tmp_path / "summary.txt").read_text() in reported
+    assert NO_CARD in reported
 
 
 @pytest.mark.processes
-def test_without_arguments_the_parts_are_told(tmp_path: Path) -> None:
-    told = run_script(tmp_path)
+def test_without_arguments_the_parts_are_listed(tmp_path: Path) -> None:
+    reported = run_script(tmp_path)
     for part in PARTS:
-        assert f"{part.number}   {part.title} (at most 540 s)" in told
+        assert f"{part.number}   {part.title} (at most 540 s)" in reported
     assert list(tmp_path.iterdir()) == []
 
 
@@ -389,7 +389,7 @@ def test_the_summary_is_one_screen(found_files: Path) -> None:
 
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= WIDTH
-    for told in (
+    for reported in (
         "part 1: 99 of 540 s, 2000-01-01 00:00 UTC",
         "part 2: 99 of 540 s",
         "launch 1.25",
@@ -401,7 +401,7 @@ def test_the_summary_is_one_screen(found_files: Path) -> None:
         "task 0: overdue: not done after 0 s",
         "more in part-N.json",
     ):
-        assert told in text, told
+        assert reported in text, reported
 
 
 def test_the_table_is_one_of_markdown(found_files: Path) -> None:

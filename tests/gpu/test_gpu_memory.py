@@ -40,28 +40,28 @@ def measure_ranks(pool: Pool, record: Recording, training: Training) -> list[tup
     """The peak of each rank, with a text about it, which is printed as well."""
     found = []
     for rank, peak in enumerate(pool.run(2, measure_peak, training)):
-        told = f"{training}, rank {rank}: {peak}"
-        print(told)
+        reported = f"{training}, rank {rank}: {peak}"
+        print(reported)
         record(f"rank {rank}", {"predicted": peak.predicted, **peak.measured})
-        found.append((told, peak))
+        found.append((reported, peak))
     return found
 
 
 @pytest.mark.parametrize("training", PREDICTED, ids=str)
 def test_peaks_are_as_predicted(pool: Pool, record_property: Recording, training: Training) -> None:
-    for told, peak in measure_ranks(pool, record_property, training):
-        assert peak.predicted == pytest.approx(peak.measured["allocated"], rel=0.05), told
-        assert peak.measured["active"] <= MOST_ACTIVE * peak.predicted, told
+    for reported, peak in measure_ranks(pool, record_property, training):
+        assert peak.predicted == pytest.approx(peak.measured["allocated"], rel=0.05), reported
+        assert peak.measured["active"] <= MOST_ACTIVE * peak.predicted, reported
 
 
 @pytest.mark.parametrize("training", CAST, ids=str)
 def test_peaks_under_autocast_are_as_predicted(pool: Pool, record_property: Recording, training: Training) -> None:
-    for told, peak in measure_ranks(pool, record_property, training):
-        assert peak.predicted >= 0.95 * peak.measured["allocated"], told
-        assert peak.measured["active"] <= MOST_ACTIVE * peak.predicted, told
+    for reported, peak in measure_ranks(pool, record_property, training):
+        assert peak.predicted >= 0.95 * peak.measured["allocated"], reported
+        assert peak.measured["active"] <= MOST_ACTIVE * peak.predicted, reported
         # The input part of a backward gives back the weights that were cast for it, which no prediction knows.
         if training.schedule not in SPLIT:
-            assert peak.predicted <= 1.05 * peak.measured["allocated"], told
+            assert peak.predicted <= 1.05 * peak.measured["allocated"], reported
 
 
 def assert_nothing_left(left: Leftovers) -> None:

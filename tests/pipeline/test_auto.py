@@ -95,7 +95,7 @@ def test_microbatches_with_statistics_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 3}, {"stages": 4, "schedule": "interleaved", "microbatches": 2}])
-def test_a_single_process_plans_for_as_many_ranks_as_it_is_told(options: dict[str, Any]) -> None:
+def test_a_single_process_plans_for_as_many_ranks_as_it_is_given(options: dict[str, Any]) -> None:
     outcome = run_automatically("skipping", STEPS, options)
 
     assert len(outcome.plan.stages) == options.get("stages", 1)

@@ -147,9 +147,11 @@ def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
     assert killed == -signal.SIGKILL
     assert all(code != 0 for code, _ in others)
     # Who notices first tells it, in the sum or while it reads the loss; the other one may be told.
-    told = [line for errors in living for line in errors.splitlines() if "closed its connection to this rank" in line]
-    assert told
-    assert all(re.search(r"(: rank 0|one of the ranks \d, \d) closed its", line) for line in told), told
+    reported = [
+        line for errors in living for line in errors.splitlines() if "closed its connection to this rank" in line
+    ]
+    assert reported
+    assert all(re.search(r"(: rank 0|one of the ranks \d, \d) closed its", line) for line in reported), reported
 
 
 @pytest.mark.slow
@@ -190,11 +192,11 @@ def test_between_gpus_every_rank_ends_and_the_culprit_is_named(
     """Several receives and sends are pending over NCCL when it happens, all of which must be aborted."""
     both = launch(fork_server, scenario, failing, 2, "2bw", device="own")
     code, errors = outlive(both[1 - failing], both[failing], GPU_SECONDS)
-    told = {
+    reported = {
         "raise": f"rank {failing} failed in a step",
         "kill": f"rank {failing} closed its connection to this rank",
         "freeze": f"nothing came from rank {failing} for 4 s",
     }
 
     assert code == 1
-    assert told[scenario] in errors
+    assert reported[scenario] in errors

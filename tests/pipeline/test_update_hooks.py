@@ -221,7 +221,7 @@ def test_wrong_hooks_are_refused(name: str) -> None:
         penstock.Pipeline(case.build(), **case.options, update_hooks=hooks)
 
 
-def test_averages_that_nobody_keeps_are_refused() -> None:
+def test_averages_that_no_hook_keeps_are_refused() -> None:
     case = Case("layered", "gpipe", 2, 4)
     pipe = penstock.Pipeline(case.build(), **case.options)
     with pytest.raises(penstock.PenstockError, match=r"expected a penstock\.WeightAverage"):

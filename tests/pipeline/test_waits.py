@@ -46,14 +46,14 @@ def test_a_rank_that_stands_still_in_a_step_is_named_by_all(fork_server: ForkSer
     """Rank 0 holds the store, which then answers no call."""
     for failing, errors in outlive_both(fork_server, "stop step", 3):
         assert len(errors) == 2
-        told = [error for error in errors if f"nothing came from rank {failing} for {LIMIT_SECONDS} s" in error]
-        assert told
+        reported = [error for error in errors if f"nothing came from rank {failing} for {LIMIT_SECONDS} s" in error]
+        assert reported
         assert all("in a step" in error or "nothing came from" in error for error in errors)
         if failing == 0:
-            assert all("The store at which the processes have met has not answered for" in error for error in told)
+            assert all("The store at which the processes have met has not answered for" in error for error in reported)
         else:
-            assert all(f"Rank {failing} stands still: its process is stopped (SIGSTOP" in error for error in told)
-            assert all("its last sign of life came" in error for error in told)
+            assert all(f"Rank {failing} stands still: its process is stopped (SIGSTOP" in error for error in reported)
+            assert all("its last sign of life came" in error for error in reported)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

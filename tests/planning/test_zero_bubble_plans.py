@@ -91,9 +91,9 @@ def test_recomputation_saves_the_last_rank_nothing() -> None:
 
 def test_a_measured_weight_part_is_what_counts() -> None:
     """None is half of the backward, if there are parameters."""
-    told = [replace(LAYER, weight_seconds=part).weight_part_seconds for part in (None, 0.0, 0.5, 2.0)]
+    reported = [replace(LAYER, weight_seconds=part).weight_part_seconds for part in (None, 0.0, 0.5, 2.0)]
 
-    assert told == [1.0, 0.0, 0.5, 2.0]
+    assert reported == [1.0, 0.0, 0.5, 2.0]
     assert replace(LAYER, weight_seconds=None, parameter_bytes=0).weight_part_seconds == 0.0
     made = Plan.uniform(4, 4, "zb-h1", 4)
     for part, seconds in ((1.0, 4 * 3 + 3), (0.0, 4 * 3 + 3 * 3), (0.5, 4 * 3 + 3 * 2)):
@@ -226,13 +226,13 @@ def test_a_wrong_weight_part_says_where() -> None:
 
 
 def test_files_with_and_without_weight_parts(tmp_path: Path) -> None:
-    told = Profile((LAYER, replace(LAYER, weight_seconds=None)), 1)
-    told.save(tmp_path / "profile.json")
+    reported = Profile((LAYER, replace(LAYER, weight_seconds=None)), 1)
+    reported.save(tmp_path / "profile.json")
 
-    assert Profile.load(tmp_path / "profile.json") == told
+    assert Profile.load(tmp_path / "profile.json") == reported
     assert (tmp_path / "profile.json").read_text().count("weight_seconds") == 1
-    assert told.scaled(4).layers[0].weight_seconds == 4.0
-    assert told.scaled(4).layers[1].weight_seconds is None
+    assert reported.scaled(4).layers[0].weight_seconds == 4.0
+    assert reported.scaled(4).layers[1].weight_seconds is None
 
 
 def test_simulate_takes_what_a_split_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -381,7 +381,7 @@ def test_on_a_gpu_the_seconds_and_the_bytes_are_as_on_the_cpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_on_a_gpu_the_allocator_tells_the_workspaces(autocast: torch.dtype | None) -> None:
+def test_on_a_gpu_the_allocator_measures_the_workspaces(autocast: torch.dtype | None) -> None:
     sample = (torch.randn(1024, 1024),)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
     on_cpu = quick(model, sample, autocast=autocast)
@@ -676,7 +676,7 @@ def test_the_progress_line_says_what_is_under_way_and_wipes_itself(monkeypatch):
     assert sys.stderr.getvalue() == f"\r{first}\r{second}\r{' ' * len(second)}\r"
 
 
-def test_the_progress_line_is_silent_where_nobody_watches(monkeypatch):
+def test_the_progress_line_is_silent_without_a_terminal(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr("sys.stderr", Terminal())
     assert list(progress_line(["a"], str.upper, "profiling", show=False)) == ["a"]

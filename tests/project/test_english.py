@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from support.english import faults_in_markdown, faults_in_python
+from support.english import faults_in_markdown, faults_in_names, faults_in_python
 from support.paths import ROOT
 
 PAGES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+
+PROGRAMS = sorted(path for folder in ("src", "tests", "examples", "studies") for path in (ROOT / folder).rglob("*.py"))
 
 
 def faults_in(path: Path) -> list[str]:
@@ -19,6 +21,45 @@ def test_english_has_no_known_faults() -> None:
     found = {str(path.relative_to(ROOT)): faults for path in PAGES if (faults := faults_in(path))}
 
     assert found == {}
+
+
+def test_names_have_no_known_faults() -> None:
+    found = {str(path.relative_to(ROOT)): faults for path in PROGRAMS if (faults := faults_in_names(path.read_text()))}
+
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def _tell_earlier(): ...",
+        "class LastHeard: ...",
+        "class A:\n    def f(self, mend): ...",
+        "def f(*whoever): ...",
+        "told = 1",
+        "for told_norms in x: ...",
+        "x.heard = 1",
+        "import numpy as nobody",
+        "def linearise(): ...",
+        "WeightInitialiser = 1",
+    ],
+)
+def test_a_fault_in_a_name_is_found(text: str) -> None:
+    assert len(faults_in_names(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def linearize(promises, advised): ...",
+        "recommended = stellar = shear = 1",
+        "class Noise: ...",
+        "x = file.tell()",
+        "f(told=1)  # told",
+    ],
+)
+def test_a_good_name_is_no_fault(text: str) -> None:
+    assert faults_in_names(text) == []
 
 
 @pytest.mark.parametrize(

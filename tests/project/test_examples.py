@@ -37,8 +37,8 @@ def train(fork_server: ForkServer) -> Train:
             code = child.returncode
         else:
             ranks = fork_server.start_ranks(arguments, processes, ROOT)
-            told = [child.communicate(timeout=300) for child in ranks]
-            printed, errors = ("".join(streams) for streams in zip(*told, strict=True))
+            reported = [child.communicate(timeout=300) for child in ranks]
+            printed, errors = ("".join(streams) for streams in zip(*reported, strict=True))
             code = max(abs(child.returncode) for child in ranks)
 
         assert code == 0, errors

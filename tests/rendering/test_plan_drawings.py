@@ -83,16 +83,16 @@ def test_devices_have_the_colour_of_their_stage() -> None:
 
 
 def test_levels_and_cuts_have_their_numbers() -> None:
-    told = words(draw_plan(REPLICATED, SERVERS, profile_of(12)))
+    reported = words(draw_plan(REPLICATED, SERVERS, profile_of(12)))
 
-    assert told.count("2 devices, 12 GB/s between them") == 2
-    assert told.count("2 groups, 1.25 GB/s between them") == 1
-    assert "stage 0 \N{MULTIPLICATION SIGN} 2" in told
-    assert {"layers 0\N{EN DASH}4", "layers 5\N{EN DASH}7", "15 ms, 500 MB"} <= set(told)
+    assert reported.count("2 devices, 12 GB/s between them") == 2
+    assert reported.count("2 groups, 1.25 GB/s between them") == 1
+    assert "stage 0 \N{MULTIPLICATION SIGN} 2" in reported
+    assert {"layers 0\N{EN DASH}4", "layers 5\N{EN DASH}7", "15 ms, 500 MB"} <= set(reported)
     # From either replica of stage 0 over the slow link; from stage 1 to stage 2 over the fast one.
-    assert [text for text in told if text in ("4 MB", "3.2 ms", "333 us")] == ["4 MB", "3.2 ms", "4 MB", "333 us"]
-    assert told[0] == "pipedream: 3 stages, 8 microbatches of 8, 4 of 4 devices"
-    assert told[1] == (
+    assert [text for text in reported if text in ("4 MB", "3.2 ms", "333 us")] == ["4 MB", "3.2 ms", "4 MB", "333 us"]
+    assert reported[0] == "pipedream: 3 stages, 8 microbatches of 8, 4 of 4 devices"
+    assert reported[1] == (
         "predicted: 100 ms a minibatch, 800 samples/s, bubble 12.5% of wall time, peak memory 17 GB, limited by stage 1"
     )
 

@@ -45,14 +45,14 @@ def test_flush_two_and_three_stages() -> None:
     )
 
 
-def test_interleaved_collects_from_its_last_stage_and_tells_from_its_first() -> None:
+def test_interleaved_collects_from_its_last_stage_and_sends_from_its_first() -> None:
     first, second = format_programs(Schedule("interleaved", 2, 2, 2, norms=True).step(0)).splitlines()
 
     assert first.endswith("0B1@0 2N1<3 2N1>1 0N1<1 0N1>1 2N1<1 2N1>3 0U1<0 2U1<0")
     assert second.endswith("1B1@0 1S1>0 3N1>2 1N1<2 1N1>0 1N1<0 1N1>2 3N1<2 1U1<0 3U1<0")
 
 
-def test_stages_of_one_rank_tell_nothing() -> None:
+def test_stages_of_one_rank_send_nothing() -> None:
     alone = Schedule("interleaved", 1, 2, 3)
 
     assert replace(alone, norms=True).program(2) == alone.program(2)
@@ -60,7 +60,7 @@ def test_stages_of_one_rank_tell_nothing() -> None:
     assert inference(2, 1, 2).norms is False
 
 
-def test_two_bw_tells_behind_the_last_backward_and_hears_before_the_next_forward_but_one() -> None:
+def test_two_bw_sends_behind_the_last_backward_and_receives_before_the_next_forward_but_one() -> None:
     """What is known goes back in the step of the backward, and on at the start of the step that reads the version."""
     two = Schedule("2bw", 2, 2, norms=True)
     assert format_programs(two.step(2)) == (
@@ -78,7 +78,7 @@ def test_two_bw_tells_behind_the_last_backward_and_hears_before_the_next_forward
     )
 
 
-def test_one_f_one_b_hears_of_later_stages_now_and_of_earlier_ones_two_updates_late() -> None:
+def test_one_f_one_b_receives_from_later_stages_now_and_from_earlier_ones_two_updates_late() -> None:
     assert format_programs(Schedule("pipedream", 2, 1, norms=True).program(3)) == (
         "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0N1<1 0N1>1 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0N2<1 0N2>1 0U2<0 "
         "0R2<1 0B2@1 0N3<1 0N3>1 0U3<1\n"
@@ -129,7 +129,7 @@ def test_what_a_message_carries() -> None:
 
 
 @pytest.mark.parametrize("method", ["gpipe", "2bw"])
-def test_every_replica_hears_once_from_the_one_beside_it(method: str) -> None:
+def test_every_replica_receives_once_from_the_one_beside_it(method: str) -> None:
     """Replica i listens to replica i mod r of a stage of r; one that nobody listens to sends to nobody."""
     made = Schedule.placed(method, Placement(((0, 1, 2), (3, 4), (5,))), 6, norms=True)
 
@@ -138,8 +138,8 @@ def test_every_replica_hears_once_from_the_one_beside_it(method: str) -> None:
     assert made.placement.peer_replicas(0, 1, 2) == ()
     assert made.placement.peer_replicas(2, 1, 5) == (3, 4)
     for row in made.program(2):
-        heard = [action for action in row if isinstance(action, ReceiveNorms)]
-        assert len(heard) == len(set(heard)) == 2 * (2 if row[0].stage == 1 else 1)
+        received = [action for action in row if isinstance(action, ReceiveNorms)]
+        assert len(received) == len(set(received)) == 2 * (2 if row[0].stage == 1 else 1)
     verify(made)
 
 

@@ -196,7 +196,7 @@ def test_slowest_pair_decides_over_split_messages() -> None:
     assert spans["0R0<1"] == (1, 8)  # back: rank 2 computes 4 to 6, then 6 bytes at 3 bytes/s to rank 1
 
 
-def test_ranks_of_a_server_share_its_link_if_told_so() -> None:
+def test_ranks_of_a_server_share_its_link_if_it_is_shared() -> None:
     """Two servers of two: all four pairs carry 3 bytes each at 1 byte/s; together 12."""
     profile = make_profile((2, 2, 12, 0), (2, 2, 0, 0))
     plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))), "gpipe", 1, routing="split")
@@ -218,7 +218,7 @@ def test_two_pipelines_over_one_shared_link_take_turns() -> None:
     assert [times(shared, rank)[f"0S{rank}>1"] for rank in (0, 1)] == [(1, 5), (5, 9)]
 
 
-def test_shared_link_serves_whoever_sends_first() -> None:
+def test_shared_link_serves_the_first_sender() -> None:
     """Rank 1 has its message ready before rank 0, whose program is played first."""
     profile = make_profile((4, 0, 4, 0), (0, 0, 0, 0), (1, 0, 4, 0), (0, 0, 0, 0))
     plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (2,)), Stage(2, 3, (1,)), Stage(3, 4, (3,))), "gpipe", 1)

@@ -128,7 +128,7 @@ def test_no_schedule_gets_slower_or_larger(made: Schedule, size: int, latency: f
         assert all(course[-1][1] == 0 for course in (memory.activations, memory.buffers) if course)
 
 
-def test_a_profiled_u_net_tells_what_crosses(tmp_path: Path) -> None:
+def test_a_profiled_u_net_has_what_crosses(tmp_path: Path) -> None:
     model = models.UNet()
     profile = penstock.profile(model, (torch.zeros(4, 3, 16, 16),), iterations=1, warmup=1, progress=False)
     profile.save(tmp_path / "profile.json")
@@ -141,7 +141,7 @@ def test_a_profiled_u_net_tells_what_crosses(tmp_path: Path) -> None:
     assert planned_schedule(Plan.uniform(8, 4), profile.scaled(40)).skips == ((0, 3),)
 
 
-def test_other_profiles_tell_nothing(tmp_path: Path) -> None:
+def test_other_profiles_have_nothing_that_crosses(tmp_path: Path) -> None:
     profile = replace(make_profile(), crossings=())
     profile.save(tmp_path / "profile.json")
 

@@ -31,7 +31,7 @@ def complaint(call: Callable[[], object]) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def assert_broken(made: tuple, law: str, row: str, expected: str, mend: str) -> None:
+def assert_broken(made: tuple, law: str, row: str, expected: str, fix: str) -> None:
     """`made`, a schedule, a number of minibatches and changes to that program, breaks `law` and is told so."""
     schedule, minibatches, *changes = made
 
@@ -39,7 +39,7 @@ def assert_broken(made: tuple, law: str, row: str, expected: str, mend: str) -> 
         f"schedule {schedule.name!r} violates an invariant: {law}",
         f"  {row}",
         f"  expected: {expected}",
-        f"  fix: {mend}",
+        f"  fix: {fix}",
     ]
 
 

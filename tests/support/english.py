@@ -4,13 +4,15 @@ import ast
 import re
 from collections.abc import Iterator
 
-__all__ = ["faults_in_markdown", "faults_in_python"]
+__all__ = ["faults_in_markdown", "faults_in_names", "faults_in_python"]
 
 _FRAGMENT = re.compile(r"(Of|For|Those|Whoever|Who)\b")
 """A docstring that begins with one of these seldom becomes a sentence."""
 _PHRASES = re.compile(
     r"\b(who waits|whoever|nobody|somebody|told|so many|mend(s|ed|ing)?|breaks a law|in its body)\b", re.IGNORECASE
 )
+_NAMES = re.compile(r"hears?|heard|tells?|told|telling|mend(s|ed|ing)?|whoever|nobody|somebody")
+"""Words that no name has: a program sends, receives, reports and fixes."""
 _WITH_S = re.compile(r"\b[a-z]+(?:is(?:e|es|ed|ing|er|ers)|isations?|lys(?:ed|ing))\b", re.IGNORECASE)
 _SPELLED_WITH_S = """
     advertis advis aris chemis circumcis compromis concis cruis demis despis devis disguis elementwis enterpris excis
@@ -39,6 +41,29 @@ def _docstring(node: ast.AST) -> str | None:
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return ast.get_docstring(node)
     return None
+
+
+def _given_names(node: ast.AST) -> list[str]:
+    """The names that `node` gives to something."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.arg(arg=name) | ast.alias(asname=str(name)):
+            return [name]
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return [name]
+    return []
+
+
+def faults_in_names(text: str) -> list[str]:
+    """The names that a module gives and that have a word of `_NAMES` or one spelled with an s, with their lines."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        for name in _given_names(node):
+            words = re.findall(r"[A-Z]?[a-z]+", name)
+            if any(_NAMES.fullmatch(word.lower()) or list(_faults(word)) for word in words):
+                found.append(f"line {getattr(node, 'lineno', 0)}: {name}")
+    return found
 
 
 def faults_in_python(text: str) -> list[str]:

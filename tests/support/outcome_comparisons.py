@@ -27,8 +27,8 @@ def assert_close(expected: Outcome, actual: Outcome, tolerance: float = CLOSE) -
     torch.testing.assert_close(actual.losses, expected.losses, rtol=tolerance, atol=tolerance)
     for name, tensor in actual.state.items():
         within = max(SHAKY_CLOSE, tolerance) if name.endswith(SHAKY) else tolerance
-        told = partial("{}: {}".format, name)
-        torch.testing.assert_close(tensor.cpu(), expected.state[name].cpu(), rtol=within, atol=within, msg=told)
+        reported = partial("{}: {}".format, name)
+        torch.testing.assert_close(tensor.cpu(), expected.state[name].cpu(), rtol=within, atol=within, msg=reported)
 
 
 def assert_same(expected: Outcome, actual: Outcome) -> None:

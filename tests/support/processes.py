@@ -152,8 +152,8 @@ def _serve(connection: Connection, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
-    told = open(stacks, "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=told)
+    reported = open(stacks, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=reported)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     # What the processes share stays as it is: no collection of garbage need look through it.

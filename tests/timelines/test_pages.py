@@ -52,7 +52,7 @@ def test_page_holds_every_span(tmp_path: Path) -> None:
     assert data["tick"] <= 7.5 / 10_000_000
 
 
-def test_tied_gradients_and_several_stages_are_told_apart(tmp_path: Path) -> None:
+def test_tied_gradients_and_several_stages_look_different(tmp_path: Path) -> None:
     spans = (Span(0, "0T1>3", 0, 1), Span(0, "3T1<0", 1, 2), Span(0, "3F2@1", 2, 3))
     data = data_of(page_of(tmp_path, Timeline(spans, 1)))
 
@@ -63,17 +63,17 @@ def test_hover_says_what_happens(tmp_path: Path) -> None:
     """The words of the page with a span's numbers in them, as its script fills them in."""
     page = page_of(tmp_path, timeline_with_memory())
     data = data_of(page)
-    told = {}
+    reported = {}
     for rank, kind, _, _, stage, number, reference in read_spans(data):
         what, where = data["words"][kind]
-        told[rank, kind] = (what + "; " + where).format(stage=stage, number=number, reference=reference)
+        reported[rank, kind] = (what + "; " + where).format(stage=stage, number=number, reference=reference)
     sizes = data["panels"][0]["rows"][0]["sizes"]
 
-    assert told[0, "F"] == "forward of microbatch 0; stage 0, weights of version 0"
-    assert told[0, "A"] == "sum of gradients for version 1; over the replicas of stage 0"
-    assert told[0, "U"] == "update to version 1; stage 0, from gradients at version 0"
-    assert told[1, "S"] == "send microbatch 0 to stage 0; from stage 1"
-    assert told[0, "R"] == "wait for microbatch 0 from stage 1; for stage 0"
+    assert reported[0, "F"] == "forward of microbatch 0; stage 0, weights of version 0"
+    assert reported[0, "A"] == "sum of gradients for version 1; over the replicas of stage 0"
+    assert reported[0, "U"] == "update to version 1; stage 0, from gradients at version 0"
+    assert reported[1, "S"] == "send microbatch 0 to stage 0; from stage 1"
+    assert reported[0, "R"] == "wait for microbatch 0 from stage 1; for stage 0"
     assert dict(zip(data["panels"][0]["rows"][0]["kinds"], sizes, strict=True)) == {
         "F": 0,
         "S": "4.2 MB",

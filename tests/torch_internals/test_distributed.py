@@ -102,7 +102,7 @@ def test_public_names_stand_for_the_private_ones_that_are_gone() -> None:
         dist.destroy_process_group()
 
 
-def test_success_has_the_name_that_nccls_errors_are_told_from() -> None:
+def test_success_has_the_name_that_distinguishes_it_from_nccls_errors() -> None:
     errors = torch._C._distributed_c10d.ErrorType
 
     assert (errors.SUCCESS.name, errors.TIMEOUT.name) == ("SUCCESS", "TIMEOUT")

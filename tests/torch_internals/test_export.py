@@ -89,7 +89,7 @@ def targets(model: nn.Module) -> list[str]:
     return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
-def test_a_model_is_not_told_that_it_is_exported() -> None:
+def test_a_model_does_not_see_that_it_is_exported() -> None:
     truth = torch.compiler.is_exporting
     with hidden_from_the_model() as asked:
         hidden = targets(Asking())
@@ -99,7 +99,7 @@ def test_a_model_is_not_told_that_it_is_exported() -> None:
     assert targets(Asking()) == ["aten.add.Tensor"]
 
 
-def test_torch_itself_is_told() -> None:
+def test_torch_itself_sees_it() -> None:
     asker: dict[str, Any] = {"__name__": "torch.somewhere", "torch": torch}
     exec(inspect.cleandoc("def ask(): return torch.compiler.is_exporting()"), asker)
     ask: Callable[[], bool] = asker["ask"]

@@ -147,7 +147,7 @@ HEAD = "format: penstock-cluster/1\n"
         (HEAD + "levels: []\nlevels: []", "line 3: the key 'levels' is written twice"),
     ],
 )
-def test_a_wrong_file_names_itself_the_field_and_the_mend(tmp_path, text, message):
+def test_a_wrong_file_names_itself_the_field_and_the_fix(tmp_path, text, message):
     path = tmp_path / "machine.yaml"
     path.write_text(text)
 

@@ -206,7 +206,7 @@ HEAD = "format: penstock-plan/1\n"
         ),
     ],
 )
-def test_a_wrong_file_names_itself_the_field_and_the_mend(tmp_path, text, message):
+def test_a_wrong_file_names_itself_the_field_and_the_fix(tmp_path, text, message):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
 

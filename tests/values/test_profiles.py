@@ -56,7 +56,7 @@ def test_totals_are_sums_over_the_layers():
     assert profile.prefix(2) == Profile((LAYER, LAYER), 8)
 
 
-def test_what_no_layer_tells_stays_as_it_is() -> None:
+def test_what_no_layer_gives_stays_as_it_is() -> None:
     profile = Profile((LAYER, LAYER), 8, library_bytes=64e6, fragmentation=1.2)
 
     for made in (profile.prefix(1), profile.scaled(2)):
@@ -110,7 +110,7 @@ def broken(**changes):
         (broken().replace("4", "0"), "microbatch_size: expected a whole number of samples, 1 or more, found 0"),
     ],
 )
-def test_a_wrong_file_names_itself_the_field_and_the_mend(tmp_path, text, message):
+def test_a_wrong_file_names_itself_the_field_and_the_fix(tmp_path, text, message):
     path = tmp_path / "profile.json"
     path.write_text(text)
 

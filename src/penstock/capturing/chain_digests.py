@@ -1,6 +1,6 @@
 """What a captured chain was made of and what came of it, as a short text that processes can compare.
 
-Chains with one digest are equal as far as their proofs go: the same code on the same shapes. The numbers in weights do
+Chains with one digest are equal as far as their checks go: the same code on the same shapes. The numbers in weights do
 not count, nor which device of its kind a process uses, nor what lists, dicts and other objects in modules hold: what a
 trace has read of these is in its code, and blocks run as they are.
 """
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import Layer
+from penstock.capturing.chain_checks import UncheckedChain
 from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.module_state import is_plain_memory
-from penstock.capturing.proofs import UnprovedChain
 from penstock.capturing.read_names import code_read
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import EagerLayer, Form
@@ -37,27 +37,27 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 _DEVICE = re.compile(r"(device\(type='\w+'), index=\d+")
 
 
-def digest_of(unproved: UnprovedChain) -> str | None:
-    """Equal in processes of which one can prove the chain for all; None if this process has to prove its own.
+def digest_of(unchecked: UncheckedChain) -> str | None:
+    """Equal in processes of which one can check the chain for all; None if this process has to check its own.
 
     That is so for a model that waits for other processes in its forward, or might in the hooks of its parameters, and
-    for one with generators of random numbers of its own, which a proof moves: they are to be at one place in all
+    for one with generators of random numbers of its own, which a check moves: they are to be at one place in all
     processes.
     """
-    sampled = unproved.sampled
+    sampled = unchecked.sampled
     if sampled is None:
         return ""
     modules = dict(sampled.model.named_modules())
     # There are few classes and many values.
     held = {type(value): value for module in modules.values() for value in vars(module).values()}
     hooked = any(gradient_hooks(each) or accumulated_hooks(each) for each in sampled.model.parameters())
-    if unproved.communicates or hooked or any(isinstance(value, _OWN_GENERATORS) for value in held.values()):
+    if unchecked.communicates or hooked or any(isinstance(value, _OWN_GENERATORS) for value in held.values()):
         return None
-    chain = unproved.chain
+    chain = unchecked.chain
     leaves, _ = flatten((sampled.call.args, sampled.call.kwargs))
     found = hashlib.blake2b(digest_size=16)
     for part in (
-        [torch.__version__, sys.version, [proof.runs for proof in unproved.proofs]],
+        [torch.__version__, sys.version, [check.runs for check in unchecked.checks]],
         _of_inputs(chain.inputs),
         _of_output(chain.output),
         ((tuple(leaf.shape), leaf.dtype, leaf.device.type) for leaf in leaves if isinstance(leaf, Tensor)),

@@ -1,7 +1,8 @@
 """Comparing a chain with the model that it was made from.
 
 A trace can differ from its model without any error: an `autograd.Function` loses its own backward, a Python side effect
-happens once. So the chain proves itself on the sample before anything trusts it: the same outputs, the same gradients.
+happens once. So the chain is compared with the model on the sample before it is used: outputs and gradients must be
+the same.
 """
 
 from collections.abc import Callable

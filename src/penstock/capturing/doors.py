@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.chain_checks import UncheckedChain, without_garbage_collection
 from penstock.capturing.export.exported import capture_exported
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.model_kinds import check_model
-from penstock.capturing.proofs import UnprovedChain, without_garbage_collection
 from penstock.capturing.reminders import lifted
 from penstock.capturing.samples import Call, read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError
 
-__all__ = ["capture", "capture_unproved"]
+__all__ = ["capture", "capture_unchecked"]
 
 
 def capture(
@@ -45,17 +45,17 @@ def capture(
     The model's training flags, buffers and the random generators are left as they were.
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
-    return capture_unproved(model, sample, microbatch_size=microbatch_size, check=check).proved()
+    return capture_unchecked(model, sample, microbatch_size=microbatch_size, check=check).checked()
 
 
-def capture_unproved(
+def capture_unchecked(
     model: nn.Module | Sequence[nn.Module | Callable[..., Any]],
     sample: tuple[Any, ...] | Mapping[str, Any] | Tensor,
     *,
     microbatch_size: int | None = None,
     check: bool = True,
-) -> UnprovedChain:
-    """As `capture`, which finds all proofs itself. Nothing else may use the chain before they are found."""
+) -> UncheckedChain:
+    """As `capture`, but without its checks. Nothing else may use the chain before they have run."""
     check_model(model)
     microbatch_size = integer(1).optional.check("capture(microbatch_size=)", microbatch_size, CaptureError)
     call, inputs = read_sample(sample, microbatch_size)
@@ -65,12 +65,12 @@ def capture_unproved(
 
 def _capture(
     model: nn.Module | Sequence[nn.Module | Callable[..., Any]], call: Call, inputs: ModelInputs, check: bool
-) -> UnprovedChain:
+) -> UncheckedChain:
     match model:
         case nn.ModuleList() | list() | tuple():
-            return UnprovedChain(capture_list(list(model), call, inputs))
+            return UncheckedChain(capture_list(list(model), call, inputs))
         case nn.Sequential() if is_plain_sequential(model):
-            return UnprovedChain(capture_sequential(model, call, inputs))
+            return UncheckedChain(capture_sequential(model, call, inputs))
         case nn.Module():
             return capture_exported(model, call, inputs, check)
         case _:

@@ -173,7 +173,7 @@ class _Lowering:
                 case Summed(stage, version):
                     made.extend(self._leave(stage, version))
                 case LastUpdate(stage, version):
-                    made.extend(self._hear(stage, version))
+                    made.extend(self._receive_norms(stage, version))
                 case _:
                     assert_never(entry)
         if updates:
@@ -211,22 +211,22 @@ class _Lowering:
         ascending = sorted(updates, key=lambda update: (update.version, update.stage))
         for update in reversed(ascending):
             if update.stage not in self.deferred:
-                yield from self._tell_earlier(update.stage, update.version)
+                yield from self._send_norms_back(update.stage, update.version)
         for update in ascending:
             if self._is_apart(update.stage - 1):
                 yield ReceiveNorms(update.stage, update.version, update.stage - 1)
-            yield from self._tell(update.stage, update.version, update.stage + 1)
+            yield from self._send_norms(update.stage, update.version, update.stage + 1)
         yield from updates
 
     def _exchange(self, update: Update) -> Iterator[Action]:
         """The update and its norms; those of earlier stages come after it, so that no earlier stage delays it."""
         stage, version = update.stage, update.version
         if self.norms is NormRule.LAGGED:
-            yield from self._tell_earlier(stage, version)
-            yield from self._tell(stage, version, stage + 1)
+            yield from self._send_norms_back(stage, version)
+            yield from self._send_norms(stage, version, stage + 1)
         yield update
         if self.norms is NormRule.LAGGED:
-            yield from self._hear(stage, version - 1)
+            yield from self._receive_norms(stage, version - 1)
 
     def _leave(self, stage: int, version: int) -> Iterator[Action]:
         """The messages of a deferred update that can pass as soon as the gradients of `stage` are complete."""
@@ -240,7 +240,7 @@ class _Lowering:
         if not others and self.placement.replicas(stage) > 1:
             yield Reduce(stage, version)
         if self.norms is NormRule.ALL:
-            yield from self._tell_earlier(stage, version)
+            yield from self._send_norms_back(stage, version)
 
     def _settle(self, update: Update) -> Iterator[Action]:
         """The receives and the all-reduce that complete the gradients of `update`."""
@@ -263,17 +263,17 @@ class _Lowering:
         """
         return source in self._nexts(stage, later=True) or (source > stage and self.norms is NormRule.ALL)
 
-    def _tell_earlier(self, stage: int, version: int) -> Iterator[Action]:
+    def _send_norms_back(self, stage: int, version: int) -> Iterator[Action]:
         """Receives the norms of later stages, and sends them with that of `stage` to the stage before it."""
         if self._is_apart(stage + 1):
             yield ReceiveNorms(stage, version, stage + 1)
-        yield from self._tell(stage, version, stage - 1)
+        yield from self._send_norms(stage, version, stage - 1)
 
-    def _tell(self, stage: int, version: int, target: int) -> Iterator[Action]:
+    def _send_norms(self, stage: int, version: int, target: int) -> Iterator[Action]:
         if self._is_apart(target):
             yield SendNorms(stage, version, target)
 
-    def _hear(self, stage: int, version: int) -> Iterator[Action]:
+    def _receive_norms(self, stage: int, version: int) -> Iterator[Action]:
         """Receives the norms that the stage before had at its update to `version`.
 
         They are sent before its next activation.

@@ -172,7 +172,7 @@ def test_a_matrix_of_links_is_planned_link_by_link_when_straight():
     assert cuts(fast_last) == [2, 3, 4]
 
 
-def test_equal_straight_plans_are_told_apart_by_their_balance():
+def test_the_balance_decides_between_equal_straight_plans():
     """One layer of 10 decides; the four layers of 1 behind it are still shared evenly."""
     layers = [LayerProfile(str(index), seconds, 0, 0, 0, 0) for index, seconds in enumerate((10, 1, 1, 1, 1))]
     plan = partition(Profile(tuple(layers), 1), Cluster.uniform(3, 1.0), straight=True)

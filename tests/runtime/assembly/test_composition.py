@@ -196,16 +196,16 @@ def test_evaluations_use_the_newest_weights_in_evaluation_mode(pool: Pool) -> No
         assert torch.allclose(expected, outcomes[0].predicted, rtol=0, atol=ROUNDING)
 
 
-def test_the_hook_is_told_of_names_and_processes(pool: Pool) -> None:
+def test_the_hook_gets_names_and_processes(pool: Pool) -> None:
     """Without a plan: two stages of two processes each. Only one process of a rank reports what the rank did."""
     run = Run("split_columns_and_rows", tp=2)
     found = pool.run(4, jobs.look_around, run, None)
 
-    told = [entry for entries, _, _ in found for entry in entries]
-    assert [names for names, *_ in told] == [("0", "1", "2")] * 2 + [("3", "4", "5")] * 2
-    assert [mesh for _, _, mesh, _ in told] == [[[0, 1]]] * 2 + [[[2, 3]]] * 2
-    assert {dimensions for _, dimensions, *_ in told} == {("dp", "tp")}
-    assert [tp_rank for *_, tp_rank in told] == [0, 1, 0, 1]
+    reported = [entry for entries, _, _ in found for entry in entries]
+    assert [names for names, *_ in reported] == [("0", "1", "2")] * 2 + [("3", "4", "5")] * 2
+    assert [mesh for _, _, mesh, _ in reported] == [[[0, 1]]] * 2 + [[[2, 3]]] * 2
+    assert {dimensions for _, dimensions, *_ in reported} == {("dp", "tp")}
+    assert [tp_rank for *_, tp_rank in reported] == [0, 1, 0, 1]
     actions = [len(row) for row in penstock.schedule(run.plan).step(0)]
     assert [found[0][1].count(rank) for rank in (0, 1)] == actions
     assert farthest(run, [outcome for *_, outcome in found]) < ROUNDING
@@ -220,7 +220,7 @@ def test_stages_with_unequal_replicas_have_meshes_of_their_own(pool: Pool) -> No
     found = pool.run(3, jobs.look_around, Run(""), plan)
     expected = penstock.reference_train(jobs.build_model(), jobs.TRAINED, **{**Run("").options, "plan": plan})
 
-    assert [told[0][2] for told, _, _ in found] == [[[0], [1]], [[0], [1]], [[2]]]
+    assert [reported[0][2] for reported, _, _ in found] == [[[0], [1]], [[0], [1]], [[2]]]
     for *_, outcome in found:
         assert outcome.losses == list(expected.losses)
         assert all(torch.equal(expected.state[name], tensor) for name, tensor in outcome.state.items())

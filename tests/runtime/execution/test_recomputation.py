@@ -330,7 +330,7 @@ def test_a_plan_recomputes() -> None:
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "vertical"])
-def test_a_step_alone_tells_what_follows_at_once(schedule: str) -> None:
+def test_a_step_alone_shows_what_follows_at_once(schedule: str) -> None:
     """The worker sees one step after the other, the simulator all of them: they must decide alike."""
     for ranks in (1, 2, 4):
         per_rank = 2 if schedule == "interleaved" else 1

@@ -174,17 +174,17 @@ def test_processes_add_in_replica_order(pool: Pool, group: tuple[int, ...]) -> N
         assert all(torch.equal(one, other) for one, other in zip(expected, outcomes[rank], strict=True))
 
     # The bits tell the orders of three apart, so that the above means something.
-    told_apart = not all(torch.equal(one, other) for one, other in zip(expected, ascending, strict=True))
-    assert told_apart == (group == (2, 0, 1))
+    distinguished = not all(torch.equal(one, other) for one, other in zip(expected, ascending, strict=True))
+    assert distinguished == (group == (2, 0, 1))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_different_sizes_end_in_an_error_that_names_them(pool: Pool, ranks: int) -> None:
-    told = ", ".join(f"rank {rank}: (\"'kind'\", {5 + rank}, 'torch.float32')" for rank in range(ranks))
+    reported = ", ".join(f"rank {rank}: (\"'kind'\", {5 + rank}, 'torch.float32')" for rank in range(ranks))
     for message in pool.run(ranks, sum_different_sizes):
         assert message == (
-            f"the replicas on ranks {list(range(ranks))} sum different things ({told}): expected the same parameters "
-            "on all of them. Build the same model on every rank"
+            f"the replicas on ranks {list(range(ranks))} sum different things ({reported}): expected the same "
+            "parameters on all of them. Build the same model on every rank"
         )
 
 
@@ -280,7 +280,7 @@ def test_replicas_that_train_the_same_agree(pool: Pool, ranks: int, backend: str
 
 @pytest.mark.parametrize("backend", ["gloo", "tardy"])
 @pytest.mark.parametrize("frozen", ["a", "c"])
-def test_replicas_that_train_different_parameters_are_told_so(pool: Pool, frozen: str, backend: str) -> None:
+def test_replicas_that_train_different_parameters_raise(pool: Pool, frozen: str, backend: str) -> None:
     """When they are made, before anything can hang."""
     form = repr(("gradients", 0, 0))
     whole, less = 4 + 5 + 6 + 3, {"a": 5 + 6 + 2, "c": 4 + 5 + 2}[frozen]
@@ -292,7 +292,7 @@ def test_replicas_that_train_different_parameters_are_told_so(pool: Pool, frozen
         )
 
 
-def test_a_replica_with_a_bucket_less_is_told_so(pool: Pool) -> None:
+def test_a_replica_with_a_bucket_less_raises(pool: Pool) -> None:
     # The buckets of c and of b are the same; the first rank alone has one of a.
     for message, _ in pool.run(2, replicate, "gloo", {1: "a"}, 1):
         assert f"(rank 0: {(repr(('gradients', 0, 2)), 5, 'torch.float32')}, rank 1: nothing)" in message
@@ -305,7 +305,7 @@ def agreements(seconds: float, ranks: int = 2) -> tuple[list[Agreement], list[Fa
     return [Agreement(order, rank, store, Timeout(boards[rank], seconds)) for rank in order], boards
 
 
-def test_who_agrees_with_a_rank_that_failed_is_told_its_error() -> None:
+def test_who_agrees_with_a_rank_that_failed_raises_its_error() -> None:
     (mine, _), (_, board) = agreements(30.0)
     board.report("in a step", "ValueError: no more data", linger_seconds=0.0)
 
@@ -333,20 +333,20 @@ class DistantGroup:
     supports_coalescing = True
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, torch.dtype]] = []
+        self.reported: list[tuple[str, int, torch.dtype]] = []
 
     def send(self, tensors: list[Tensor], *_: int) -> None:
-        self.told.append(("send", tensors[0].numel(), tensors[0].dtype))
+        self.reported.append(("send", tensors[0].numel(), tensors[0].dtype))
 
     def recv(self, tensors: list[Tensor], *_: int) -> None:
-        self.told.append(("recv", tensors[0].numel(), tensors[0].dtype))
+        self.reported.append(("recv", tensors[0].numel(), tensors[0].dtype))
 
     def _allgather_base(self, every: Tensor, own: Tensor) -> DistantWork:
-        self.told.append(("allgather", own.numel(), own.dtype))
+        self.reported.append(("allgather", own.numel(), own.dtype))
         return DistantWork()
 
     def alltoall_base(self, received: Tensor, sent: Tensor, *_: list[int]) -> DistantWork:
-        self.told.append(("alltoall", sent.numel(), sent.dtype))
+        self.reported.append(("alltoall", sent.numel(), sent.dtype))
         return DistantWork()
 
     def _start_coalescing(self) -> None:
@@ -424,17 +424,17 @@ def test_training_asks_nccl_for_nothing_that_it_has_not_done_before(ranks: int) 
         end.rehearse()
         # For whatever is added, as soon as there are communicators.
         operations = {"send", "recv"} if ranks == 2 else {"allgather", "alltoall"}
-        assert {name for name, *_ in groups[rank].told} == operations
+        assert {name for name, *_ in groups[rank].reported} == operations
         end.agree(FORMS)
         return end
 
     with ThreadPoolExecutor(ranks) as threads:
         ends = list(threads.map(prepare, range(ranks)))
     for end, group in zip(ends, groups, strict=True):
-        before = list(group.told)
+        before = list(group.reported)
         for form, (numbers, dtype) in FORMS.items():
             end.add(form, torch.zeros(numbers, dtype=dtype))
-        now = group.told[len(before) :]
+        now = group.reported[len(before) :]
 
         assert now and set(now) <= set(before)
 

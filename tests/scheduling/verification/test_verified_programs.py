@@ -90,8 +90,8 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                     case SendTied(s, version, target):
                         queues[rank, schedule.rank_of(target)].append(tuple(sums[s, version]))
                     case SendNorms(s, version, target):
-                        told = [recall(rank, norm) for norm in carried_norms(schedule, s, version, target)]
-                        queues[rank, schedule.rank_of(target)].append(told)
+                        reported = [recall(rank, norm) for norm in carried_norms(schedule, s, version, target)]
+                        queues[rank, schedule.rank_of(target)].append(reported)
                     case Send(s, k, target):
                         queues[rank, schedule.rank_of(target)].append(made.pop((s, target, k)))
                     case Receive(s, k, source) | ReceiveTied(s, k, source) | ReceiveNorms(s, k, source) as action:
@@ -101,8 +101,8 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                         if isinstance(action, ReceiveTied):
                             tied[s, source, k] = queue.popleft()
                         elif isinstance(action, ReceiveNorms):
-                            told = carried_norms(schedule, source, k, s)  # type: ignore[assignment]
-                            norms[rank].update(zip(told, queue.popleft(), strict=True))  # type: ignore[call-overload]
+                            reported = carried_norms(schedule, source, k, s)  # type: ignore[assignment]
+                            norms[rank].update(zip(reported, queue.popleft(), strict=True))  # type: ignore[call-overload]
                         else:
                             made[source, s, k] = queue.popleft()
                 position[rank] += 1
@@ -140,11 +140,11 @@ def promised_weights(schedule: Schedule, minibatches: int) -> list[object]:
             for s in range(p):
                 sharing = {s, *(other for group in schedule.ties if s in group for other in group)}
                 made_of = tuple(summed[stage][-1] for stage in sorted(sharing))
-                weights[s].append(hash(("update", weights[s][-1], made_of, told_norms(schedule, s, summed))))
+                weights[s].append(hash(("update", weights[s][-1], made_of, received_norms(schedule, s, summed))))
     return [versions[-1] for versions in weights]
 
 
-def told_norms(schedule: Schedule, stage: int, summed: list[list[object]]) -> tuple[object, ...]:
+def received_norms(schedule: Schedule, stage: int, summed: list[list[object]]) -> tuple[object, ...]:
     """What `stage` knows of gradients at the newest update of all: by stage, all that were `summed` up to then."""
     if not schedule.norms:
         return ()

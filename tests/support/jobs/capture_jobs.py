@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.capturing.chain_digests import digest_of
-from penstock.capturing.doors import capture_unproved
+from penstock.capturing.doors import capture_unchecked
 from penstock.errors import PenstockError
-from penstock.runtime.assembly.shared_proofs import prove
+from penstock.runtime.assembly.shared_checks import check_together
 from penstock.runtime.transport.worlds import join_world
 
-__all__ = ["KINDS", "Found", "error_of", "find_alone", "prove_together", "sample"]
+__all__ = ["KINDS", "Found", "check_with_others", "error_of", "find_alone", "sample"]
 
 WIDTH = 4
 RUNS: list[None] = []
@@ -110,7 +110,7 @@ class Stateful(Model):
 
 
 class Undifferentiable(Model):
-    """Leaves PyTorch between its blocks, which is refused before anything is proved."""
+    """Leaves PyTorch between its blocks, which is refused before anything is checked."""
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         return super().forward(x, weights) + float(self.block(x).sum())
@@ -134,7 +134,7 @@ class Found:
     """A capture in one process."""
 
     runs: int
-    """Of the first block, while the proofs were found."""
+    """Of the first block, while the checks ran."""
     sizes: Any
     equal: Any
 
@@ -145,21 +145,21 @@ def sample() -> tuple[Tensor, Tensor]:
 
 
 def find_alone(kind: str) -> Found:
-    """What a process finds that proves all itself."""
-    unproved = capture_unproved(KINDS[kind](), sample())
+    """What a process finds that runs all checks itself."""
+    unchecked = capture_unchecked(KINDS[kind](), sample())
     before = len(RUNS)
-    inputs = unproved.proved().inputs
+    inputs = unchecked.checked().inputs
     return Found(len(RUNS) - before, inputs.sizes, inputs.equal)
 
 
-def prove_together(*kinds: str) -> Found:
+def check_with_others(*kinds: str) -> Found:
     """The same with the other ranks; each rank captures the model of its kind."""
     world = join_world(60.0)
     RUNS.clear()
     try:
-        unproved = capture_unproved(KINDS[kinds[world.rank]](), sample())
+        unchecked = capture_unchecked(KINDS[kinds[world.rank]](), sample())
         before = len(RUNS)
-        inputs = prove(world, unproved, digest_of(unproved)).inputs
+        inputs = check_together(world, unchecked, digest_of(unchecked)).inputs
         return Found(len(RUNS) - before, inputs.sizes, inputs.equal)
     finally:
         world.announce_leave()

@@ -314,10 +314,10 @@ def train(run: Run) -> Outcome:
 
 def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, ...]], list[int], Outcome]:
     """What a hook is told of each stage, the ranks of a step's spans, and what comes of it. None: no plan."""
-    told: list[tuple[Any, ...]] = []
+    reported: list[tuple[Any, ...]] = []
 
     def listen(stage: StageModule, mesh: DeviceMesh) -> None:
-        told.append((tuple(stage.blocks), mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
+        reported.append((tuple(stage.blocks), mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
         if run.hook:
             BY_NAME[run.hook](stage, mesh)
 
@@ -329,7 +329,7 @@ def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, .
     evaluated, predicted = float(pipe.evaluate(*BATCHES[0]).loss), pipe.predict(BATCHES[1][0])
     outcome = Outcome(losses, evaluated, predicted, pipe.state_dict()["model"], 0)
     pipe.close()
-    return told, spans, outcome
+    return reported, spans, outcome
 
 
 def name_blocks() -> list[str]:

@@ -168,8 +168,10 @@ class Peak:
     """
 
     def __str__(self) -> str:
-        told = (f"{name} {size / 2**20:.1f} MiB ({size / self.predicted:.3f})" for name, size in self.measured.items())
-        return f"predicted {self.predicted / 2**20:.1f} MiB, {', '.join(told)}"
+        reported = (
+            f"{name} {size / 2**20:.1f} MiB ({size / self.predicted:.3f})" for name, size in self.measured.items()
+        )
+        return f"predicted {self.predicted / 2**20:.1f} MiB, {', '.join(reported)}"
 
 
 def measure_peak(training: Training) -> Peak:
@@ -324,8 +326,8 @@ def peaks_by_counter(device: torch.device, work: Callable[[], object]) -> dict[s
 
 def _counters(device: torch.device, moment: str) -> dict[str, int]:
     """What the allocator counts; `moment` is current or peak."""
-    told = torch.cuda.memory_stats(device)
-    return {name: told[f"{name}_bytes.all.{moment}"] for name in ("allocated", "active", "reserved")}
+    reported = torch.cuda.memory_stats(device)
+    return {name: reported[f"{name}_bytes.all.{moment}"] for name in ("allocated", "active", "reserved")}
 
 
 def storages(tree: Any, device: torch.device) -> dict[torch.UntypedStorage, int]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.chain_checks import ChainCheck, UncheckedChain
 from penstock.capturing.checking import CHECKED_RUNS, check_chain
 from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls
 from penstock.capturing.export.block_choice import group_calls
@@ -20,14 +21,13 @@ from penstock.capturing.export.dependence import depend
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, opaque_paths
 from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
-from penstock.capturing.export.smallest import proofs_for_one
+from penstock.capturing.export.smallest import checks_for_one
 from penstock.capturing.export.tracing import Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
-from penstock.capturing.proofs import Proof, UnprovedChain
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -37,20 +37,20 @@ __all__ = ["capture_exported"]
 _FREE: tuple[Literal["sizes", "samples", "nothing"], ...] = ("sizes", "samples", "nothing")
 
 
-def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> UnprovedChain:
+def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> UncheckedChain:
     """`model` traced by `torch.export` and cut between its blocks, in the mode that it is in.
 
-    `check`: whether to prove that it computes what the model does.
+    `check`: whether to check that it computes what the model does.
     """
-    unproved, partition = _capture(model, call, inputs, None, check)
+    unchecked, partition = _capture(model, call, inputs, None, check)
     if not any(module.training for module in model.modules()):
-        return replace(unproved, evaluates=True)
-    chain = unproved.chain
+        return replace(unchecked, evaluates=True)
+    chain = unchecked.chain
 
     @cache
     def evaluation() -> LayerChain:
         with evaluating([model]):
-            evaluated = _capture(model, call, inputs, partition, check)[0].proved()
+            evaluated = _capture(model, call, inputs, partition, check)[0].checked()
         if [layer.name for layer in evaluated.layers] != [layer.name for layer in chain.layers]:
             raise CaptureError(
                 f"{type(model).__name__} has other layers in evaluation mode than in training mode: pass it as a list "
@@ -58,12 +58,12 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
             )
         return replace(evaluated, evaluation=lambda: evaluation())
 
-    return replace(unproved, chain=replace(chain, evaluation=evaluation))
+    return replace(unchecked, chain=replace(chain, evaluation=evaluation))
 
 
 def _capture(
     model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
-) -> tuple[UnprovedChain, Partition]:
+) -> tuple[UncheckedChain, Partition]:
     sampled = SampledModel(model, call, inputs)
     run = run_on_sample(sampled)
     own = opaque_paths(model, run)
@@ -98,19 +98,19 @@ def _capture(
         buffers=SavedBuffers(model),
         evaluation=lambda: chain,
     )
-    proofs = [
-        Proof(len(group), partial(may_differ, sampled, group), partial(_with_equal, group))
+    checks = [
+        ChainCheck(len(group), partial(may_differ, sampled, group), partial(_with_equal, group))
         for group in _not_only_samples(recorded.together, inputs)
         if group not in chain.inputs.equal
     ]
     if check:
-        proofs = [
-            Proof(CHECKED_RUNS, partial(_is_checked, sampled, chain), lambda inputs: inputs),
-            *proofs_for_one(sampled, chain),
-            *proofs,
+        checks = [
+            ChainCheck(CHECKED_RUNS, partial(_is_checked, sampled, chain), lambda inputs: inputs),
+            *checks_for_one(sampled, chain),
+            *checks,
         ]
-    unproved = UnprovedChain(chain, sampled, tuple(proofs), communicates=run.communicates)
-    return unproved, _joined_partition(partition, joined)
+    unchecked = UncheckedChain(chain, sampled, tuple(checks), communicates=run.communicates)
+    return unchecked, _joined_partition(partition, joined)
 
 
 def _is_checked(sampled: SampledModel, chain: LayerChain) -> bool:

@@ -13,27 +13,27 @@ from functools import partial
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.chain_checks import ChainCheck
 from penstock.capturing.checking import agrees
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.proofs import Proof
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["proofs_for_one"]
+__all__ = ["checks_for_one"]
 
 Place = tuple[str, int]
 """A tensor and one of its dimensions."""
 
 
-def proofs_for_one(sampled: SampledModel, chain: LayerChain) -> list[Proof]:
+def checks_for_one(sampled: SampledModel, chain: LayerChain) -> list[ChainCheck]:
     """That `chain` computes what the model does for each free size at one; else its least size is two.
 
     The first sample, or the first steps, of the sample are tried.
     """
     inputs, call = chain.inputs, sampled.call
     return [
-        Proof(2, partial(_agrees_for_one, sampled, chain, group), partial(_at_least_two, group))
+        ChainCheck(2, partial(_agrees_for_one, sampled, chain, group), partial(_at_least_two, group))
         for group in _free_groups(inputs, _shapes(inputs, call))
     ]
 

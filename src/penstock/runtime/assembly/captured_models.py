@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.chain_checks import UncheckedChain
 from penstock.capturing.chain_digests import digest_of
-from penstock.capturing.doors import capture_unproved
+from penstock.capturing.doors import capture_unchecked
 from penstock.capturing.initialization import InitFn
-from penstock.capturing.proofs import UnprovedChain
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.restrictions import check_graphs
-from penstock.runtime.assembly.shared_proofs import prove
+from penstock.runtime.assembly.shared_checks import check_together
 from penstock.runtime.execution.compilation import Compilation, compile_chain, read_compilation
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.collective_errors import agreed
@@ -88,16 +88,16 @@ def capture_for_training(
         compilation = read_compilation(compile, parallelized)
         if asks_for_weights(model, init_fn):
             weightless = capture_weightless(model, sample)
-            device, unproved = weightless.device, UnprovedChain(weightless.chain)
+            device, unchecked = weightless.device, UncheckedChain(weightless.chain)
         else:
             device = first_device(model)
             # Code of the model that branches on types must see the types of autocast.
             with recipe.autocast_context(device):
-                unproved = capture_unproved(model, sample)
-        _check_loss(unproved.chain, recipe)
-        digest = digest_of(unproved) if world.processes > 1 else None
+                unchecked = capture_unchecked(model, sample)
+        _check_loss(unchecked.chain, recipe)
+        digest = digest_of(unchecked) if world.processes > 1 else None
     with recipe.autocast_context(device):
-        chain = prove(world, unproved, digest)
+        chain = check_together(world, unchecked, digest)
     return CapturedModel(chain, device, weightless, init_fn if weightless else None, compilation)
 
 

@@ -92,12 +92,12 @@ def test_a_stranger_is_turned_away_and_the_others_connect(text: bytes) -> None:
     assert ranks.connect() == [True, True]
     (stranger,) = strangers
     stranger.settimeout(30.0)
-    heard = b""
+    received = b""
     # What it has sent without being read resets the connection.
     with suppress(ConnectionResetError):
         while more := stranger.recv(4096):
-            heard += more
-    assert len(heard) <= 16, "a stranger gets a random number and nothing else"
+            received += more
+    assert len(received) <= 16, "a stranger gets a random number and nothing else"
     stranger.close()
     for peers in ranks.peers.values():
         peers.close()

@@ -1,17 +1,17 @@
-"""Ranks that captured the same model share its proofs; others prove their own; an error of one ends all."""
+"""Ranks that captured the same model share its checks; others run their own; an error of one ends all."""
 
 import pytest
 
 from penstock.capturing.chain_digests import digest_of
-from penstock.capturing.doors import capture_unproved
-from support.jobs.capture_jobs import KINDS, error_of, find_alone, prove_together, sample
+from penstock.capturing.doors import capture_unchecked
+from support.jobs.capture_jobs import KINDS, check_with_others, error_of, find_alone, sample
 from support.processes import Pool
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_share_what_one_process_would_do(pool: Pool, ranks: int) -> None:
     alone = find_alone("plain")
-    found = pool.run(ranks, prove_together, *["plain"] * ranks)
+    found = pool.run(ranks, check_with_others, *["plain"] * ranks)
 
     assert [(each.sizes, each.equal) for each in found] == [(alone.sizes, alone.equal)] * ranks
     assert sum(each.runs for each in found) == alone.runs
@@ -31,10 +31,10 @@ def test_ranks_share_what_one_process_would_do(pool: Pool, ranks: int) -> None:
         pytest.param(("drawing", "drawing"), id="a generator that nothing puts back"),
     ],
 )
-def test_ranks_prove_their_own(pool: Pool, kinds: tuple[str, str]) -> None:
+def test_ranks_check_their_own(pool: Pool, kinds: tuple[str, str]) -> None:
     alone = find_alone("plain")
 
-    for found in pool.run(2, prove_together, *kinds):
+    for found in pool.run(2, check_with_others, *kinds):
         assert (found.runs, found.sizes, found.equal) == (alone.runs, alone.sizes, alone.equal)
 
 
@@ -54,7 +54,7 @@ def test_an_error_on_one_rank_ends_all(pool: Pool, kinds: tuple[str, str]) -> No
     assert found[1 - failed].startswith(f"CaptureError: rank {failed}, while it ")
 
 
-def test_an_error_of_the_model_in_a_proof_ends_all(pool: Pool) -> None:
+def test_an_error_of_the_model_in_a_check_ends_all(pool: Pool) -> None:
     first, last = pool.run(2, error_of, "failing", "failing")
 
     assert first == "its own: no gradients here"
@@ -63,12 +63,12 @@ def test_an_error_of_the_model_in_a_proof_ends_all(pool: Pool) -> None:
 
 
 def test_digests_are_those_of_what_was_captured() -> None:
-    digests = {kind: digest_of(capture_unproved(KINDS[kind](), sample())) for kind in ("plain", "other code")}
+    digests = {kind: digest_of(capture_unchecked(KINDS[kind](), sample())) for kind in ("plain", "other code")}
 
-    assert digests["plain"] == digest_of(capture_unproved(KINDS["plain"](), sample()))
+    assert digests["plain"] == digest_of(capture_unchecked(KINDS["plain"](), sample()))
     assert digests["plain"] != digests["other code"]
-    assert digest_of(capture_unproved(KINDS["plain"]().double(), tuple(t.double() for t in sample()))) not in (
+    assert digest_of(capture_unchecked(KINDS["plain"]().double(), tuple(t.double() for t in sample()))) not in (
         None,
         *digests.values(),
     )
-    assert digest_of(capture_unproved(KINDS["plain"]().eval(), sample())) not in digests.values()
+    assert digest_of(capture_unchecked(KINDS["plain"]().eval(), sample())) not in digests.values()
