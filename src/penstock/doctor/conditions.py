@@ -21,7 +21,6 @@ __all__ = [
     "ProcessEvidence",
     "ProcessState",
     "RankCondition",
-    "current_action",
     "kind_of",
     "user_frame",
 ]
@@ -105,7 +104,7 @@ _LAYERS = ("F", "B", "I", "W")
 """Actions in which the layers of a stage run."""
 
 
-def current_action(record: RankRecord) -> tuple[RowRecord, str] | None:
+def _current_action(record: RankRecord) -> tuple[RowRecord, str] | None:
     """The row of the rank that runs in this process, and the action that it has begun; None between actions."""
     if not record.call:
         return None
@@ -151,13 +150,13 @@ def _last_seen(found: ProcessEvidence) -> str:
     record = found.record
     if record is None:
         return ", no record"
-    current = current_action(record)
+    current = _current_action(record)
     doing = f"in {current[1]} of {record.segment}" if current else (record.call or "outside of the pipeline")
     return f", {found.age_seconds:.0f} s ago {doing}"
 
 
 def _activity(process: int, record: RankRecord, size: int) -> RankCondition:
-    current, wait = current_action(record), record.wait
+    current, wait = _current_action(record), record.wait
     action = current[1] if current else ""
     # While a layer computes, only another thread can wait: for a loss, say.
     if wait is not None and kind_of(action)[-1:] not in _LAYERS:

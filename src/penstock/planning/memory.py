@@ -95,6 +95,7 @@ def held_bytes(
     saved: Matrix,
     working: Matrix,
     weights: Matrix,
+    *,
     in_flight: float | Matrix,
     versions: float | Matrix,
     optimizer_copies: float,
@@ -113,7 +114,14 @@ def interval_bytes(
     """(N+1, N+1): the bytes of a stage of layers i up to and without j. With `starts`, only the rows of these i."""
     rows = slice(None) if starts is None else starts
     saved, working = costs.saved_bytes[rows], costs.working_bytes[rows]
-    return held_bytes(saved, working, costs.parameter_bytes[rows], in_flight, versions, optimizer_copies)
+    return held_bytes(
+        saved,
+        working,
+        costs.parameter_bytes[rows],
+        in_flight=in_flight,
+        versions=versions,
+        optimizer_copies=optimizer_copies,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +170,11 @@ def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZE
         own = [(plan.stages[index].start, plan.stages[index].stop) for index in held]
         sharers = len(group) if placement.split else 1
         for rank in stage.ranks:
-            peaks[rank] = _rank_bytes(plan, costs, own, sharers, counts, optimizer_copies)
+            peaks[rank] = _rank_bytes(costs, own, sharers, counts, optimizer_copies)
     return tuple(peaks)
 
 
 def _rank_bytes(
-    plan: Plan,
     costs: ChainCosts,
     own: list[tuple[int, int]],
     sharers: int,

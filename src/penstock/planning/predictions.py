@@ -34,6 +34,7 @@ def predict(
     costs: ChainCosts,
     bottleneck_seconds: float,
     optimizer_copies: float = OPTIMIZER_COPIES,
+    *,
     limit: str = "",
 ) -> Prediction:
     """The prediction for `plan`, given its slowest stage or link in seconds per microbatch, and in words (`limit`).

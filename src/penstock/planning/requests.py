@@ -91,11 +91,11 @@ class Request:
             stages, devices = number_ranks(stages)
         return Plan(
             stages,
-            self.schedule,
-            self.microbatches,
-            profile.microbatch_size,
-            self.vertical_sync,
-            self.recompute,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            microbatch_size=profile.microbatch_size,
+            vertical_sync=self.vertical_sync,
+            recompute=self.recompute,
             devices=devices,
         )
 
@@ -104,7 +104,9 @@ class Request:
         of the request.
         """
         count = self.microbatches if microbatches is None else microbatches
-        return can_run(self.definition, ranks, self.stages_per_rank, count, self.vertical_sync, replicas)
+        return can_run(
+            self.definition, ranks, self.stages_per_rank, count, vertical_sync=self.vertical_sync, replicas=replicas
+        )
 
     def stage_count(self, devices: int) -> int:
         """The number of stages without replicas on `devices` devices; `PlanError` if these are too few."""
@@ -130,6 +132,7 @@ def can_run(
     ranks: int,
     stages_per_rank: int,
     microbatches: int,
+    *,
     vertical_sync: bool = False,
     replicas: int = 1,
 ) -> bool:

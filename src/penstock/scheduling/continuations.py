@@ -25,10 +25,10 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.definitions import Guarantees
 
-__all__ = ["continued_action", "version_read"]
+__all__ = ["continued_action"]
 
 
-def version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
+def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
     """The version that `stage` reads for `microbatch` in a run that continues another one; below 0, one of that run."""
     return microbatch // guarantees.microbatches_per_update[stage] - guarantees.delays[stage]
 
@@ -37,9 +37,9 @@ def continued_action(action: Action, guarantees: Guarantees) -> Action:
     """What takes the place of `action` of a fresh run in one that continues another one."""
     match action:
         case Forward(stage, microbatch) | Backward(stage, microbatch):
-            return type(action)(stage, microbatch, version_read(guarantees, stage, microbatch))
+            return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
         case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
-            return type(action)(stage, microbatch, version_read(guarantees, stage, microbatch))
+            return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
         case Update(stage, version):
             return Update(stage, version, version - 1 - guarantees.delays[stage])
         case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():

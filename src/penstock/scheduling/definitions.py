@@ -33,7 +33,6 @@ __all__ = [
     "Step",
     "Summed",
     "VersionRule",
-    "accept_any",
 ]
 
 
@@ -230,7 +229,7 @@ class Guarantees:
                 return (0,) * len(self.versions)
 
 
-def accept_any(shape: PipelineShape) -> None:
+def _accept_any(shape: PipelineShape) -> None:
     """Accepts every shape: the check of a schedule that runs with any number of ranks and microbatches."""
 
 
@@ -258,7 +257,7 @@ class ScheduleDefinition:
     name: str
     order: Order
     guarantees: Callable[[PipelineShape], Guarantees]
-    check: Callable[[PipelineShape], None] = accept_any
+    check: Callable[[PipelineShape], None] = _accept_any
     """Raises `ScheduleError` for a shape that the schedule cannot run, and says what to do."""
     layout: StageLayout = StageLayout.ONE_PER_RANK
     """In a V, activations and gradients share queues, and receives follow the order of sends."""

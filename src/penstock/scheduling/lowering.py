@@ -50,6 +50,7 @@ __all__ = ["counterpart", "lower", "lower_row", "nexts", "partners", "peer", "pe
 def lower(
     programs: Iterable[Iterable[Entry]],
     placement: Placement,
+    *,
     ties: Sequence[Sequence[int]] = (),
     norms: NormRule = NormRule.NONE,
     deferred: frozenset[int] = frozenset(),
@@ -61,20 +62,24 @@ def lower(
     stages whose updates come later than their gradients; a mark shows when the gradients are complete. `skips`: the
     pairs of stages that are not adjacent and exchange activations and gradients directly.
     """
-    return tuple(lower_row(row, rank, placement, ties, norms, deferred, skips) for rank, row in enumerate(programs))
+    return tuple(
+        lower_row(row, rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips)
+        for rank, row in enumerate(programs)
+    )
 
 
 def lower_row(
     row: Iterable[Entry],
     rank: int,
     placement: Placement,
+    *,
     ties: Sequence[Sequence[int]] = (),
     norms: NormRule = NormRule.NONE,
     deferred: frozenset[int] = frozenset(),
     skips: Sequence[Skip] = (),
 ) -> tuple[Action, ...]:
     """The row of `rank` with its messages."""
-    return tuple(_Lowering(rank, placement, ties, norms, deferred, skips).lower(row))
+    return tuple(_Lowering(rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips).lower(row))
 
 
 def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:

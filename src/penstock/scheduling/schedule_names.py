@@ -1,6 +1,6 @@
 """Schedules by name: finds one, lists those with a property, and suggests one for an unknown name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from penstock.errors import suggestion
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -31,9 +31,9 @@ def has_taken_name(definition: ScheduleDefinition) -> bool:
     return _BY_NAME.get(definition.name, definition) != definition
 
 
-def schedule_hint(name: str, known: Sequence[str] = SCHEDULES) -> str:
+def schedule_hint(name: str) -> str:
     """A sentence and a space that say what the unknown `name` probably means, or nothing."""
-    return AMBIGUOUS_NAMES.get(name.lower()) or suggestion(name, known)
+    return AMBIGUOUS_NAMES.get(name.lower()) or suggestion(name, SCHEDULES)
 
 
 def names_of(has: Callable[[ScheduleDefinition], bool], last: str = ", ") -> str:

@@ -103,7 +103,16 @@ class Schedule:
     ) -> "Schedule":
         """The schedule of stages whose ranks differ from the schedule's layout, or that have replicas."""
         per_rank = len(placement.stages) // placement.length
-        return cls(method, placement.ranks, microbatches, per_rank, vertical_sync, ties, placement, norms)
+        return cls(
+            method=method,
+            ranks=placement.ranks,
+            microbatches=microbatches,
+            stages_per_rank=per_rank,
+            vertical_sync=vertical_sync,
+            ties=ties,
+            replicated=placement,
+            norms=norms,
+        )
 
     @property
     def name(self) -> str:
@@ -191,7 +200,9 @@ class Schedule:
     def lower(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The row with each receive directly before the action that uses it, in whatever order the messages arrive."""
         order = self.definition.order(self.shape, rank, segment)
-        row = lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
+        row = lower_row(
+            order, rank, self.placement, ties=self.ties, norms=self.norm_rule, deferred=self.deferred, skips=self.skips
+        )
         return tuple(continued_action(action, self.guarantees) for action in row) if self.continued else row
 
     def _rows(self, segment: Segment) -> Programs:

@@ -121,6 +121,7 @@ def plan_costs(
     cluster: Cluster,
     placement: Placement,
     assumptions: Assumptions = _DEFAULT,
+    *,
     skips: Iterable[Skip] = (),
 ) -> Costs:
     """The costs of the stages of `plan` under `placement`.

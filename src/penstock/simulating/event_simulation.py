@@ -36,7 +36,6 @@ from penstock.simulating.instructions import (
     SEND,
     SHARED_COMPUTE,
     Instructions,
-    MessagePath,
     Multicast,
     ReduceInstruction,
     content_text,
@@ -148,7 +147,7 @@ class EventSimulation:
                     break
                 arrival, found = queue.popleft()
                 if found != contents[len(messages)]:
-                    raise self._mismatch(rows[track.rank][index], track.rank, what, found)
+                    raise self._mismatch(rows[track.rank][index], track.rank, found)
                 starts.append(now)
                 _, _, seconds, _, handling, copying, _ = what
                 if not overlap:
@@ -261,7 +260,7 @@ class EventSimulation:
                 heappush(self._ready, (end, rank))
         return True
 
-    def _mismatch(self, action: Action, rank: int, path: MessagePath, found: int) -> ScheduleError:
+    def _mismatch(self, action: Action, rank: int, found: int) -> ScheduleError:
         text = content_text(found, len(self._placement.stages))
         return ScheduleError(
             f"rank {rank}: expected the message of {action} to be next on the link to it, found that of {text}: "

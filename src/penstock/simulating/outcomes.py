@@ -56,13 +56,13 @@ class Outcome:
     def prediction(self) -> Prediction:
         """This outcome as `Plan.predicted`."""
         return Prediction(
-            self.minibatch_seconds,
-            self.samples_per_second,
-            self.bottleneck_seconds,
-            self.peak_bytes,
-            self.bubble,
-            self.limit,
-            self.stage_seconds,
+            minibatch_seconds=self.minibatch_seconds,
+            samples_per_second=self.samples_per_second,
+            bottleneck_seconds=self.bottleneck_seconds,
+            peak_bytes=self.peak_bytes,
+            bubble=self.bubble,
+            limit=self.limit,
+            stage_seconds=self.stage_seconds,
         )
 
 
@@ -74,7 +74,7 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
     """
     made = planned_schedule(plan, profile)
     placement = made.placement
-    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options), made.skips)
+    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options), skips=made.skips)
     symmetry = find_symmetry(placement, costs, made.microbatches)
     lengths = steady_lengths(made)
     rows = rows_of_lengths(made, symmetry.simulated, lengths)

@@ -81,14 +81,14 @@ def simulate(
         case _:
             assert_never(schedule_or_plan)
     placement = simulated.placement
-    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options), simulated.skips)
+    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options), skips=simulated.skips)
     programs = simulated.program(default_minibatches(simulated, minibatches))
     symmetry = find_symmetry(placement, costs, simulated.microbatches)
     result = play({rank: programs[rank] for rank in symmetry.simulated}, placement, costs)
     sizes = Sizes.of(costs, placement)
     memory = {rank: trace_memory(track, sizes, costs, simulated) for rank, track in result.tracks.items()}
     passed = Sizes.of(costs.on_wire, placement)
-    return _timeline(programs, result.tracks, symmetry, passed, plan.tensor_parallel, memory)
+    return _timeline(programs, result.tracks, symmetry, passed, width=plan.tensor_parallel, memory=memory)
 
 
 def planned_schedule(plan: Plan, profile: Profile) -> Schedule:
@@ -148,6 +148,7 @@ def _timeline(
     tracks: Mapping[int, Track],
     symmetry: ReplicaSymmetry,
     sizes: Sizes,
+    *,
     width: int = 1,
     memory: Mapping[int, RankMemory] | None = None,
 ) -> Timeline:

@@ -4,9 +4,9 @@ import torch
 
 from penstock.errors import PenstockError
 
-__all__ = ["SUPPORTED", "missing"]
+__all__ = ["missing"]
 
-SUPPORTED = "torch>=2.11,<2.15"
+_SUPPORTED = "torch>=2.11,<2.15"
 """The versions that Penstock supports. The tests of this room were run on 2.11 and 2.13."""
 
 
@@ -14,5 +14,5 @@ def missing(name: str, purpose: str) -> PenstockError:
     """The error to raise where this PyTorch has no `name`, which is needed `purpose`."""
     return PenstockError(
         f"torch {torch.__version__} has no {name}, which Penstock needs {purpose}: expected torch 2.11 to 2.14. "
-        f'Install one of these: pip install "{SUPPORTED}"'
+        f'Install one of these: pip install "{_SUPPORTED}"'
     )

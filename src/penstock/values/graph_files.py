@@ -167,7 +167,14 @@ def _read_node(where: str, line: str) -> _Node:
                 f"{where}: {name}: expected one number, found {len(values[name])}: only sizes can be lists"
             )
     forward, backward = (values[name][0] * _MILLISECOND for name in _FIELDS[:2])
-    return _Node(parts[0].strip(), parts[1], forward, backward, values["activation_size"], values["parameter_size"][0])
+    return _Node(
+        key=parts[0].strip(),
+        text=parts[1],
+        forward_seconds=forward,
+        backward_seconds=backward,
+        sizes=values["activation_size"],
+        parameter_bytes=values["parameter_size"][0],
+    )
 
 
 def _read_numbers(where: str, text: str) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ from penstock.values.plan_stages import Stage, ranks_text
 from penstock.values.plan_validation import check_stages
 from penstock.values.quantities import bytes_text
 
-__all__ = ["ROUTINGS", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
+__all__ = ["Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
 
 _FORMAT = "penstock-plan/1"
 _OWN = ", or if it is a schedule of your own give its definition: Plan.load(path, schedule=...)"
@@ -41,7 +41,7 @@ Routing: TypeAlias = Literal["round-robin", "split"]
 as in 1F1B-RR [PipeDream 2019, section 3.2]; d replicas of every stage are then d parallel pipelines. ``split``: every
 microbatch is split evenly over all replicas [SPP 2022]."""
 
-ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+_ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 
 _SEVERAL = ("peak_bytes", "stage_seconds")
@@ -76,7 +76,7 @@ class Prediction:
 
 
 _RULES = {
-    "routing": choice(ROUTINGS),
+    "routing": choice(_ROUTINGS),
     "microbatches": integer(1),
     "microbatch_size": integer(1).optional,
     "tensor_parallel": integer(1),
@@ -165,7 +165,13 @@ class Plan:
         short, longer = divmod(layers, stages)
         cuts = [stage * short + min(stage, longer) for stage in range(stages + 1)]
         return cls.of_cuts(
-            cuts, stages // stages_per_rank, schedule, microbatches, microbatch_size, vertical_sync, recompute
+            cuts,
+            stages // stages_per_rank,
+            schedule=schedule,
+            microbatches=microbatches,
+            microbatch_size=microbatch_size,
+            vertical_sync=vertical_sync,
+            recompute=recompute,
         )
 
     @classmethod
@@ -224,7 +230,14 @@ class Plan:
         ranks = integer(1).check("ranks", ranks, PlanError)
         dealt = require_schedule(schedule).layout.ranks(len(cuts) - 1, ranks)
         stages = tuple(Stage(start, stop, (rank,)) for (start, stop), rank in zip(pairwise(cuts), dealt, strict=True))
-        return cls(stages, schedule, microbatches, microbatch_size, vertical_sync, recompute)
+        return cls(
+            stages,
+            schedule=schedule,
+            microbatches=microbatches,
+            microbatch_size=microbatch_size,
+            vertical_sync=vertical_sync,
+            recompute=recompute,
+        )
 
     @property
     def definition(self) -> ScheduleDefinition:
@@ -373,15 +386,15 @@ class Plan:
         return node.build(
             lambda: cls(
                 stages,
-                named,
-                microbatches,
-                size,
-                sync,
-                recompute,
-                predicted,
-                routing,
-                parallel,
-                planner,
+                schedule=named,
+                microbatches=microbatches,
+                microbatch_size=size,
+                vertical_sync=sync,
+                recompute=recompute,
+                predicted=predicted,
+                routing=routing,
+                tensor_parallel=parallel,
+                planner=planner,
                 devices=devices,
             )
         )

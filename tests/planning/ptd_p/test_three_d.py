@@ -58,7 +58,7 @@ def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recomp
     """The closed form for equal positions, free links and free updates."""
     costs = equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0))
     form = ParallelConfig(p, tensor, d, b, v, recompute)
-    return estimate_config(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, form, batch)
+    return estimate_config(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, config=form, batch_size=batch)
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,7 +110,7 @@ def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: 
 def test_the_simulator_agrees_where_the_head_is_slow(p: int, m: int, forward: float, backward: float) -> None:
     costs = replace(equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0)), head=ModuleCosts(forward, backward, 0, 0, 0))
     form = ParallelConfig(p, 1, 1, 1, 1, False)
-    closed = estimate_config(Transformer(p, 8, 8), TOY, Precision(), FREE, costs, form, m)
+    closed = estimate_config(Transformer(p, 8, 8), TOY, Precision(), FREE, costs, config=form, batch_size=m)
 
     assert math.isclose(simulate_pipeline(p, costs, form, replace(FREE, pipeline=Ring(p)), m), closed.pipelined_seconds)
 

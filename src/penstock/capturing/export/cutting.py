@@ -48,7 +48,7 @@ def cut(
 ) -> list[Layer]:
     """The layers of `partition`; their random draws and writes in place are not known yet."""
     layers = []
-    for name, start, stop in _intervals(trace, dependence, stacks, partition):
+    for name, start, stop in _intervals(dependence, stacks, partition):
         later = set(dependence.steps[stop:])
         own = dependence.steps[start:stop]
         sent = [step for step in own if any(user in later or user.op == "output" for user in step.users)]
@@ -65,7 +65,7 @@ def _made_last(node: Node, dependence: Dependence, trace: Trace) -> bool:
 
 
 def _intervals(
-    trace: Trace, dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition
+    dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition
 ) -> list[tuple[str, int, int]]:
     """Every layer's name, the position of its first step, and that after its last.
 

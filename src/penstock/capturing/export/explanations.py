@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 
-__all__ = ["explained", "source_line"]
+__all__ = ["explained"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -57,7 +57,7 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
-        where = source_line(error.__traceback__) or _line_in_text(str(error))
+        where = _source_line(error.__traceback__) or _line_in_text(str(error))
         reason = _reason(error, samples)
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
@@ -68,7 +68,7 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
         logger.disabled = silent
 
 
-def source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
+def _source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
     """File, line number and text of the innermost frame of `trace` that is neither PyTorch's nor Penstock's."""
     found = None
     for frame, number in traceback.walk_tb(trace):

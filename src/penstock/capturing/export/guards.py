@@ -13,17 +13,17 @@ from torch.fx import GraphModule, Node
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import is_batch_norm
 
-__all__ = ["check_statistics", "lost_check", "takes_statistics"]
+__all__ = ["lost_check", "takes_statistics"]
 
 
 def lost_check(node: Node) -> Callable[[Tensor], None] | None:
     """What to ask of the first argument of `node` before it runs; None for almost every operator."""
     if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
-        return check_statistics
+        return _check_statistics
     return None
 
 
-def check_statistics(tensor: Tensor) -> None:
+def _check_statistics(tensor: Tensor) -> None:
     """Raises `PenstockError` if `tensor` (samples, channels, ...) has one value per channel."""
     if tensor.numel() == tensor.shape[1]:
         raise PenstockError(
@@ -40,6 +40,6 @@ def takes_statistics(module: nn.Module) -> bool:
     for inner in module.modules():
         if is_batch_norm(inner):
             return True
-        if isinstance(inner, GraphModule) and any(node.target is check_statistics for node in inner.graph.nodes):
+        if isinstance(inner, GraphModule) and any(node.target is _check_statistics for node in inner.graph.nodes):
             return True
     return False

@@ -12,13 +12,13 @@ from penstock.fleet.linear_programs import Program, Space
 from penstock.fleet.policies.free_workers import fill
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["fair_share_units", "hierarchical", "max_min_fairness", "water_filling"]
+__all__ = ["hierarchical", "max_min_fairness", "water_filling"]
 
 _FROZEN = 1e-7
 """A class whose throughput holds the optimum back by more than this is limited."""
 
 
-def fair_share_units(space: Space) -> Floats:
+def _fair_share_units(space: Space) -> Floats:
     """The normalized throughput of the space that is a share of 1, for each class."""
     problem = space.problem
     equal = (problem.speeds() @ problem.equal_shares())[space.first]
@@ -32,11 +32,11 @@ def max_min_fairness(problem: Problem) -> Allocation:
     What is free after that goes where it makes the sum of the shares largest, and takes nothing from the least.
     """
     space = Space(problem, [job.weight for job in problem.jobs])
-    owed = fair_share_units(space) * space.of_jobs([job.weight for job in problem.jobs])
+    owed = _fair_share_units(space) * space.of_jobs([job.weight for job in problem.jobs])
     program = Program(space, extra=1)
     program.throughputs_at_least(numpy.zeros(space.classes), extra=owed)
     solution = program.maximize(numpy.append(numpy.zeros(space.variables), 1.0))
-    shares = fill(space, solution, at_least=owed * solution.value, weights=1 / fair_share_units(space))
+    shares = fill(space, solution, at_least=owed * solution.value, weights=1 / _fair_share_units(space))
     return space.allocation(shares, "max-min-fairness")
 
 
@@ -105,7 +105,7 @@ def _fill_with_water(problem: Problem, weights: _JobWeights | _EntityWeights, po
     and each round finds one or more. A limited job whose dual is 0 is found in a later round, which raises nothing.
     """
     space = Space(problem, weights.keys)
-    units = fair_share_units(space)
+    units = _fair_share_units(space)
     levels = numpy.zeros(space.classes)
     running = set(range(len(problem.jobs)))
     while True:

@@ -232,7 +232,12 @@ def _memory_reach(costs: ChainCosts, workers: int, room: Room) -> _Reach:
     def fits(stops: Counts) -> Flags:
         flat = stops + firsts
         sizes = costs.saved_bytes.take(flat), costs.working_bytes.take(flat), costs.parameter_bytes.take(flat)
-        held = held_bytes(*sizes, in_flight[:, None], versions[:, None], room.optimizer_copies)
+        held = held_bytes(
+            *sizes,
+            in_flight=in_flight[:, None],
+            versions=versions[:, None],
+            optimizer_copies=room.optimizer_copies,
+        )
         allowed: Flags = held <= room.size_bytes
         return allowed
 

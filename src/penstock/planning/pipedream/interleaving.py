@@ -60,12 +60,12 @@ def cut_interleaved(
     stage_ranks = stage_ranks or [stage % len(in_flight) for stage in range(len(sent))]
     problem = _CutProblem(
         costs,
-        sent,
-        tuple(in_flight),
-        size_bytes,
-        optimizer_copies,
-        _stages_of_ranks(stage_ranks),
-        _cuts_of_links(stage_ranks),
+        exchange=sent,
+        in_flight=tuple(in_flight),
+        size_bytes=size_bytes,
+        optimizer_copies=optimizer_copies,
+        held=_stages_of_ranks(stage_ranks),
+        joined=_cuts_of_links(stage_ranks),
     )
     if comb(costs.layers - 1, len(exchange)) <= try_all:
         ways = list(combinations(range(1, costs.layers), len(exchange)))

@@ -64,7 +64,7 @@ def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
         return None
     seconds, plan = min(fitting, key=lambda candidate: candidate[0])
     _, limit = slowest_part(plan.stages, costs, cluster, request.allreduce)
-    return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies, limit))
+    return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies, limit=limit))
 
 
 def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[Plan, ...]:

@@ -147,6 +147,7 @@ def position_bytes(
     costs: TransformerCosts,
     precision: Precision,
     config: ParallelConfig,
+    *,
     layers: int,
     microbatches: int,
     position: int,
@@ -191,6 +192,7 @@ def estimate_config(
     precision: Precision,
     links: ParallelLinks,
     costs: TransformerCosts,
+    *,
     config: ParallelConfig,
     batch_size: int,
 ) -> ConfigEstimate:
@@ -207,7 +209,7 @@ def estimate_config(
     reducing = layers * costs.layer.reduce_seconds * (1.5 if config.recompute else 1)
     reducing += costs.embedding.reduce_seconds + costs.head.reduce_seconds
     tensor, messages = microbatches * reducing / p, microbatches * handing
-    data, update = _once_per_minibatch(accelerator, precision, links, costs, config, layers)
+    data, update = _once_per_minibatch(accelerator, precision, links, costs, config, layers=layers)
     seconds = pipelined + data + update
     operations = transformer.batch_operations(batch_size, recompute=config.recompute)
     return ConfigEstimate(
@@ -223,7 +225,8 @@ def estimate_config(
         pipelined_seconds=pipelined,
         slowest_seconds=slowest,
         peak_bytes=max(
-            position_bytes(costs, precision, config, layers, microbatches, position) for position in {0, p - 1}
+            position_bytes(costs, precision, config, layers=layers, microbatches=microbatches, position=position)
+            for position in {0, p - 1}
         ),
     )
 
@@ -234,6 +237,7 @@ def _once_per_minibatch(
     links: ParallelLinks,
     costs: TransformerCosts,
     config: ParallelConfig,
+    *,
     layers: int,
 ) -> tuple[float, float]:
     """Seconds (all-reduces of gradients, update) of the first position, which has the most parameters."""

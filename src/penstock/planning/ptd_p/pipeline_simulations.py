@@ -45,7 +45,16 @@ def _simulation_inputs(
             forward, backward = forward + costs.head.forward_seconds, backward + costs.head.backward_seconds
         else:
             backward += gathering
-        rows.append(LayerProfile(f"stage {stage}", forward, backward, sent_bytes, 0.0, 0.0))
+        rows.append(
+            LayerProfile(
+                name=f"stage {stage}",
+                forward_seconds=forward,
+                backward_seconds=backward,
+                cut_bytes=sent_bytes,
+                saved_bytes=0.0,
+                parameter_bytes=0.0,
+            )
+        )
     plan = Plan.of_cuts(range(stages + 1), p, config.schedule, microbatches, config.microbatch_size)
     bandwidth, latency = links.pipeline.bandwidth, links.pipeline.latency_seconds
     return plan, Profile(tuple(rows), config.microbatch_size), Cluster.uniform(p, bandwidth, None, latency)

@@ -139,18 +139,18 @@ def plan_three_d(
         transformer,
         cluster,
         batch_size,
-        accelerator,
-        Precision() if precision is None else precision,
-        devices,
-        pipeline,
-        tensor,
-        data,
-        microbatch_size,
-        stages_per_rank,
-        recompute,
-        checkpoints,
-        scatter_gather,
-        overlap,
+        accelerator=accelerator,
+        precision=Precision() if precision is None else precision,
+        devices=devices,
+        pipeline=pipeline,
+        tensor=tensor,
+        data=data,
+        microbatch_size=microbatch_size,
+        stages_per_rank=stages_per_rank,
+        recompute=recompute,
+        checkpoints=checkpoints,
+        scatter_gather=scatter_gather,
+        overlap=overlap,
     )
     ranked = rank_three_d(request, simulated)
     return replace(plan_of(request, ranked[0]), explanation=ranking_text(ranked))
@@ -171,7 +171,12 @@ def plan_of(request: ThreeDRequest, chosen: ConfigEstimate) -> Plan:
     )
     peaks = [
         position_bytes(
-            costs, request.precision, config, request.transformer.layers, microbatches // config.data, position
+            costs,
+            request.precision,
+            config,
+            layers=request.transformer.layers,
+            microbatches=microbatches // config.data,
+            position=position,
         )
         for position in range(p)
     ]
@@ -216,7 +221,7 @@ def _estimate(request: ThreeDRequest, config: ParallelConfig) -> ConfigEstimate:
     links = _links(request, config)
     costs = tensor_parallel_costs(request.transformer, request.accelerator, links.tensor, config.microbatch_size)
     model, device, precision = request.transformer, request.accelerator, request.precision
-    return estimate_config(model, device, precision, links, costs, config, request.batch_size)
+    return estimate_config(model, device, precision, links, costs, config=config, batch_size=request.batch_size)
 
 
 def _simulated(request: ThreeDRequest, one: ConfigEstimate) -> ConfigEstimate:
@@ -269,7 +274,14 @@ def _fitting(request: ThreeDRequest, limit: float, devices: int | None = None) -
                 if per_rank > 1 and (pipeline == 1 or microbatches % pipeline):
                     continue
                 for recompute in (False, True) if request.recompute is None else (request.recompute,):
-                    config = ParallelConfig(pipeline, tensor, data, size, per_rank, recompute)
+                    config = ParallelConfig(
+                        pipeline=pipeline,
+                        tensor=tensor,
+                        data=data,
+                        microbatch_size=size,
+                        stages_per_rank=per_rank,
+                        recompute=recompute,
+                    )
                     config = replace(config, checkpoints=_checkpoints(request, config))
                     if _peak_bytes(request, config) <= limit:
                         yield config
@@ -293,7 +305,10 @@ def _peak_bytes(request: ThreeDRequest, config: ParallelConfig) -> float:
     microbatches = request.batch_size // (config.microbatch_size * config.data)
     layers, precision = request.transformer.layers, request.precision
     outermost = {0, config.pipeline - 1}
-    return max(position_bytes(costs, precision, config, layers, microbatches, position) for position in outermost)
+    return max(
+        position_bytes(costs, precision, config, layers=layers, microbatches=microbatches, position=position)
+        for position in outermost
+    )
 
 
 def _smallest(request: ThreeDRequest, devices: int) -> tuple[float, ParallelConfig] | None:

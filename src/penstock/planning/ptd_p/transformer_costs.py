@@ -120,12 +120,12 @@ def profile_of(
     modules += [("head", costs.head, logits)]
     rows = tuple(
         LayerProfile(
-            name,
-            module.forward_seconds,
-            module.backward_seconds,
-            size,
-            module.saved_bytes,
-            NUMBER_BYTES * module.parameters,
+            name=name,
+            forward_seconds=module.forward_seconds,
+            backward_seconds=module.backward_seconds,
+            cut_bytes=size,
+            saved_bytes=module.saved_bytes,
+            parameter_bytes=NUMBER_BYTES * module.parameters,
         )
         for name, module, size in modules
     )

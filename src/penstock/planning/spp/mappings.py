@@ -101,7 +101,18 @@ def cheapest_mappings(
         fitting = {r: np.stack([fits(r, behind) for behind in range(most_stages)]) for r in counts}
     tables: list[_Table] = []
     while len(tables) < machine.devices:
-        tables.append(_table(costs, machine, microbatches, tables, most_stages, counts, fitting, last))
+        tables.append(
+            _table(
+                costs,
+                machine,
+                microbatches,
+                tables=tables,
+                most_stages=most_stages,
+                counts=counts,
+                fitting=fitting,
+                last=last,
+            )
+        )
     return tuple(_unfold(tables, machine, costs.layers, stages) for stages in range(1, most_stages + 1))
 
 
@@ -139,6 +150,7 @@ def _table(
     costs: ChainCosts,
     machine: OrderedDevices,
     microbatches: int,
+    *,
     tables: Sequence[_Table],
     most_stages: int,
     counts: Sequence[int],

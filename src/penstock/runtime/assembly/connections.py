@@ -18,7 +18,7 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.values.plans import Plan
 
-__all__ = ["buffered_stages", "connect", "edges_of", "groups_of"]
+__all__ = ["buffered_stages", "connect", "edges_of"]
 
 
 def buffered_stages(
@@ -82,12 +82,12 @@ def connect(
 
     `buffered`: the stages whose replicas share buffers. `tp_group`: the processes of this rank, if they are several.
     """
-    edges, groups = edges_of(schedule, sorted(buffered)), groups_of(schedule)
+    edges, groups = edges_of(schedule, sorted(buffered)), _groups_of(schedule)
     return connect_tensor_parallel(
         world, edges, device=device, timeout_seconds=timeout_seconds, groups=groups, tp_group=tp_group
     )
 
 
-def groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+def _groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """The groups of ranks that sum gradients: for each replicated stage its ranks in replica order. Each group once."""
     return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))

@@ -32,7 +32,6 @@ __all__ = [
     "publish",
     "recover",
     "remove",
-    "step_name",
     "step_of",
     "steps_in",
     "write_through",
@@ -46,7 +45,7 @@ _LEFT = re.compile(r"\.penstock-(?:saving|removed)-[0-9a-f]{16}")
 _FILE = re.compile(r"(?:model|state)-\d{5,}\.safetensors")
 
 
-def step_name(step: int) -> str:
+def _step_name(step: int) -> str:
     """The name of the directory of `step`."""
     return f"step-{step:06d}"
 
@@ -132,7 +131,7 @@ def publish(written: Path, step: int) -> Path:
     """Gives the directory `written` the name of `step`, in place of an older checkpoint of the same step."""
     write_through(written)
     run = written.parent
-    target = run / step_name(step)
+    target = run / _step_name(step)
     replaced = run / f".penstock-replaced-{step:06d}-{secrets.token_hex(8)}"
     if os.path.lexists(target):
         if not _only_ours(target):

@@ -31,11 +31,11 @@ from penstock.runtime.batches.batch_digests import (
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 
-__all__ = ["CHECKED_EVERY", "FIRST_STEPS", "AnnouncedCall", "CallAgreement", "call_edges", "comparing_rank"]
+__all__ = ["AnnouncedCall", "CallAgreement", "call_edges", "comparing_rank"]
 
-FIRST_STEPS = 3
+_FIRST_STEPS = 3
 """In this many first steps of a pipeline the values of the batch are compared, before the step begins."""
-CHECKED_EVERY = 100
+_CHECKED_EVERY = 100
 """In every step whose number is a multiple of this the values of the batch are compared again."""
 _KIND = ("call",)
 _BYTES = 512 + 80 * (MOST_INPUTS + 2)
@@ -129,8 +129,8 @@ class CallAgreement:
         if not self._peers:
             return None
         steps = name == "step"
-        first = steps and self._steps < FIRST_STEPS
-        full = first or (steps and self._steps % CHECKED_EVERY == 0)
+        first = steps and self._steps < _FIRST_STEPS
+        full = first or (steps and self._steps % _CHECKED_EVERY == 0)
         self._steps += steps
         form = name, *forms_of(microbatches)
         waits, self._form = first or form != self._form, form
@@ -150,7 +150,7 @@ class CallAgreement:
     def compares_weights(self) -> bool:
         """Whether the weights of replicas are to be compared at the step that was announced."""
         number = self._steps - 1
-        return number == FIRST_STEPS or (number > 0 and number % CHECKED_EVERY == 0)
+        return number == _FIRST_STEPS or (number > 0 and number % _CHECKED_EVERY == 0)
 
     def refuse(self, reason: str) -> bool:
         """Announces that this rank refused a call before it began, and waits for the others. Returns whether all of

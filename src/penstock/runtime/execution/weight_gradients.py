@@ -46,7 +46,7 @@ class _OperatorRule:
 
 def _read_addmm(node: Any, slots: _Arguments) -> _Formula:
     """``addmm(bias, first, second)``, as in linear layers."""
-    products = _read_products(node, tuple(slot - 1 for slot in slots if slot > 0), "mat1", "mat2")
+    products = _read_products(node, tuple(slot - 1 for slot in slots if slot > 0), "mat1")
     if 0 not in slots:
         return products
     bias, number = node.next_functions[0]
@@ -56,15 +56,15 @@ def _read_addmm(node: Any, slots: _Arguments) -> _Formula:
 
 def _read_mm(node: Any, slots: _Arguments) -> _Formula:
     """``mm(first, second)``, to which PyTorch reduces most products of matrices."""
-    return _read_products(node, slots, "self", "mat2")
+    return _read_products(node, slots, "self")
 
 
-def _read_products(node: Any, slots: _Arguments, first_name: str, second_name: str) -> _Formula:
+def _read_products(node: Any, slots: _Arguments, first_name: str) -> _Formula:
     """A product of two matrices. Each gradient is laid out like its matrix, if that is row- or column-major."""
     first = _value(node, first_name) if 1 in slots else None
-    second = _value(node, second_name) if 0 in slots else None
+    second = _value(node, "mat2") if 0 in slots else None
     turns_first = 0 in slots and _is_column_major(node, first_name)
-    turns_second = 1 in slots and _is_column_major(node, second_name)
+    turns_second = 1 in slots and _is_column_major(node, "mat2")
 
     def formula(gradient: Tensor) -> list[Tensor]:
         found = []

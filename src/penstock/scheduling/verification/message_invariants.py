@@ -70,7 +70,7 @@ def _require_neighbors(staged: StagedPrograms) -> None:
                 case Reduce(stage=stage):
                     if staged.schedule.placement.replicas(stage) == 1:
                         fix = "drop it, or let lower() derive it"
-                        report(staged, invariant, rank, index, f"none: stage {stage} has no replicas", fix)
+                        report(staged, invariant, rank, index, expected=f"none: stage {stage} has no replicas", fix=fix)
                     continue
                 case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
                     continue
@@ -80,7 +80,7 @@ def _require_neighbors(staged: StagedPrograms) -> None:
                 continue
             allowed, expected = _find_neighbors(action, staged)
             if other not in allowed or other >= len(placement.stages) or rank in placement.stages[other]:
-                report(staged, invariant, rank, index, expected, "let lower() derive the messages")
+                report(staged, invariant, rank, index, expected=expected, fix="let lower() derive the messages")
             right.add((type(action), stage, other))
 
 
@@ -113,10 +113,10 @@ def _require_data(staged: StagedPrograms) -> None:
                 if need not in done:
                     expected = f"{_describe(need)} on stage {need[1]} before {action}"
                     fix = "put it before, or let lower() derive the messages"
-                    report(staged, invariant, rank, index, expected, fix)
+                    report(staged, invariant, rank, index, expected=expected, fix=fix)
             if isinstance(action, SendTied | SendNorms | Reduce) and ("U", action.stage, action.version, -1) in done:
                 expected = f"it before the update of stage {action.stage} to version {action.version}"
-                report(staged, invariant, rank, index, expected, "put it before the update")
+                report(staged, invariant, rank, index, expected=expected, fix="put it before the update")
             match action:
                 case Forward(stage, microbatch):
                     done.add(("F", stage, microbatch, -1))
@@ -242,7 +242,7 @@ def _require_matches(staged: StagedPrograms) -> None:
         for index, action in enumerate(row):
             if isinstance(action, Message):
                 if (rank, action) in found:
-                    report(staged, invariant, rank, index, "a new message", "drop the second one")
+                    report(staged, invariant, rank, index, expected="a new message", fix="drop the second one")
                 found[rank, action] = index
     for sends in (True, False):
         for (rank, action), index in found.items():
@@ -252,7 +252,7 @@ def _require_matches(staged: StagedPrograms) -> None:
             for there in peers(action, rank, staged.placement):
                 if (there, other) not in found:
                     fix = "receive it, or do not send it" if sends else "send it, or do not receive it"
-                    report(staged, invariant, rank, index, f"{other} on rank {there}", fix)
+                    report(staged, invariant, rank, index, expected=f"{other} on rank {there}", fix=fix)
 
 
 def _require_fifo(staged: StagedPrograms) -> None:
@@ -277,7 +277,7 @@ def _require_fifo(staged: StagedPrograms) -> None:
             if counterpart(send) != receive:
                 expected = f"{counterpart(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
                 fix = "order the two ranks alike"
-                report(staged, invariant, rank, index, expected, fix)
+                report(staged, invariant, rank, index, expected=expected, fix=fix)
 
 
 def _require_progress(staged: StagedPrograms) -> None:
@@ -372,7 +372,9 @@ def require_segments(staged: StagedPrograms) -> None:
                     expected = f"in {_name(staged, number)} " + (
                         f"only microbatches {own.start} to {own.stop - 1}" if own else "no such action"
                     )
-                    report(staged, invariant, rank, index, expected, "yield it in the step that it belongs to")
+                    report(
+                        staged, invariant, rank, index, expected=expected, fix="yield it in the step that it belongs to"
+                    )
 
 
 def _name(staged: StagedPrograms, segment: int) -> str:

@@ -25,7 +25,14 @@ def _require_training(staged: StagedPrograms) -> None:
     for replica in staged.replicas:
         for index, action in replica.turns:
             if not isinstance(action, Forward):
-                report(staged, invariant, replica.rank, index, "no backward and no update", "drop it, or train")
+                report(
+                    staged,
+                    invariant,
+                    replica.rank,
+                    index,
+                    expected="no backward and no update",
+                    fix="drop it, or train",
+                )
 
 
 def _require_once(staged: StagedPrograms) -> None:
@@ -51,17 +58,21 @@ def _require_once(staged: StagedPrograms) -> None:
                     assert_never(action)
             if any(action.microbatch in done for done in seen):
                 fix = "drop the second one"
-                report(staged, invariant, replica.rank, index, "a microbatch that is not done yet", fix)
+                report(staged, invariant, replica.rank, index, expected="a microbatch that is not done yet", fix=fix)
             if action.microbatch not in mine:
                 rank = staged.placement.rank_of(replica.stage, action.microbatch)
-                report(staged, invariant, replica.rank, index, f"it on rank {rank}", f"move it to rank {rank}")
+                report(
+                    staged, invariant, replica.rank, index, expected=f"it on rank {rank}", fix=f"move it to rank {rank}"
+                )
             for done in seen:
                 done.add(action.microbatch)
         end = len(staged.programs[replica.rank])
         for microbatch in mine:
             if microbatch not in forwards:
                 expected = f"a forward of microbatch {microbatch} on stage {replica.stage} before the end"
-                report(staged, invariant, replica.rank, end, expected, "add it, or verify fewer minibatches")
+                report(
+                    staged, invariant, replica.rank, end, expected=expected, fix="add it, or verify fewer minibatches"
+                )
 
 
 def _require_drained(staged: StagedPrograms) -> None:
@@ -75,7 +86,9 @@ def _require_drained(staged: StagedPrograms) -> None:
             if isinstance(action, Forward) and (k := action.microbatch) not in done:
                 what = "the weight backward" if k in halved else "a backward"
                 expected = f"{what} of microbatch {k} on stage {replica.stage} before the end"
-                report(staged, invariant, replica.rank, index, expected, "let the step or the drain yield it")
+                report(
+                    staged, invariant, replica.rank, index, expected=expected, fix="let the step or the drain yield it"
+                )
 
 
 def _require_ascending(staged: StagedPrograms) -> None:
@@ -101,7 +114,12 @@ def _require_ascending(staged: StagedPrograms) -> None:
                     assert_never(action)
             if microbatch != due:
                 report(
-                    staged, invariant, replica.rank, index, f"microbatch {due} first", f"put {due} before {microbatch}"
+                    staged,
+                    invariant,
+                    replica.rank,
+                    index,
+                    expected=f"microbatch {due} first",
+                    fix=f"put {due} before {microbatch}",
                 )
 
 
@@ -122,7 +140,9 @@ def _require_stash(staged: StagedPrograms) -> None:
                     if version != read.get(microbatch, version):
                         forward = Forward(replica.stage, microbatch, read[microbatch])
                         expected = f"version {read[microbatch]}, which {forward} read"
-                        report(staged, invariant, replica.rank, index, expected, "give both the same version")
+                        report(
+                            staged, invariant, replica.rank, index, expected=expected, fix="give both the same version"
+                        )
                 case Update():
                     pass
                 case _:
@@ -143,11 +163,11 @@ def _require_version(staged: StagedPrograms) -> None:
                         due = min(due, _version_of_endless_run(staged, replica.stage, microbatch))
                     if version != due:
                         expected = f"version {due} for microbatch {microbatch} on stage {replica.stage}"
-                        report(staged, invariant, replica.rank, index, expected, f"read version {due}")
+                        report(staged, invariant, replica.rank, index, expected=expected, fix=f"read version {due}")
                     if version > newest:
                         expected = f"a version that exists: stage {replica.stage} has made only {newest} by then"
                         fix = "put the update before the forward, or the forward later"
-                        report(staged, invariant, replica.rank, index, expected, fix)
+                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
                 case Backward() | BackwardInput() | BackwardWeight():
                     pass
                 case Update():
@@ -215,17 +235,19 @@ def _require_updates(staged: StagedPrograms) -> None:
                 case Update(version=version, gradient_version=gradient_version):
                     if version != newest + 1:
                         expected = f"version {newest + 1}, the next of stage {replica.stage}"
-                        report(staged, invariant, replica.rank, index, expected, f"make version {newest + 1}")
+                        report(
+                            staged, invariant, replica.rank, index, expected=expected, fix=f"make version {newest + 1}"
+                        )
                     due = _sum_due(staged, replica, version)
                     taken = own.pop(version, [])
                     if len(taken) != due:
                         expected = f"{due} backwards of stage {replica.stage} for it, found {len(taken)}"
-                        report(staged, invariant, replica.rank, index, expected, "move the update")
+                        report(staged, invariant, replica.rank, index, expected=expected, fix="move the update")
                     read = {named.setdefault((replica.stage, version), gradient_version), *taken}
                     if read != {gradient_version}:
                         expected = f"gradients at version {', '.join(map(str, sorted(read - {gradient_version})))}"
                         fix = "name the version the backwards read"
-                        report(staged, invariant, replica.rank, index, expected, fix)
+                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
                     newest = version
                 case _:
                     assert_never(action)
@@ -233,7 +255,9 @@ def _require_updates(staged: StagedPrograms) -> None:
         if staged.guarantees.trains and (own or newest != last):
             end = len(staged.programs[replica.rank])
             expected = f"an update of stage {replica.stage} after its last backward"
-            report(staged, invariant, replica.rank, end, expected, "yield the update after the last backward")
+            report(
+                staged, invariant, replica.rank, end, expected=expected, fix="yield the update after the last backward"
+            )
 
 
 def _sum_due(staged: StagedPrograms, replica: Replica, version: int) -> int:
@@ -259,7 +283,7 @@ def _require_pending_updates(staged: StagedPrograms) -> None:
                     if len(waiting) > most:
                         fix = "update first, or guarantee more"
                         expected = f"the update of stage {replica.stage} to version {min(waiting)} first"
-                        report(staged, invariant, replica.rank, index, expected, fix)
+                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
                 case Update(version=version):
                     waiting.discard(version)
                 case _:
@@ -284,7 +308,7 @@ def _require_slots(staged: StagedPrograms) -> None:
                             f"version {newest - slots + 1} or newer: {version} gave its slot to {version + slots}"
                         )
                         fix = "update later, or guarantee more versions"
-                        report(staged, invariant, replica.rank, index, expected, fix)
+                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
                 case Update():
                     newest += 1
                 case _:
@@ -305,7 +329,7 @@ def _require_in_flight(staged: StagedPrograms) -> None:
                     if in_flight > most:
                         fix = "run a backward first, or guarantee more"
                         expected = f"a backward first: {most} in flight already"
-                        report(staged, invariant, replica.rank, index, expected, fix)
+                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
                 case Backward() | BackwardWeight():
                     in_flight -= 1
                 case BackwardInput() | Update():
@@ -325,7 +349,7 @@ def _require_in_flight_of_rank(staged: StagedPrograms) -> None:
             in_flight += isinstance(action, Forward) - isinstance(action, WeightGradients)
             if in_flight > most:
                 expected = f"a backward first: {most} in flight already"
-                report(staged, invariant, rank, index, expected, "run a backward first, or guarantee more")
+                report(staged, invariant, rank, index, expected=expected, fix="run a backward first, or guarantee more")
 
 
 def _require_weight_backwards(staged: StagedPrograms) -> None:
@@ -341,7 +365,7 @@ def _require_weight_backwards(staged: StagedPrograms) -> None:
                     if pending > most:
                         fix = "run a weight backward first, let a whole backward do both, or guarantee more"
                         expected = f"a weight backward first: {pending - 1} wait already"
-                        report(staged, invariant, replica.rank, index, expected, fix)
+                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
                 case BackwardWeight():
                     pending -= 1
                 case Forward() | Backward() | Update():

@@ -185,11 +185,11 @@ def _measure(staged: StagedPrograms) -> Verification:
             of_rank[other] = of_rank[first]
     actions = sum(map(len, staged.programs))
     return Verification(
-        staged.schedule.name,
-        staged.minibatches,
-        actions,
-        tuple(in_flight),
-        tuple(versions),
-        tuple(of_rank),
-        tuple(pending),
+        method=staged.schedule.name,
+        minibatches=staged.minibatches,
+        actions=actions,
+        in_flight=tuple(in_flight),
+        versions=tuple(versions),
+        in_flight_of_rank=tuple(of_rank),
+        pending_weight_backwards=tuple(pending),
     )

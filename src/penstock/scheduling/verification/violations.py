@@ -102,7 +102,15 @@ def collect(
     programs = tuple(tuple(row) for row in rows)
     placement = schedule.placement.first_replicas if schedule.placement.split else schedule.placement
     replicas = _arrange(schedule, placement, minibatches * schedule.microbatches, programs)
-    return StagedPrograms(schedule, minibatches, programs, tuple(segments), tuple(ends), placement, replicas)
+    return StagedPrograms(
+        schedule=schedule,
+        minibatches=minibatches,
+        programs=programs,
+        segments=tuple(segments),
+        ends=tuple(ends),
+        placement=placement,
+        replicas=replicas,
+    )
 
 
 def _first_of_each(placement: Placement, programs: Programs) -> Iterable[int]:
@@ -134,11 +142,11 @@ def _arrange(schedule: Schedule, placement: Placement, microbatches: int, progra
                 _raise_violation(
                     schedule,
                     programs,
-                    invariant,
-                    rank,
-                    index,
-                    f"stages {sorted(mine)} on rank {rank}",
-                    "move the action",
+                    invariant=invariant,
+                    rank=rank,
+                    index=index,
+                    expected=f"stages {sorted(mine)} on rank {rank}",
+                    fix="move the action",
                 )
             match action:
                 case Forward() | Backward() | BackwardInput() | BackwardWeight():
@@ -155,21 +163,29 @@ def _arrange(schedule: Schedule, placement: Placement, microbatches: int, progra
             if action.microbatch >= microbatches:
                 expected = f"microbatches 0 to {microbatches - 1}"
                 _raise_violation(
-                    schedule, programs, invariant, rank, index, expected, "drop the action, or verify more minibatches"
+                    schedule,
+                    programs,
+                    invariant=invariant,
+                    rank=rank,
+                    index=index,
+                    expected=expected,
+                    fix="drop the action, or verify more minibatches",
                 )
     return tuple(Replica(stage, rank, tuple(computed)) for (stage, rank), computed in turns.items())
 
 
-def report(staged: StagedPrograms, invariant: str, rank: int, index: int, expected: str, fix: str) -> NoReturn:
+def report(staged: StagedPrograms, invariant: str, rank: int, index: int, *, expected: str, fix: str) -> NoReturn:
     """Raises the `ScheduleError` for a violation of `invariant` by the action at `index` in the row of `rank`.
 
     An index past the row's end says that something is missing there.
     """
-    _raise_violation(staged.schedule, staged.programs, invariant, rank, index, expected, fix)
+    _raise_violation(
+        staged.schedule, staged.programs, invariant=invariant, rank=rank, index=index, expected=expected, fix=fix
+    )
 
 
 def _raise_violation(
-    schedule: Schedule, programs: Programs, invariant: str, rank: int, index: int, expected: str, fix: str
+    schedule: Schedule, programs: Programs, *, invariant: str, rank: int, index: int, expected: str, fix: str
 ) -> NoReturn:
     raise ScheduleError(
         f"schedule {schedule.name!r} violates an invariant: {invariant}\n"
