@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
 from penstock.planning.two_bw.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, cut_positions, find_blocks
 from penstock.values import LayerProfile, Profile
 from support.paths import PIPEDREAM
@@ -59,7 +58,6 @@ def test_equal_sizes_with_other_times_are_other_layers():
     slow = [layer(1.0), layer(2.0)] * 4
 
     assert find_blocks(Profile(tuple(slow), 1)).length == 2
-    assert find_blocks(Profile(tuple(slow), 1), tolerance=0.6).length == 1
 
 
 def test_one_byte_makes_another_layer():
@@ -70,11 +68,6 @@ def test_one_byte_makes_another_layer():
 
 def test_a_chain_of_one_layer_has_no_blocks():
     assert find_blocks(Profile((layer(),), 1)) == RepeatedBlocks(1, 0, 0, 0)
-
-
-def test_negative_tolerance_is_refused():
-    with pytest.raises(PlanError, match="tolerance: expected 0 or more"):
-        find_blocks(gpt(2), tolerance=-0.1)
 
 
 @st.composite

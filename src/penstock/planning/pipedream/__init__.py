@@ -1,3 +1,6 @@
-"""PipeDream's planner: the fastest slowest stage, replicas in turn, memory inside the dynamic program."""
+"""PipeDream's planner: the fastest slowest stage, replicas in turn, memory inside the dynamic program.
+
+Start reading in ``partitions.py``.
+"""
 
 __all__: list[str] = []

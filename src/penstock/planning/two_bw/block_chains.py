@@ -92,9 +92,9 @@ class BlockChain:
 
     def can_fit(self, counts: StageCounts) -> bool:
         """Whether every stage fits in a device's memory with some cuts."""
-        return self.least_bytes(counts) <= self._memory_bytes
+        return self._least_bytes(counts) <= self._memory_bytes
 
-    def least_bytes(self, counts: StageCounts) -> float:
+    def _least_bytes(self, counts: StageCounts) -> float:
         """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
         if counts not in self._least:
             # A stage has a layer; `interval_bytes` gives a number for empty intervals too.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import PlanError
 from penstock.values.profiles import Profile
 
 __all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "cut_positions", "find_blocks"]
@@ -19,6 +18,8 @@ __all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "cut_positions", "find_blocks"]
 TIME_TOLERANCE = 0.3
 """How far apart two measured times of the same layer may be, as a share of the larger one or of the mean layer's time;
 the mean, because a layer that takes microseconds is measured with more noise than one that takes milliseconds."""
+
+_LEAST_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +59,20 @@ class RepeatedBlocks:
         return 0, *(self.prefix + stage * layers for stage in range(1, stages)), self.layers
 
 
-def find_blocks(profile: Profile, tolerance: float = TIME_TOLERANCE, least_share: float = 1 / 3) -> RepeatedBlocks:
+def find_blocks(profile: Profile) -> RepeatedBlocks:
     """The blocks that cover the most layers of `profile`; of equals those of fewer layers each. O(N^2) for N layers.
 
     If the run is longer than its blocks, they begin where the fewest bytes cross the cuts between them, and of equals
-    as early as possible. A repetition that takes less than `least_share` of the chain's seconds (a few equal
-    convolutions in a row) does not count as blocks. Raises `PlanError` if `tolerance` is negative.
+    as early as possible. A repetition that takes less than `_LEAST_SHARE` of the chain's seconds (a few equal
+    convolutions in a row) does not count as blocks.
     """
-    if not tolerance >= 0:
-        raise PlanError(f"tolerance: expected 0 or more, found {tolerance}: give a share of a layer's time")
     layers = profile.layers
     sizes = np.array([(layer.parameter_bytes, layer.cut_bytes, layer.saved_bytes) for layer in layers])
     seconds = np.array([(layer.forward_seconds, layer.backward_seconds) for layer in layers])
 
     covered, best = 0, RepeatedBlocks(len(layers), 0, 0, 0)
     for length in range(1, len(layers) // 2 + 1):
-        start, stop = _longest_run(_alike(sizes, seconds, length, tolerance))
+        start, stop = _longest_run(_alike(sizes, seconds, length))
         count = (stop - start) // length + 1
         if start < stop and count >= 2 and count * length > covered:
             covered = count * length
@@ -83,7 +82,7 @@ def find_blocks(profile: Profile, tolerance: float = TIME_TOLERANCE, least_share
             begin = min(begins, key=lambda first: _crossing(sizes[:, 1], first, length, count))
             best = RepeatedBlocks(begin, length, count, len(layers) - begin - covered)
     repeated = seconds[best.prefix : best.layers - best.suffix].sum()
-    return best if covered and repeated >= least_share * seconds.sum() else RepeatedBlocks(len(layers), 0, 0, 0)
+    return best if covered and repeated >= _LEAST_SHARE * seconds.sum() else RepeatedBlocks(len(layers), 0, 0, 0)
 
 
 def cut_positions(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[int, ...]:
@@ -104,13 +103,11 @@ def cut_positions(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[
     return 0, *cheapest.values(), cuts[-1]
 
 
-def _alike(
-    sizes: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], length: int, tolerance: float
-) -> npt.NDArray[np.bool_]:
+def _alike(sizes: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.bool_]:
     """Whether layer i + `length` is like layer i, for every i."""
     one, other = seconds[:-length], seconds[length:]
     scale = np.maximum(np.maximum(one, other), seconds.mean(axis=0))
-    near = np.abs(one - other) <= tolerance * scale
+    near = np.abs(one - other) <= TIME_TOLERANCE * scale
     equal = sizes[:-length] == sizes[length:]
     alike: npt.NDArray[np.bool_] = near.all(axis=1) & equal.all(axis=1)
     return alike
