@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(slots=True)
 class Report:
-    """What is known so far, and the files that say so: a benchmark that is cut short has told what it knew."""
+    """What is known so far, and the files that say so: a benchmark that is cut short has written its figures."""
 
     size: str
     sharing: str

@@ -87,7 +87,7 @@ def plain_loop() -> Entry:
         model = job.build()
         parameters = list(model.parameters())
         optimizer = setting.optimizer(parameters)
-        # As whoever wants speed writes it: the whole model, and neither the loss nor the optimizer.
+        # As one writes it for speed: the whole model, and neither the loss nor the optimizer.
         forward = model if setting.compiler is None else torch.compile(model, backend=setting.compiler)
         tokens, target = job.batch(setting.microbatches)
 

@@ -131,7 +131,7 @@ def _build(method: _Method, setting: Setting) -> Running:
 
     def step() -> list[Tensor]:
         losses: list[Tensor] = []
-        # Nobody reads the outputs; merging them would be torch's loss.
+        # The outputs are not used; merging them would be torch's loss.
         with _computing(setting, batch.device):
             schedule.step(*inputs, **expected, losses=losses, return_outputs=False)
         optimizer.step()

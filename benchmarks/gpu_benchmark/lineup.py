@@ -136,7 +136,7 @@ class Contender:
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """In one kernel, as whoever trains on a GPU has it."""
+    """In one kernel, as in a usual training on a GPU."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 

@@ -103,7 +103,7 @@ class Bench:
         running = self._build(contender.entry, contender.variant, job)
         losses = _warm_up(running)
         ready = perf_counter() - start
-        # What building has left behind is nobody's turn's matter.
+        # What building has left behind belongs to no turn.
         card.tidy()
         peak = self._take_turn(running).peak
         if plain is not None:

@@ -151,7 +151,7 @@ def both_ways(end: End) -> None:
 
 
 def batched(end: End) -> None:
-    """Both directions over one communicator, told to NCCL together."""
+    """Both directions over one communicator, in one group of NCCL's calls."""
     group = end.communicator("batched")
 
     def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
@@ -226,7 +226,7 @@ def abort_at_once(end: End) -> None:
 
 
 def abort_in_a_group(end: End) -> None:
-    """The same between the calls by which NCCL is told several things together."""
+    """The same between the calls that begin and end a group of NCCL's."""
     groups, _kept = _pending(end)
     groups[0]._group_start()
     _abort_together(end, groups, "abort in a group")

@@ -63,7 +63,7 @@ def new_stream() -> int:
 
 
 def parser_of(doc: str | None, names: Sequence[str]) -> argparse.ArgumentParser:
-    """What a measurement is told: which one of `names`, if it has any, and the file of its notes."""
+    """The arguments of a measurement: which one of `names`, if it has any, and the file of its notes."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     if names:
         parser.add_argument("name", choices=names)

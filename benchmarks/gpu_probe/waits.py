@@ -1,7 +1,7 @@
 """Whether a call of the host waits for another stream: ``python benchmarks/gpu_probe/waits.py CALL --found FILE``.
 
 A receive of NCCL is a kernel that spins until its sender sends. If the host waits for it before it has queued what the
-sender waits for, nobody goes on. So here one stream spins, the call is made on another, and the question is whether the
+sender waits for, both stop. So here one stream spins, the call is made on another, and the question is whether the
 spin is over when the call returns. Each call must be the first of its kind in its process, since what waits is often
 CUDA that loads a kernel; the caller sets CUDA_MODULE_LOADING.
 """
@@ -193,9 +193,9 @@ def verdict(call_seconds: float, spin_seconds: float, was_over: bool) -> str:
 
 
 def main() -> None:
-    # Compiles in this process, so that nobody else has to be waited for.
+    # Compiles in this process, so that there is no other process to wait for.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # Nobody shall be held up for the sake of a hardware queue: that is another question.
+    # No stream shall be held up for the sake of a hardware queue: that is another question.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     options = parser_of(__doc__, WAITING).parse_args()
     notes = Notes(options.found)

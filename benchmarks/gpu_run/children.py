@@ -55,7 +55,7 @@ class Child:
         self._sign, self._silence_seconds = sign, silence_seconds
         self.started = time.monotonic()
         self._reason, self._seconds, self._aborted = "", 0.0, 0.0
-        # Output goes to a file and not to a pipe: whoever survives a child would keep a pipe open.
+        # Output goes to a file and not to a pipe: what survives a child would keep a pipe open.
         with (folder / OUTPUT).open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -105,7 +105,7 @@ class Child:
         return ""
 
     def _has_ended(self) -> bool:
-        """Without taking notice of it, so that its number, which is that of the group, belongs to nobody else yet."""
+        """Does not collect the process, so that its number, which is that of the group, is not given away yet."""
         if self._process.returncode is not None:
             return True
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -52,7 +52,7 @@ class Suite:
     selection: str = ""
     """An expression of pytest's ``-k``."""
     run_expected_failures: bool = False
-    """As any other test, so that the reason of a failure is told."""
+    """As any other test, so that the reason of a failure is reported."""
     silence_seconds: float = 90.0
     """A test that takes longer hangs. The first one of a file also waits for processes that import torch."""
     needs_card: bool = False
@@ -162,7 +162,7 @@ _FIRST = Part(
     (
         _environment(),
         Group("costs on the host", 40, (_probe("costs", "costs", (), 40),)),
-        # It reads how much of the card's memory is free, so that nobody else may take any.
+        # It reads how much of the card's memory is free, so that no other process may take any.
         _pairs([MEETING], 40, 1, "two processes on one card meet over NCCL"),
         _queues(),
         _waits(),

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(slots=True)
 class Record:
-    """What is known of a part so far, and its file: a run that is cut short has told what it knew."""
+    """What is known of a part so far, and its file: a run that is cut short has written all that it found."""
 
     part: Part
     folder: Path
@@ -74,7 +74,7 @@ class Record:
 
 
 def only(part: Part, pattern: str) -> Part:
-    """`part` without the tasks whose names do not contain `pattern`; the environment is always told."""
+    """`part` without the tasks whose names do not contain `pattern`; the environment is always reported."""
     groups = [
         replace(
             group,

@@ -188,7 +188,7 @@ def _do_suite(suite: Suite, folder: Path, deadline: float, log: Path) -> tuple[s
 
 
 def _pytest(suite: Suite) -> list[str]:
-    # A warning that nobody has seen yet would make an error of any test here; the first run is to tell it instead.
+    # A warning that has not been seen yet would make an error of any test here; the first run reports it instead.
     words = ["-m", "pytest", suite.path, "-m", "gpu", "-v", "--tb=short", "--no-summary", "-p", "gpu_run.outcomes"]
     words += ["-p", "no:cacheprovider", "-o", "filterwarnings=default", *suite.options]
     if suite.selection:

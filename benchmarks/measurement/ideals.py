@@ -2,7 +2,7 @@
 
 The perfect step of p processes is that of one process, divided by p, times the measured slowdown of p busy processes.
 The ideal step of a schedule is longer by its bubble, as it is where all stages cost the same and messages cost nothing;
-the simulator tells it. A bubble is not slowed down, since somebody idles then. (With two processes that is exact; with
+the simulator tells it. A bubble is not slowed down, since a process idles then. (With two processes that is exact; with
 more, several may still be busy, so that the ideal is a bound.)
 
 All seconds come in series, one number for each round. What slows a whole round down leaves ratios within it alone, so

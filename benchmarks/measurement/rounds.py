@@ -81,7 +81,7 @@ def measure(
     for number in range(rounds):
         company = seconds_in_company(_share_of(setting), groups, turn_seconds)
         slowdowns.append(company[-1] / company[0])
-        # Each round begins with another one, so that nobody always follows the same.
+        # Each round begins with another one, so that none always follows the same.
         turn = number * len(names) // rounds
         for name in (*names[turn:], *names[:turn]):
             wall, processor = _take_turn(running.get(name), steps[name])

@@ -3,7 +3,7 @@
 Every action leaves a span from its start to its stop, by a clock that all processes of a machine share. So a wait for a
 message can be divided at the moment when its sender had handed it over: before it the rank waits for its neighbour,
 which is the schedule's bubble or the neighbour's own overhead; after it, for the message on its way, or for itself to
-wake up. What lies between two spans of a step, and around them, is the time of whoever drives the actions.
+wake up. What lies between two spans of a step, and around them, is the time of the code that drives the actions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ class Parts:
 def parts_of(spans: Iterable[Span], rank: int, steps: int, step_seconds: float) -> Parts:
     """What `rank` did in so many steps, of `step_seconds` each. `spans`: of all ranks, in these steps only.
 
-    `ValueError` if the rank did not do equally much in every step: then spans cannot be told to steps.
+    `ValueError` if the rank did not do equally much in every step: then spans cannot be assigned to steps.
     """
     spans = list(spans)
     sent = {_key(action): span for span in spans if isinstance(action := parse(span.action), Send)}

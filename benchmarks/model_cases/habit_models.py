@@ -369,7 +369,7 @@ class LossInside(Stack):
 
 
 class UnusedNorm(Stack):
-    """BatchNorm whose output nobody uses: its statistics move all the same."""
+    """BatchNorm whose output is not used: its statistics move all the same."""
 
     def __init__(self) -> None:
         super().__init__(Block)

@@ -43,7 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digests(results: Path, task: str, stages: int) -> dict[str, str]:
-    """Of the weights and losses of each method."""
+    """Digests of the weights and losses of each method."""
     records = read(results).values()
     return {one["method"]: one["digest"] for one in records if (one["task"], one["stages"]) == (task, stages)}
 

@@ -347,7 +347,7 @@ def made_up(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture
 def found_files(tmp_path: Path) -> Path:
-    """Of two parts that ran on different days, with everything in them that there may be, and much of it."""
+    """Two parts that ran on different days, with everything in them that there may be, and much of it."""
     queues = [
         {"kind": "queue", "connections": name, "priority": priority, "first": first, "streams": streams, "held": 1}
         for name in ("unset", "8", "32")

@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: transformers, captured unchanged."""
+"""Models of another project: transformers, captured unchanged."""
 
 from collections import Counter
 from collections.abc import Callable

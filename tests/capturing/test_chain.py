@@ -13,7 +13,7 @@ from penstock.errors import CaptureError
 
 
 class Add(nn.Module):
-    """Adds a constant to the sum of its arguments; writes its first argument in place if told so."""
+    """Adds a constant to the sum of its arguments; can write its first argument in place."""
 
     def __init__(self, weight: nn.Parameter, in_place: bool = False) -> None:
         super().__init__()

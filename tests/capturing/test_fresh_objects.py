@@ -51,7 +51,7 @@ def circle() -> Plain:
 
 
 def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
-    """All that can be told of `value`, with objects that are in two places told by where they were first."""
+    """A description of `value`; an object that is in two places is described by where it was first."""
     if id(value) in seen:
         return seen.index(id(value))
     seen = (*seen, id(value))

@@ -42,7 +42,7 @@ class Positioned(nn.Module):
 
 @cache
 def spread(build: Callable[[], nn.Module], stages: int, init_fn: InitFn, seed: int = 0) -> list[dict[str, Tensor]]:
-    """What each of so many processes holds: its tensors, by their first names."""
+    """What each of these processes holds: its tensors, by their first names."""
     held = []
     for index in range(stages):
         model = on_meta(build)
@@ -74,7 +74,7 @@ def test_another_seed_gives_other_weights_and_no_two_tensors_are_alike() -> None
 
 
 def test_a_process_holds_its_own_layers_only() -> None:
-    """Tied weights are held wherever they are read, and what nobody reads where the first layer is."""
+    """Tied weights are held wherever they are read, and what no layer reads is held where the first layer is."""
     held = spread(Positioned, 4, draw, seed=4)
 
     assert "blocks.0.0.weight" in held[0] and "blocks.0.0.weight" not in held[3]

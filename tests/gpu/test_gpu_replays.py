@@ -120,7 +120,7 @@ def test_inductor_and_autocast(low: torch.dtype | None) -> None:
 
 
 def taken(microbatches: int, compile: dict[str, Any]) -> int:
-    """The most memory that a pipeline holds with so many large microbatches in flight."""
+    """The most memory that a pipeline holds with this number of large microbatches in flight."""
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()

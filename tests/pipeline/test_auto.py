@@ -127,7 +127,7 @@ def test_ranks_that_want_different_things_all_raise(pool: Pool) -> None:
 
 
 def profile(*seconds: float) -> Profile:
-    """Layers of so many seconds, forward and backward together, whose cuts cost nothing."""
+    """Layers of these seconds, forward and backward together, whose cuts cost nothing."""
     return Profile(tuple(LayerProfile(f"layer{i}", s / 3, 2 * s / 3, 0.0, 1.0, 1.0) for i, s in enumerate(seconds)), 4)
 
 

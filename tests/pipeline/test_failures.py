@@ -146,7 +146,7 @@ def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
 
     assert killed == -signal.SIGKILL
     assert all(code != 0 for code, _ in others)
-    # Who notices first tells it, in the sum or while it reads the loss; the other one may be told.
+    # The first rank that notices reports it, in the sum or while it reads the loss; the other may get its report.
     reported = [
         line for errors in living for line in errors.splitlines() if "closed its connection to this rank" in line
     ]

@@ -52,7 +52,7 @@ Peaks: TypeAlias = dict[int, dict[int, int]]
 
 
 def expected_peaks(setting: Setting) -> tuple[Peaks, Peaks]:
-    """Of microbatches in flight, that of some replica being what the schedule promises of the stage; and of graphs,
+    """Checks microbatches in flight, that of some replica being what the schedule promises of the stage; and of graphs,
     which the input part of a backward in two parts uses up.
     """
     made = schedule(setting.plan)

@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "2bw")
 
 
 def expected(x: Tensor, y: Tensor) -> dict[str, float]:
-    """Of the untrained model, on a whole batch."""
+    """The metrics of the untrained model, on a whole batch."""
     output = models.SUBJECTS["perceptron"].build()(x)
     return {
         "accuracy": float((output.argmax(-1) == y).double().mean()),

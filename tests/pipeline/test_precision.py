@@ -15,7 +15,7 @@ SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")
 
 
 def plain_losses(model: nn.Module, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[float]:
-    """Of a loop in one process."""
+    """The losses of a loop in one process."""
     optimizer = models.momentum(list(model.parameters()))
     losses = []
     for x, y in batches:
@@ -85,7 +85,7 @@ def test_versions_take_half_of_the_bytes() -> None:
 
 
 def _slots(versions: int, dtype: torch.dtype | None) -> int:
-    """The bytes of the weights of a layer in so many versions, and of what the optimizer steps."""
+    """The bytes of the weights of a layer in this number of versions, and of what the optimizer steps."""
     layer = nn.Linear(10, 10)
     chain = penstock.capture(layer, (torch.randn(2, 10),))
     weights = VersionedWeights(

@@ -104,7 +104,7 @@ def test_several_processes(pool: Pool, counts: tuple[int, ...], split: bool) -> 
 
 
 def test_predictions_evaluations_and_checkpoints_of_replicas(pool: Pool, tmp_path: Path) -> None:
-    """The buffers are the first replica's everywhere, whoever evaluates or writes."""
+    """The buffers are the first replica's everywhere, whichever rank evaluates or writes."""
     losses, output, evaluated, rest = train_replicated(str(tmp_path / "alone"))
     for other in pool.run(3, train_replicated, str(tmp_path / "saved")):
         assert (other[0], other[2], other[3]) == (losses, evaluated, rest)

@@ -1,4 +1,4 @@
-"""Trainings that are killed or told to leave go on from their checkpoints, and end with the bits of a whole run."""
+"""Trainings that are killed or asked to leave go on from their checkpoints, and end with the bits of a whole run."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_a_training_goes_on_with_fewer_ranks_after_each_kill(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_has_all_save_one_step_and_leave(number: int, tmp_path: Path) -> None:
-    job, directory = Job(3, "1f1b-flush", steps=12, save_every=50), tmp_path / "told"
+    job, directory = Job(3, "1f1b-flush", steps=12, save_every=50), tmp_path / "asked"
     # Steps of a third of a second: the other ranks look for a signal four times in a second.
     faults = [Signal(rank=1, step=4, action="F", number=number), Slow(rank=0, action="F", seconds=0.03)]
     outcome = run_job(job, directory, faults, attempts=2)

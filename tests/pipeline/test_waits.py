@@ -33,7 +33,7 @@ def outlive(children: list[Child], failing: int) -> list[tuple[int | None, str]]
 
 
 def outlive_both(fork_server: ForkServer, scenario: str, ranks: int = 2) -> list[tuple[int, list[str]]]:
-    """For a run in which rank 0 fails and one in which the last rank does, at the same time: that rank, and the
+    """A run in which rank 0 fails, and one in which the last rank does, at the same time: that rank, and the
     standard errors of the others, which end with code 1.
     """
     runs = [(failing, start(fork_server, scenario, failing, ranks)) for failing in (0, ranks - 1)]

@@ -23,7 +23,7 @@ EPOCH = 1e6
 
 
 def seconds_and_cost(ranks: tuple[int, ...]) -> tuple[float, float]:
-    """Of an epoch under the fastest plan of these devices, whose price is paid for the time."""
+    """Seconds and cost of an epoch under the fastest plan of these devices, whose price is paid for the time."""
     part = CLUSTER.pick(ranks)
     found = plan(PROFILE, part, **OPTIONS)
     seconds = EPOCH / found.predicted.samples_per_second

@@ -28,7 +28,7 @@ def test_planner_and_schedule_agree_on_what_is_live(method, vertical_sync):
 
 
 def pipeline(replicas, tensor_parallel=1, lengths=None):
-    """Stages of one layer each (or of `lengths`) with so many replicas."""
+    """Stages of one layer each (or of `lengths`) with these numbers of replicas."""
     stages, first, start = [], 0, 0
     for index, count in enumerate(replicas):
         ranks = tuple(range(first, first + count * tensor_parallel))
@@ -109,7 +109,7 @@ def test_equal_stages_take_the_thesis_s_formulas(stages, length, microbatches, w
     held, kept = length * weights, length * saved
 
     def worst(schedule_name, recompute):
-        """Of the p stages; the stage of the batch is left out."""
+        """The peak of the p stages; the stage of the batch is left out."""
         lengths = [1] + [length] * stages
         plan = Plan(pipeline((1,) * (stages + 1), lengths=lengths), schedule_name, m, recompute=recompute)
         return max(peak_bytes(plan, chain_costs(profile, recompute=recompute), 0.0)[1:])

@@ -34,7 +34,7 @@ def trained_in(pool: Pool) -> list[dict[str, Any]]:
 
 
 def plain_losses() -> list[float]:
-    """Those of a loop that knows of no pipeline, in three microbatches."""
+    """The losses of a loop without a pipeline, in three microbatches."""
     model = build(PLAIN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []

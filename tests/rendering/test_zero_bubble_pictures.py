@@ -1,4 +1,4 @@
-"""Backwards in two parts in every picture: both are there, told apart, and explained."""
+"""Backwards in two parts in every picture: both are there, distinguished, and explained."""
 
 from dataclasses import replace
 from pathlib import Path

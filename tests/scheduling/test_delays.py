@@ -26,7 +26,7 @@ def found_delays(schedule: Schedule, minibatches: int) -> list[int]:
 
 
 def enough(schedule: Schedule) -> int:
-    """So many minibatches fill the pipe and go on."""
+    """This number of minibatches fills the pipe and goes on."""
     return 4 + 3 * (max(schedule.guarantees.delays) + 1) * schedule.microbatches_per_update // schedule.microbatches
 
 

@@ -25,7 +25,7 @@ LAGGED = Schedule("pipedream", 3, 1, norms=True)
 
 
 def normed(schedule: Schedule) -> Schedule | None:
-    """`schedule` with norms; None where nobody could know them in time."""
+    """`schedule` with norms; None where no stage could receive them in time."""
     try:
         return replace(schedule, norms=True)
     except ScheduleError:
@@ -130,7 +130,7 @@ def test_what_a_message_carries() -> None:
 
 @pytest.mark.parametrize("method", ["gpipe", "2bw"])
 def test_every_replica_receives_once_from_the_one_beside_it(method: str) -> None:
-    """Replica i listens to replica i mod r of a stage of r; one that nobody listens to sends to nobody."""
+    """Replica i receives from replica i mod r of a stage of r; the others of that stage send nothing."""
     made = Schedule.placed(method, Placement(((0, 1, 2), (3, 4), (5,))), 6, norms=True)
 
     assert made.placement.peer_replicas(1, 0, 3) == (0, 2)

@@ -26,7 +26,7 @@ from support.schedule_strategies import replicated_schedules
 
 
 def replicated(method: str, replicas: list[int], microbatches: int, split: bool = False) -> Schedule:
-    """Stages on so many ranks each, numbered in order."""
+    """Stages on these numbers of ranks, numbered in order."""
     ranks = iter(range(sum(replicas)))
     stages = tuple(tuple(next(ranks) for _ in range(count)) for count in replicas)
     return Schedule.placed(method, Placement(stages, split), microbatches)

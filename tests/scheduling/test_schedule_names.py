@@ -1,4 +1,4 @@
-"""Plain ``1f1b`` means two schedules: whoever writes it, and wherever, is told the word for each."""
+"""Plain ``1f1b`` means two schedules: wherever it is written, the error has the word for each."""
 
 import re
 from collections.abc import Callable

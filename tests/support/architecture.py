@@ -75,7 +75,7 @@ def imported_names(module: str, text: str) -> frozenset[tuple[str, str]]:
 
 
 def imported_modules(module: str, text: str, known: Iterable[str]) -> set[str]:
-    """Those of the `known` modules that `module` imports."""
+    """The `known` modules that `module` imports."""
     known, names = frozenset(known), imported_names(module, text)
     inner = {f"{source}.{name}" for source, name in names} & known
     return inner | {source for source, name in names if source in known and f"{source}.{name}" not in inner}

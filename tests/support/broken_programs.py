@@ -32,7 +32,7 @@ def complaint(call: Callable[[], object]) -> list[str]:
 
 
 def assert_broken(made: tuple, law: str, row: str, expected: str, fix: str) -> None:
-    """`made`, a schedule, a number of minibatches and changes to that program, breaks `law` and is told so."""
+    """`made`, a schedule, a number of minibatches and changes to that program, violates `law`, as the error says."""
     schedule, minibatches, *changes = made
 
     assert complaint(lambda: verify_programs(change(schedule, minibatches, *changes), schedule, minibatches)) == [

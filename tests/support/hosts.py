@@ -39,7 +39,7 @@ def on_hosts(
 def start_on_hosts(
     network: Network, job: Callable[..., Any], *arguments: Any, interface: bool = True
 ) -> Callable[[float], list[Any]]:
-    """Starts the job, and returns what waits for it, for so many seconds. With `interface` the environment says which
+    """Starts the job, and returns what waits for it, for these seconds. With `interface` the environment says which
     one to use.
     """
     context = multiprocessing.get_context("forkserver")

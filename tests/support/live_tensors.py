@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["count_at_rest", "forget_what_is_there", "live_tensors"]
 
 SAME = 5
-"""So many counts in a row must agree, 10 ms apart, where there are several processes."""
+"""This number of counts in a row must agree, 10 ms apart, where there are several processes."""
 LOOKS = 200
 """So often a number above that of the step before is looked at again: it is a leak only if it stays."""
 
@@ -22,7 +22,7 @@ def forget_what_is_there() -> None:
 
 
 def live_tensors() -> list[Tensor]:
-    """All that the garbage collector knows and has not been told to forget."""
+    """All objects that the garbage collector tracks and that are not frozen."""
     gc.collect()
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
 

@@ -41,7 +41,7 @@ class Subject:
         return nn.Sequential(*self.make()).double()
 
     def batches(self, microbatches: int) -> list[tuple[Tensor, Tensor]]:
-        """Of as many microbatches and one sample more."""
+        """Batches of as many microbatches and one sample more."""
         torch.manual_seed(6)
         samples = SAMPLES * microbatches + 1
         return [(self.inputs(samples), self.targets(samples)) for _ in range(STEPS)]

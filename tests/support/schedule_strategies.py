@@ -15,7 +15,7 @@ METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-
 
 @st.composite
 def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
-    """Any method on one rank per stage, up to so many ranks and about so many microbatches a minibatch."""
+    """Any method on one rank per stage, with about `most_microbatches` microbatches a minibatch at the most."""
     method = draw(st.sampled_from(METHODS))
     ranks = draw(st.integers(1, most_ranks))
     if method == "interleaved":

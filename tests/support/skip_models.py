@@ -16,7 +16,7 @@ __all__ = ["Run", "Web", "build_web", "count_tensors", "run_pipeline", "run_refe
 
 WIDTH = 6
 SAMPLES = 3000
-"""Of the sample: so many that each of its values is worth a message of its own."""
+"""The samples of the batch: each of its values is then worth a message of its own."""
 
 
 class Web(nn.Module):

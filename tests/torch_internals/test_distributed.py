@@ -44,7 +44,7 @@ def test_calls_between_start_and_end_are_one() -> None:
 
 
 def test_torchs_backends_have_both() -> None:
-    """Those of the base class of all backends, which NCCL's fills in; Gloo's refuses."""
+    """The names of the base class of all backends, which NCCL's fills in; Gloo's refuses."""
     backend = connect_gloo(Members("alone", (0,), 0, dist.HashStore(), 60.0))
 
     assert not backend.supports_coalescing

@@ -46,7 +46,7 @@ CELU = torch.ops.aten.celu.default
 
 
 def shape_in_a_trace() -> tuple[Any, ...]:
-    """Of what `CELU` returns, columns only: in a trace and as it runs."""
+    """The columns of what `CELU` returns: in a trace and as it runs."""
     program = export(Celu(), torch.zeros(3, 4))
     (node,) = [node for node in program.graph.nodes if node.target is CELU]
     return node.meta["val"].shape[1], torch.celu(torch.zeros(3, 4)).shape[1]

@@ -41,7 +41,7 @@ def test_who_names_a_hidden_tensor_gets_it_and_is_noted() -> None:
 
     with hidden.hidden():
         assert model.block.get_submodule("0").weight is weight
-        assert not hidden.used, "nobody watched"
+        assert not hidden.used, "nothing watched"
         with hidden.watched():
             found = model.block.get_submodule("1")
             assert not hidden.used, "a module that is named is hidden itself"

@@ -1,4 +1,4 @@
-"""Who uses a model of which this process trains a part is told so, once; Penstock's own calls say nothing."""
+"""A warning, once, for the use of a model of which this process trains a part; Penstock's own calls say nothing."""
 
 from support.jobs.weight_jobs import use_the_model
 from support.processes import Pool

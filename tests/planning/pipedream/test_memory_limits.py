@@ -58,7 +58,7 @@ def live(request, r, behind, workers):
 
 
 def worst_bytes(profile, request, stages):
-    """Of the rank that needs most; `stages` are (start, stop, number of replicas)."""
+    """The bytes of the rank that needs most; `stages` are (start, stop, number of replicas)."""
     workers = behind = sum(r for _, _, r in stages)
     most = 0.0
     for start, stop, r in stages:

@@ -294,7 +294,7 @@ def test_a_memory_limit_moves_the_cuts():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_memory_limit_leaves_the_best_of_the_plans_that_fit(seed):
-    """In flight ceil(R / r) of what a stage keeps, and so many versions, a gradient and two moments of its weights."""
+    """In flight ceil(R / r) of what a stage keeps, and as many versions, a gradient and two moments of its weights."""
     generator = random.Random(seed)
     for _ in range(60):
         count = generator.randint(1, 5)

@@ -9,7 +9,7 @@ from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 
 
 def equal_plan(schedule, positions, replicas, microbatches, per_rank=1, routing="round-robin", lengths=1):
-    """Stages of as many layers each, every one on so many replicas."""
+    """Stages of as many layers each, every one on this number of replicas."""
     rows = [tuple(range(position * replicas, (position + 1) * replicas)) for position in range(positions)]
     stages = [Stage(s * lengths, (s + 1) * lengths, rows[s % positions]) for s in range(positions * per_rank)]
     return Plan(tuple(stages), schedule, microbatches, routing=routing)

@@ -79,7 +79,7 @@ def test_vgg16_on_servers_is_planned_as_known(cluster, allreduce, published, slo
 
 
 def least_of_shape(profile, cluster, allreduce, replicas):
-    """The slowest seconds of the best cuts of a chain into stages with so many ranks, server by server.
+    """The slowest seconds of the best cuts of a chain into stages with these numbers of ranks, server by server.
 
     The stages of this test have either whole servers or lie in one server, as the recurrence wants it.
     """

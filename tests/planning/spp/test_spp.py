@@ -146,7 +146,7 @@ def test_plans_within_a_memory_limit_are_the_best_that_fit(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_recomputation_keeps_inputs_but_in_the_last_stage(seed):
-    """For which numbers of stages anything fits at all, with what a stage receives kept for all in flight."""
+    """The numbers of stages for which anything fits at all, with what a stage receives kept for all in flight."""
     generator = random.Random(150 + seed)
     for _ in range(80):
         layers = random_layers(generator, generator.randint(1, 5), heaviest=5, widest=9)

@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 def test_what_cannot_be_composed_is_refused(pool: Pool, case: str) -> None:
     text, arguments, options = REFUSED[case]
     for said in pool.run(4, _say, arguments, options):
-        # Another process's error is told with its traceback.
+        # Another process's error is reported with its traceback.
         assert said.startswith(("PlanError", "TransportError") if "one process" in case else "PlanError")
         assert text in said
 

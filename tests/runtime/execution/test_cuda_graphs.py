@@ -71,7 +71,7 @@ def test_a_microbatch_in_flight_keeps_its_numbers_and_its_place_is_taken_again()
     assert recorder.captures == 4
     assert third.data_ptr() == first.data_ptr() != second.data_ptr()
     assert torch.equal(third, stage([z], {})[0])
-    assert not torch.equal(first, held), "nobody may read it any more"
+    assert not torch.equal(first, held), "nothing may read it any more"
 
 
 def test_gradients_are_those_of_autograd_and_outlive_the_next_backward() -> None:

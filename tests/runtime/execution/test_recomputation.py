@@ -298,7 +298,7 @@ def test_between_forward_and_backward_only_inputs_are_kept() -> None:
 
 
 def test_what_is_kept_is_what_the_simulator_says() -> None:
-    """Of one stage whose input is the batch: nothing in between, and what one microbatch saves while it goes back."""
+    """One stage whose input is the batch: nothing in between, and what one microbatch saves while it goes back."""
     weights, saved = (2 * 4 - 1) * 16 * 16 * 4, 4 * 2 * 128
     layers = tuple(penstock.LayerProfile(str(index), 1.0, 2.0, 128, 2 * 128, 0) for index in range(4))
     plan = penstock.Plan.uniform(4, 1, schedule="gpipe", microbatches=4, recompute=True)

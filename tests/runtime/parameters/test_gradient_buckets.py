@@ -299,7 +299,7 @@ def test_a_replica_with_a_bucket_less_raises(pool: Pool) -> None:
 
 
 def agreements(seconds: float, ranks: int = 2) -> tuple[list[Agreement], list[FailureBoard]]:
-    """Those of some ranks, which wait so long for each other."""
+    """The agreements and boards of some ranks, which wait this long for each other."""
     store, order = HashStore(), range(ranks)
     boards = [FailureBoard(store, rank, ranks) for rank in order]
     return [Agreement(order, rank, store, Timeout(boards[rank], seconds)) for rank in order], boards
@@ -328,7 +328,7 @@ class DistantWork:
 
 
 class DistantGroup:
-    """NCCL between ranks of which the others have not come to anything yet. Notes what it is told."""
+    """NCCL between ranks of which the others have not come to anything yet. Notes what it is called with."""
 
     supports_coalescing = True
 
@@ -371,7 +371,7 @@ class Directly(LoopbackTransport):
 
 
 def distant_end(rank: int, agreement: Agreement, group: DistantGroup, ranks: int = 2) -> NcclSum:
-    """That of `rank`, of so many."""
+    """The one of `rank`, of this number of ranks."""
     device = RacingDevice()
     staging, cpu = DeviceStaging(device), torch.device("cpu")
     return NcclSum(OrderedSum(range(ranks), group, rank), agreement, cpu, device, staging, lambda: None, lambda _: None)
@@ -466,7 +466,7 @@ def test_buckets_are_larger_on_devices_of_their_own(device: str, largest: int) -
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_is_cut_among_ranks_can_be_cut_evenly(ranks: int) -> None:
-    """So that nobody copies it once more."""
+    """Makes a second copy unnecessary."""
     parameters = {str(index): nn.Parameter(torch.zeros(1 + 7 * index)) for index in range(9)}
     transport = Listening()
     Reducer(transport, tuple(range(ranks)), 0, 0, parameters, bucket_bytes=100)

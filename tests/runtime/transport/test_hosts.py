@@ -34,7 +34,7 @@ def test_hosts_meet_and_train_over_their_link(network: Network, named: bool) -> 
 
 
 def test_a_host_that_vanishes_ends_the_training_of_the_others(network: Network, tmp_path) -> None:
-    """Nobody is told when a cable is pulled. Each side ends in time with an error that names the other one."""
+    """No process gets a signal when a cable is pulled. Each side ends in time; its error names the other one."""
     answers = start_on_hosts(network, train_until_the_link_ends, str(tmp_path), 2.0)
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)

@@ -164,7 +164,7 @@ def test_receives_of_zb_v_only_move_ahead(p: int, m: int, norms: bool, replicas:
 
 
 def places_of(row: tuple[Action, ...]) -> dict[Action, int]:
-    """Of every receive, how many other actions come before it."""
+    """The number of other actions that come before each receive."""
     others, places = 0, {}
     for action in row:
         if isinstance(action, Receive):

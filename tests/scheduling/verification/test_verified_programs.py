@@ -50,7 +50,7 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
     blocked = False
 
     def recall(rank: int, norm: tuple[int, int]) -> object:
-        """The norm of a stage here, as its gradients are now, or what this rank was told."""
+        """The norm of a stage here, as its gradients are now, or what this rank has received."""
         return tuple(sums[norm]) if schedule.rank_of(norm[0]) == rank else norms[rank][norm]
 
     while not blocked:

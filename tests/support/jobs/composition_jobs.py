@@ -313,7 +313,7 @@ def train(run: Run) -> Outcome:
 
 
 def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, ...]], list[int], Outcome]:
-    """What a hook is told of each stage, the ranks of a step's spans, and what comes of it. None: no plan."""
+    """What a hook gets of each stage, the ranks of a step's spans, and what comes of it. None: no plan."""
     reported: list[tuple[Any, ...]] = []
 
     def listen(stage: StageModule, mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Jobs in which the ranks of a pipeline do different things, and what each of them is told."""
+"""Jobs in which the ranks of a pipeline do different things, and the error of each of them."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress

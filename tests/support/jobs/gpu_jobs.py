@@ -59,12 +59,12 @@ def run_without_waiting(tried: Case, options: dict[str, Any]) -> None:
 
 @contextmanager
 def refusing_to_wait(device: torch.device) -> Iterator[None]:
-    """In its body PyTorch raises an error where the host would wait for `device`. It never waits for a CPU."""
+    """A context in which PyTorch raises an error where the host would wait for `device`. It never waits for a CPU."""
     if device.type != "cuda":
         yield
         return
     try:
-        # The mode is set, and then comes the warning: if that is an error, somebody must set the mode back.
+        # The mode is set, and then comes the warning: if that is an error, the mode must be set back here.
         _set_mode("error")
         yield
     finally:

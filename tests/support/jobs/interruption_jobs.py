@@ -13,7 +13,7 @@ __all__ = ["fail_and_build_anew", "steps_of"]
 
 
 class _Fragile(nn.Module):
-    """A layer that fails in evaluations of one rank if it is told so."""
+    """A layer that fails in evaluations of one rank, if that is asked for."""
 
     fails = False
 

@@ -55,7 +55,7 @@ BATCHES = [_batch(torch.Generator().manual_seed(seed)) for seed in range(4)]
 
 
 def weighted_options(schedule: str, stages: int, microbatches: int, **more: Any) -> dict[str, Any]:
-    """For the pipeline and for the oracle."""
+    """Arguments of the pipeline and of the oracle."""
     return {
         "sample": (BATCHES[0][0][:2],),
         "loss_fn": loss_fn,

@@ -18,7 +18,7 @@ def with_accuracy(output: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def losses_and_metrics(case: Case) -> list[tuple[float, dict[str, float]]]:
-    """Of every step, and of an evaluation."""
+    """The losses and metrics of every step, and of an evaluation."""
     pipe = penstock.Pipeline(case.build(), **{**case.options, "loss_fn": with_accuracy})
     results = [*(pipe.step(x, y) for x, y in case.batches), pipe.evaluate(*case.batches[0])]
     found = [(float(result.loss), dict(result.metrics)) for result in results]

@@ -62,7 +62,7 @@ PADDED = [
 
 
 def labelled_options(schedule: str, **more: Any) -> dict[str, Any]:
-    """For the pipeline and for the oracle."""
+    """Arguments of the pipeline and of the oracle."""
     return {
         "sample": labelled(2, 8, 99),
         "loss_fn": penstock.model_loss,
@@ -93,7 +93,7 @@ BATCHES = [
 
 
 def ragged_options(schedule: str, **more: Any) -> dict[str, Any]:
-    """For the pipeline and for the oracle."""
+    """Arguments of the pipeline and of the oracle."""
     return loss_weight_jobs.weighted_options(schedule, 3, 3, **more)
 
 

@@ -1,6 +1,6 @@
 """What training holds at its peak, predicted and measured, and what it leaves behind: in the processes of the pool.
 
-On a CUDA device the allocator's own counters tell. On a CPU, where nobody counts, every operation passes a dispatch
+On a CUDA device the allocator counts. On a CPU, where it does not, every operation passes a dispatch
 mode that notes the storages it reads and makes, for as long as they live.
 """
 
@@ -60,7 +60,7 @@ blocks of an allocator may be up to 1 MiB larger than the tensors in them: most 
 
 
 class Embedding(nn.Module):
-    """Of tokens and their positions."""
+    """An embedding of tokens and their positions."""
 
     def __init__(self, form: Form) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Training:
         return tokens[:, :-1], tokens[:, 1:]
 
     def profile(self) -> penstock.Profile:
-        """Of the model with its loss."""
+        """The profile of the model with its loss."""
         (tokens, target), model = self.batch(1), make_model(self.form).to(self.place)
         options: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "autocast": self.autocast}
         return penstock.profile(model, (tokens,), iterations=1, warmup=1, progress=False, **options)
@@ -223,7 +223,7 @@ def recomputed_alone(profile: penstock.Profile, plan: penstock.Plan, schedule: p
 
 
 def run(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor, steps: int) -> None:
-    """So many steps, to their end."""
+    """This number of steps, to their end."""
     for _ in range(steps):
         pipe.step(tokens, target)
     pipe.drain()
@@ -358,7 +358,7 @@ class Alive(TorchDispatchMode):
             if before is None or before.expired():
                 self.alive[storage._cdata] = StorageWeakRef(storage), size
                 self.total += size - left
-        # As long as all of them together would be no peak, nobody need look which are gone.
+        # As long as all of them together would be no peak, it makes no difference which are gone.
         if self.total > self.peak:
             self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
             self.total = sum(size for _, size in self.alive.values())

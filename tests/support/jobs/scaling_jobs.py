@@ -26,7 +26,7 @@ def quiet(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def scaled_options(case: Case) -> dict[str, Any]:
-    """For the pipeline and for the oracle."""
+    """Arguments of the pipeline and of the oracle."""
     return {**case.options, "loss_fn": loud, "optimizer": quiet, "loss_scale": RISKY}
 
 

@@ -47,7 +47,7 @@ class Cut:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For the pipeline and for the oracle."""
+        """Arguments of the pipeline and of the oracle."""
         return {**self.case.options, **RECIPES[self.recipe]}
 
     @property

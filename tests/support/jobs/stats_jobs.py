@@ -25,7 +25,7 @@ def count(target: Tensor) -> float:
 
 
 def stats_of_all_ranks(case: Case) -> tuple[penstock.Stats, penstock.Stats]:
-    """Of this rank alone, and of all."""
+    """The statistics of this rank alone, and of all."""
     with penstock.Pipeline(case.build(), **case.options, loss_weight=count) as pipe:
         for x, y in case.batches[:3]:
             pipe.step(x, y)

@@ -53,7 +53,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Of the subject."""
+        """The name of the subject."""
         return next(name for name, subject in SUBJECTS.items() if subject is self)
 
     def build(self) -> nn.Module:

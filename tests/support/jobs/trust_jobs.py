@@ -27,7 +27,7 @@ __all__ = ["join_with_tokens", "list_stored_texts", "open_and_close"]
 _SECONDS = 120.0
 """How long a process may take to release what it no longer uses."""
 _WARM_UP = 2
-"""So many pipelines import and make what all later ones share."""
+"""This number of pipelines imports and makes what all later ones share."""
 
 
 @contextmanager

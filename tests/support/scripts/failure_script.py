@@ -23,7 +23,7 @@ MICROBATCHES = 6
 
 
 class Layer(nn.Module):
-    """A linear layer that fails at its third forward if it is told to."""
+    """A linear layer that can fail at its third forward."""
 
     forwards_left: ClassVar[float] = math.inf
     """Before the failing one."""
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 def plan_of(counts: list[int], schedule: str) -> penstock.Plan:
-    """One layer for each stage, on so many ranks."""
+    """One layer for each stage, on this number of ranks."""
     ends = list(accumulate(counts, initial=0))
     stages = (penstock.Stage(s, s + 1, tuple(range(*span))) for s, span in enumerate(pairwise(ends)))
     return penstock.Plan(tuple(stages), schedule, MICROBATCHES)
@@ -112,7 +112,7 @@ def train(pipe: penstock.Pipeline, scenario: str, failing: int, counts: list[int
 
 
 def over_tardy_communicators() -> AbstractContextManager[None]:
-    """In its body the CPU sends as GPUs do by NCCL."""
+    """A context in which the CPU sends as GPUs do by NCCL."""
     # The modules of the tests lie one folder up.
     sys.path.append(str(Path(__file__).absolute().parents[2]))
     from support.simulated.stream_races import RacingDevice, on_streams
