@@ -141,6 +141,23 @@ def test_ring_overlaps_the_last_backward_of_the_last_replica() -> None:
     assert times(reducing(overlap_reduce=True, parameters=(0, 0)), 1)["1A1"] == (8, 9)
 
 
+@pytest.mark.parametrize(("overlap_reduce", "end"), [(True, 14.0), (False, 19.0)])
+def test_messages_of_a_ring_take_time_of_the_replicas(overlap_reduce: bool, end: float) -> None:
+    """Each replica sends and receives 2 messages of 6 bytes, which take (0.25 + 6/8) s each from its computation: 4 s.
+
+    Replica 2 is done with its last backward at 10, since messages from rank 0 take time, too, and with the messages of
+    the ring at 14. A ring that overlaps has its 5 s between 5.75 and 14; another one begins at 14.
+    """
+    profile = make_profile((1, 1, 0, 0), (2, 4, 0, 12))
+    plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1, 2))), "gpipe", 2)
+    cluster = Cluster.uniform(3, 4.0, latency_seconds=1.0)
+    costs = cluster.with_costs(message_seconds=0.25, message_seconds_per_byte=0.125)
+    timeline = simulate(plan, profile, costs, overlap_reduce=overlap_reduce)
+
+    assert times(timeline, 2)["1A1"] == (10, end)
+    assert times(timeline, 1)["1A1"] == (8.75, end)
+
+
 def test_shared_medium_carries_what_all_replicas_reduce() -> None:
     profile = make_profile((1, 1, 0, 12))
     plan = Plan((Stage(0, 1, (0, 1, 2)),), "gpipe", 3)

@@ -19,7 +19,7 @@ from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["Costs", "StageTimes", "plan_costs", "reduce_seconds", "require_fit"]
+__all__ = ["Costs", "StageTimes", "plan_costs", "reduce_handling_seconds", "reduce_seconds", "require_fit"]
 
 _DEFAULT = Assumptions()
 
@@ -46,7 +46,8 @@ class Costs:
     `forward_seconds`, `backward_seconds`, `saved_bytes` and `workspace_bytes` are those of one microbatch.
     `weight_seconds` is the share of `backward_seconds` that the weight backward takes, half of it by default;
     `split_seconds` is added to every weight backward. `update_seconds` and `reduce_seconds` are those of one update
-    and of its all-reduce. `cut_bytes[s]` is what a whole microbatch sends each way between stages s and s + 1; cuts
+    and of its all-reduce, and `reduce_handling_seconds` what the all-reduce takes from the computation of each replica.
+    `cut_bytes[s]` is what a whole microbatch sends each way between stages s and s + 1; cuts
     within a rank are not used. With `recompute` a backward takes one forward more, unless it directly follows its
     forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank where devices differ;
     those of the stages are then the longest of their replicas. `skips` holds what a whole microbatch sends each way
@@ -58,6 +59,7 @@ class Costs:
     backward_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...] = ()
     reduce_seconds: tuple[float, ...] = ()
+    reduce_handling_seconds: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     skips: tuple[tuple[Skip, float], ...] = ()
     wire_bytes: tuple[float, ...] = ()
@@ -84,6 +86,7 @@ class Costs:
             ("weight_seconds", stages),
             ("update_seconds", stages),
             ("reduce_seconds", stages),
+            ("reduce_handling_seconds", stages),
             ("saved_bytes", stages),
             ("workspace_bytes", stages),
             ("parameter_bytes", stages),
@@ -161,6 +164,10 @@ def plan_costs(
                 reduce_seconds(size, ranks[tp_rank::parallel], cluster, assumptions.allreduce)
                 for tp_rank in range(parallel)
             )
+            for size, ranks in zip(parameters, groups, strict=True)
+        ),
+        reduce_handling_seconds=tuple(
+            max(reduce_handling_seconds(size, ranks[tp_rank::parallel], cluster) for tp_rank in range(parallel))
             for size, ranks in zip(parameters, groups, strict=True)
         ),
         cut_bytes=_cut_bytes(plan, profile, traffic),
@@ -275,6 +282,19 @@ def reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, al
         case _:
             assert_never(allreduce)
     return share * size_bytes / bandwidth + 2 * (replicas - 1) * latency
+
+
+def reduce_handling_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
+    """The processor time of one replica for an all-reduce in a ring, whose 2(r-1) messages it sends and receives; 0 for
+    one rank.
+    """
+    replicas = len(ranks)
+    if replicas == 1 or not cluster.has_message_costs:
+        return 0.0
+    costs = [cluster.message_costs(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+    share_bytes = size_bytes / replicas
+    message_seconds = max(cost.seconds for cost in costs) + share_bytes * max(cost.seconds_per_byte for cost in costs)
+    return 2 * 2 * (replicas - 1) * message_seconds
 
 
 def require_fit(plan: Plan, profile: Profile) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import PlanError
-from penstock.simulating.action_costs import Costs, reduce_seconds
+from penstock.simulating.action_costs import Costs, reduce_handling_seconds, reduce_seconds
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.instructions import (
     COMPUTE,
@@ -42,8 +42,8 @@ Cuts: TypeAlias = npt.NDArray[np.int64]
 """(K, stages + 1): of each variant, stage s holds the layers ``[cuts[s], cuts[s + 1])``."""
 _Matrix: TypeAlias = npt.NDArray[np.float64]
 _Row: TypeAlias = tuple[Any, ...]
-"""What one row of the table of costs holds: ("cut", cut, seconds per byte), ("fixed", seconds), ("reduce", stage), or
-(effect, stage, factor)."""
+"""What one row of the table of costs holds: ("cut", cut, seconds per byte), ("fixed", seconds), ("reduce", stage),
+("reduce handling", stage), or (effect, stage, factor)."""
 
 _GB = 1e9
 
@@ -127,6 +127,9 @@ class PlanVariants:
             [reduce_seconds(size, stage.ranks, cluster, assumptions.allreduce) for size in (0.0, _GB)]
             for stage in plan.stages
         ]
+        self._handling = [
+            [reduce_handling_seconds(size, stage.ranks, cluster) for size in (0.0, _GB)] for stage in plan.stages
+        ]
         symmetry = find_symmetry(placement, unit, made.microbatches)
         lengths = steady_lengths(made)
         self._minibatches = lengths[-1] - (0 if made.flushes else lengths[0])
@@ -142,6 +145,7 @@ class PlanVariants:
                 self._rows,
                 overlap_reduce=assumptions.overlap_reduce,
                 action_seconds=cluster.action_seconds,
+                handles_reduces=cluster.has_message_costs,
             )
             self._runs.append(sorter.sort(len(writer.edges), len(writer.links)))
 
@@ -194,8 +198,8 @@ class PlanVariants:
                 table[index] = sums.crossing[cuts[:, row[1] + 1]] * row[2]
             elif row[0] == "fixed":
                 table[index] = row[1]
-            elif row[0] == "reduce":
-                fixed, much = self._reduces[row[1]]
+            elif row[0] in ("reduce", "reduce handling"):
+                fixed, much = (self._reduces if row[0] == "reduce" else self._handling)[row[1]]
                 table[index] = fixed + own["parameters"][row[1]] * ((much - fixed) / _GB)
             else:
                 table[index] = by_effect[row[0]][row[1]] * row[2] + self._action_seconds
@@ -216,6 +220,8 @@ class _Sorter:
     rows: dict[_Row, int]
     overlap_reduce: bool
     action_seconds: float
+    handles_reduces: bool
+    """Whether all-reduces take time of the ranks."""
     actions: dict[tuple[int, float], int] = field(default_factory=dict)
     """By effect and seconds of an action: its row."""
     nodes: list[tuple[Any, ...]] = field(default_factory=list)
@@ -264,6 +270,8 @@ class _Sorter:
                     self._add_fixed(place, rank, what.handling_seconds)
                     passed[rank] += 1
                 elif kind == REDUCE:
+                    if self.handles_reduces:
+                        self._add_busy(place, rank, ("reduce handling", what.stage))
                     joined = arrived.setdefault((what.stage, what.version), [])
                     joined.append((place, what.backward if self.overlap_reduce else -1))
                     if len(joined) < len(self.members[what.stage]):

@@ -13,8 +13,9 @@ Rules of the simulation:
      their times.
   4. In an all-reduce each simulated replica waits for the end. Without overlap it starts when the last replica has
      arrived. With overlap it may start when the last of them has started its last backward, since gradients become
-     ready layer by layer, and it ends no earlier than the last arrival. A rank takes part in one all-reduce at a time,
-     and all-reduces do not compete with messages for links.
+     ready layer by layer, and it ends no earlier than the last arrival. Where messages take time of the ranks, each
+     replica arrives later by the time that its messages take from its computation. A rank takes part in one all-reduce
+     at a time, and all-reduces do not compete with messages for links.
   5. Where ranks share a host, `shared_hosts` computes how long a computation takes; nothing else uses the cores.
 """
 
@@ -80,7 +81,8 @@ class EventSimulation:
         self._queues: list[deque[tuple[float, int]]] = [deque() for _ in range(edges)]
         self._free = [0.0] * links
         self._waiting: dict[int, Track] = {}
-        self._open_reduces: dict[tuple[int, int], dict[int, float]] = {}
+        self._open_reduces: dict[tuple[int, int], dict[int, tuple[float, float]]] = {}
+        """By stage and version: when each replica that has arrived may begin, and has handled its messages."""
         self._closed_reduces: dict[int, tuple[float, float]] = {}
         self._ready: list[tuple[float, int]] = []
         self._host = SharedHost(assumptions.slowdowns)
@@ -239,17 +241,18 @@ class EventSimulation:
         if track.rank in self._closed_reduces:
             return True
         stage, version, seconds = reduce.stage, reduce.version, reduce.seconds
-        begun = track.now
+        track.message_seconds += reduce.handling_seconds
+        begun = handled = track.now + reduce.handling_seconds
         if reduce.backward >= 0 and self._assumptions.overlap_reduce:
             begun = track.starts[reduce.backward]
         arrived = self._open_reduces.setdefault((stage, version), {})
-        arrived[track.rank] = max(begun, track.ring_free)
+        arrived[track.rank] = max(begun, track.ring_free), handled
         members = [rank for rank in self._placement.stages[stage] if rank in self._of_rank]
         if len(arrived) < len(members):
             return False
         del self._open_reduces[stage, version]
-        latest = max(self._of_rank[rank].now for rank in members)
-        end = max(latest, max(arrived.values()) + seconds)
+        latest = max(handled for _, handled in arrived.values())
+        end = max(latest, max(begun for begun, _ in arrived.values()) + seconds)
         spent = self.reduce_seconds.setdefault(stage, [0.0, 0.0])
         spent[0] += seconds
         spent[1] += end - latest

@@ -132,6 +132,7 @@ class ReduceInstruction:
     stage: int
     version: int
     seconds: float
+    handling_seconds: float
     backward: int
 
 
@@ -213,8 +214,8 @@ class Writer:
                 effects.append(update + stage)
             elif isinstance(action, Reduce):
                 kinds.append(REDUCE)
-                seconds = costs.reduce_seconds[stage]
-                details.append(ReduceInstruction(stage, action.version, seconds, last.get(stage, -1)))
+                seconds, handling = costs.reduce_seconds[stage], costs.reduce_handling_seconds[stage]
+                details.append(ReduceInstruction(stage, action.version, seconds, handling, last.get(stage, -1)))
                 effects.append(reduce + stage)
             else:
                 self._write_exchange(written, rank, action)
