@@ -105,6 +105,8 @@ def test_a_linear_chain_has_the_bytes_that_one_counts_by_hand():
         microbatch_size=4,
         name="three",
         device="cpu",
+        # The clock says one second of everything: two halves take two.
+        split_share=1.0,
     )
 
 
@@ -283,15 +285,18 @@ def test_saved_tensors_that_autograd_lets_go_of_are_no_longer_recorded():
 
 def test_forward_and_backward_are_the_medians_of_what_the_clock_says():
     script = [9.0, 9.0, 8.0, 8.0]  # two warm-ups, each a forward and a backward
-    # Three iterations, one of them disturbed; the first and the last time a weight part, too.
-    script += [3.0, 0.5, 0.2, 100.0, 0.7, 1.0, 0.6, 0.4]
+    # Three iterations, one of them disturbed; the first and the last time both halves of a backward, too.
+    script += [3.0, 0.5, 0.3, 0.2, 100.0, 0.7, 1.0, 0.6, 0.5, 0.4]
     sample = (torch.randn(4, 6),)
     chain = make_chain([make_layer("a", nn.Linear(6, 6), "x0", "y")], sample, "y")
     clock = ScriptedClock(script)
-    (layer,) = profile(chain, sample, iterations=3, warmup=2, clock=clock, progress=False).layers
+    found = profile(chain, sample, iterations=3, warmup=2, clock=clock, progress=False)
+    (layer,) = found.layers
 
     assert (layer.forward_seconds, layer.backward_seconds) == (3.0, 0.6)
     assert layer.weight_seconds == (0.2 + 0.4) / 2
+    # The halves take 0.4 and 0.3 together.
+    assert found.split_share == pytest.approx((0.4 + 0.3) / 0.6 - 1)
     assert list(clock.script) == []
 
 
@@ -318,13 +323,15 @@ class Forgetting(nn.Module):
     ids=["nothing trained", "frozen", "not to be divided", "longer"],
 )
 def test_weight_parts_are_measured_where_there_are_any(layer: nn.Module, seconds: float) -> None:
-    script = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0] + ([] if seconds == 0 else [4.0])
+    script = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0] + ([] if seconds == 0 else [5.0, 4.0])
     sample = (torch.randn(4, 6),)
     layers = [make_layer("first", nn.Linear(6, 6), "x0", "h"), make_layer("second", layer, "h", "y")]
-    clock = ScriptedClock([*script[:4], 2.0, 3.0, 1.0, *script[4:]])
+    clock = ScriptedClock([*script[:4], 2.0, 3.0, 2.5, 1.0, *script[4:]])
     found = profile(make_chain(layers, sample, "y"), sample, iterations=1, warmup=1, clock=clock, progress=False)
 
     assert [layer.weight_seconds for layer in found.layers] == [1.0, seconds]
+    # Backwards of 3 s each; a layer whose backward is not split takes no longer.
+    assert found.split_share == pytest.approx((3.5 - 3 + (5 + 4 - 3 if seconds else 0)) / 6)
     assert list(clock.script) == []
 
 

@@ -30,7 +30,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         LayerProfile(str(index), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes))
         for index in range(LAYERS)
     ]
-    profile = Profile(tuple(layers), 4)
+    profile = Profile(tuple(layers), 4, split_share=draw(st.sampled_from([None, 0.125])))
     return profile.with_wire_share(0.5) if draw(st.booleans()) else profile
 
 

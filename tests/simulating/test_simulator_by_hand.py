@@ -86,13 +86,25 @@ def test_every_action_takes_the_seconds_of_an_action_more() -> None:
         (1.0,),
         (4.0,),
         update_seconds=(2.0,),
-        split_seconds=0.25,
+        split_seconds=0.125,
+        split_share=0.03125,
         recompute=True,
         cluster=Cluster.uniform(1, 1.0).with_costs(action_seconds=0.5),
     )
     timeline = execute(programs, Placement.straight(1), costs)
 
     assert [span.seconds for span in timeline.spans] == [1.5, 4.5, 1.5, 1.5, 3.5, 2.75, 5.5, 2.5]
+
+
+@pytest.mark.parametrize(("share", "seconds"), [(None, 2 + 3e-4), (0.25, 3.0), (0.0, 2.0)])
+def test_a_profile_says_how_much_longer_a_split_backward_takes(share: float | None, seconds: float) -> None:
+    profile = replace(make_profile((1, 4, 0, 1), (1, 4, 0, 1)), split_share=share)
+    timeline = simulate(Plan.uniform(2, 2, "zb-h1", 2), profile, Cluster.uniform(2, float("inf")))
+
+    weights = [span.seconds for span in timeline.spans if "W" in span.action]
+    assert weights == pytest.approx([seconds] * len(weights)) and weights
+    inputs = [span.seconds for span in timeline.spans if "I" in span.action]
+    assert inputs == pytest.approx([2.0] * len(inputs))
 
 
 def test_a_split_microbatch_costs_each_rank_a_message_for_every_partner() -> None:

@@ -57,10 +57,10 @@ def test_totals_are_sums_over_the_layers():
 
 
 def test_what_no_layer_gives_stays_as_it_is() -> None:
-    profile = Profile((LAYER, LAYER), 8, library_bytes=64e6, fragmentation=1.2)
+    profile = Profile((LAYER, LAYER), 8, library_bytes=64e6, fragmentation=1.2, split_share=0.1)
 
     for made in (profile.prefix(1), profile.scaled(2)):
-        assert (made.library_bytes, made.fragmentation) == (64e6, 1.2)
+        assert (made.library_bytes, made.fragmentation, made.split_share) == (64e6, 1.2, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,7 @@ def test_what_no_layer_gives_stays_as_it_is() -> None:
         (lambda: Profile((LAYER, 3), 1), r"layers\[1\]: expected a LayerProfile, found 3"),
         (lambda: Profile((LAYER,), 0), "microbatch_size: expected a whole number of samples, 1 or more, found 0"),
         (lambda: Profile((LAYER,), 2.5), "microbatch_size: .*found 2.5"),
+        (lambda: Profile((LAYER,), 2, split_share=-0.1), "split_share: expected a finite number, 0 or more"),
         (lambda: Profile((LAYER,), 2, library_bytes=-1), "library_bytes: expected a finite number, 0 or more"),
         (lambda: Profile((LAYER,), 2, fragmentation=0.9), "fragmentation: .* 1 or more, found 0.9"),
     ],

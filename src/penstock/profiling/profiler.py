@@ -13,6 +13,8 @@ What the numbers of a layer mean:
   weight_seconds  the median of the weight backward alone, of a split backward (`split_backward.py`). It is at most the
       whole backward, and 0 where the backward cannot be split or there is nothing to train. Every second iteration
       measures it.
+  split_share  of the whole profile: how much longer the medians of the two halves of a split backward take than that of
+      the whole one, over all layers whose backward can be split, relative to all backwards.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
   wire_bytes  what a link carries of these with the given `wire_dtype`.
@@ -60,7 +62,7 @@ from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.spread_layers import local_bytes, longest, sharing_group
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
-from penstock.runtime.execution.split_backward import run_input_backward
+from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import AUTOCAST, autocasting
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype, sent_bytes
@@ -162,6 +164,7 @@ def profile(
         library_bytes=bench.library_bytes,
         fragmentation=bench.fragmentation,
         tensor_parallel=1 if bench.group is None else bench.group.size(),
+        split_share=bench.split_share(),
     )
 
 
@@ -212,7 +215,8 @@ class _LayerBench:
         self.calls: list[int] = []
         """By layer, how many calls are timed together."""
         self.samples: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
-        self.weight_seconds: list[list[float]] = [[] for _ in chain.layers]
+        self.split_seconds: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
+        """By layer: input backwards and weight backwards."""
 
     def step(self, run: int, index: int) -> None:
         """Layer `index` in run `run`. The first `warmup` runs show how long calls take, the next counts the bytes."""
@@ -240,8 +244,26 @@ class _LayerBench:
             saved_bytes=self.saved_bytes[index],
             parameter_bytes=sum(local_bytes(parameter) for parameter in layer.module.parameters()),
             workspace_bytes=self.workspace_bytes[index],
-            weight_seconds=min(median_seconds(self.weight_seconds[index] or [0.0]), backward_seconds),
+            weight_seconds=min(self._halves(index)[1], backward_seconds),
             wire_bytes=None if self.codec is None else sum(map(self.value_wire_bytes.__getitem__, cut)),
+        )
+
+    def split_share(self) -> float | None:
+        """How much longer the halves of split backwards take than the whole ones, relative to all; None without any."""
+        more = whole = 0.0
+        for index, samples in enumerate(self.samples):
+            seconds = median_seconds(backward for _, backward in samples)
+            whole += seconds
+            more += sum(self._halves(index)) - seconds if self.split_seconds[index] else 0.0
+        return max(0.0, more / whole) if any(self.split_seconds) and whole else None
+
+    def _halves(self, index: int) -> tuple[float, float]:
+        """The medians of the input backward and of the weight backward; zeros if the backward was not split."""
+        found = self.split_seconds[index]
+        return (
+            (median_seconds(first for first, _ in found), median_seconds(last for _, last in found))
+            if found
+            else (0, 0)
         )
 
     def wire_bytes_of(self, value: str) -> int | None:
@@ -307,27 +329,30 @@ class _LayerBench:
             with _explained(index, layer, "backward"), _accumulating(layer.module):
                 backward = backward_gauge(backwards) / calls
                 if weighs and any(parameter.requires_grad for parameter in layer.module.parameters()):
-                    self._time_weight_backward(index, calls, gradients)
+                    self._time_halves(index, calls, gradients)
         self._move(index, prepared[-1], results[-1].outputs)
         return forward, backward
 
-    def _time_weight_backward(self, index: int, calls: int, gradients: Sequence[Tensor]) -> None:
-        """Times the weight backward of the layer."""
-        weight_backwards = []
-        for _ in range(calls):
-            arguments = self._arguments(index)
-            roots = self._call(index, arguments).roots
-            try:
-                weight_backwards.append(run_input_backward(roots, gradients, arguments)[1])
-            except RuntimeError:
-                # Autograd has functions whose backward cannot be split; the whole one has just run.
-                return
+    def _time_halves(self, index: int, calls: int, gradients: Sequence[Tensor]) -> None:
+        """Times the input backward and the weight backward of the layer."""
+        prepared = [self._arguments(index) for _ in range(calls)]
+        results = [self._call(index, arguments) for arguments in prepared]
+        weight_backwards: list[WeightBackward] = []
 
-        def run_all() -> None:
+        def run_inputs() -> None:
+            for arguments, result in zip(prepared, results, strict=True):
+                weight_backwards.append(run_input_backward(result.roots, gradients, arguments)[1])
+
+        def run_weights() -> None:
             for weight_backward in weight_backwards:
                 weight_backward.run()
 
-        self.weight_seconds[index].append(self.clock.seconds(run_all) / calls)
+        try:
+            inputs = self.clock.seconds(run_inputs)
+        except RuntimeError:
+            # Autograd has functions whose backward cannot be split; the whole one has just run.
+            return
+        self.split_seconds[index].append((inputs / calls, self.clock.seconds(run_weights) / calls))
 
     def _arguments(self, index: int, copied: bool = False) -> list[Tensor]:
         """Fresh leaves over the values that layer `index` reads, as a stage receives them; or in new storages."""

@@ -45,11 +45,11 @@ class Costs:
 
     `forward_seconds`, `backward_seconds`, `saved_bytes` and `workspace_bytes` are those of one microbatch.
     `weight_seconds` is the share of `backward_seconds` that the weight backward takes, half of it by default;
-    `split_seconds` is added to every weight backward. `update_seconds` and `reduce_seconds` are those of one update
-    and of its all-reduce, and `reduce_handling_seconds` what the all-reduce takes from the computation of each replica.
-    `cut_bytes[s]` is what a whole microbatch sends each way between stages s and s + 1; cuts
-    within a rank are not used. With `recompute` a backward takes one forward more, unless it directly follows its
-    forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank where devices differ;
+    `split_seconds`, and `split_share` of the whole backward, are added to every weight backward. `update_seconds` and
+    `reduce_seconds` are those of one update and of its all-reduce, and `reduce_handling_seconds` what the all-reduce
+    takes from the computation of each replica. `cut_bytes[s]` is what a whole microbatch sends each way between stages
+    s and s + 1; cuts within a rank are not used. With `recompute` a backward takes one forward more, unless it directly
+    follows its forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank where devices differ;
     those of the stages are then the longest of their replicas. `skips` holds what a whole microbatch sends each way
     directly between two stages that are not neighbours; it is in no cut. `wire_bytes` and `wire_skips` are what links
     carry of these, by default all. Everything else is zero by default.
@@ -66,6 +66,7 @@ class Costs:
     wire_skips: tuple[tuple[Skip, float], ...] = ()
     weight_seconds: tuple[float, ...] = ()
     split_seconds: float = 0.0
+    split_share: float = 0.0
     saved_bytes: tuple[float, ...] = ()
     workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
@@ -157,7 +158,8 @@ def plan_costs(
         forward_seconds=longest.forward_seconds,
         backward_seconds=longest.backward_seconds,
         weight_seconds=longest.weight_seconds,
-        split_seconds=assumptions.split_seconds,
+        split_seconds=assumptions.split_seconds if profile.split_share is None else 0.0,
+        split_share=profile.split_share or 0.0,
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
             max(

@@ -54,8 +54,8 @@ class Assumptions:
     ``slowdowns[k - 1]`` times as long as alone. Empty: every rank has a device of its own."""
 
     split_seconds: float = 3e-4
-    """How much longer a split backward takes than a whole one, for each microbatch on each stage. Measured on a CPU
-    core, stages of 2 to 9 small layers: 200 to 570 us."""
+    """How much longer a split backward takes than a whole one, for each microbatch on each stage, where the profile
+    does not say so (`Profile.split_share`). Measured on a CPU core, stages of 2 to 9 small layers: 200 to 570 us."""
 
     def __post_init__(self) -> None:
         check_fields(self, {field.name: FLAG for field in fields(self) if isinstance(field.default, bool)}, PlanError)

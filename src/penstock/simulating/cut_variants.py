@@ -69,6 +69,8 @@ class LayerSums:
     weight: _Matrix
     parameters: _Matrix
     crossing: _Matrix
+    split_share: float | None
+    """Of the profile."""
 
     @classmethod
     def of(cls, profile: Profile) -> "LayerSums":
@@ -79,11 +81,12 @@ class LayerSums:
 
         crossing = np.array([0.0, *(layer.cut_bytes for layer in profile.on_wire.layers)])
         return cls(
-            sums("forward_seconds"),
-            sums("backward_seconds"),
-            sums("weight_part_seconds"),
-            sums("parameter_bytes"),
-            crossing,
+            forward=sums("forward_seconds"),
+            backward=sums("backward_seconds"),
+            weight=sums("weight_part_seconds"),
+            parameters=sums("parameter_bytes"),
+            crossing=crossing,
+            split_share=profile.split_share,
         )
 
 
@@ -181,6 +184,7 @@ class PlanVariants:
         }
         again = own["forward"] if self._plan.recompute else np.zeros_like(own["forward"])
         inputs = own["backward"] - own["weight"]
+        split = self._assumptions.split_seconds if sums.split_share is None else sums.split_share * own["backward"]
         update = own["parameters"] * self._assumptions.update_seconds_per_byte
         by_effect = {
             MemoryEffect.FORWARD: own["forward"],
@@ -189,7 +193,7 @@ class PlanVariants:
             MemoryEffect.BACKWARD_KEPT: own["backward"],
             MemoryEffect.BACKWARD_INPUT: inputs + again,
             MemoryEffect.BACKWARD_INPUT_KEPT: inputs,
-            MemoryEffect.BACKWARD_WEIGHT: own["weight"] + self._assumptions.split_seconds,
+            MemoryEffect.BACKWARD_WEIGHT: own["weight"] + split,
             MemoryEffect.UPDATE: update,
         }
         table = np.empty((len(self._rows), len(cuts)))

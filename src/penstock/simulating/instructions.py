@@ -236,7 +236,10 @@ class Writer:
                 # Without and with the recomputation of the forward.
                 (whole(times.backward_seconds), whole(times.backward_seconds, more)),
                 (whole(times.input_seconds), whole(times.input_seconds, more)),
-                whole(times.weight_seconds, (costs.split_seconds,) * self._stages),
+                whole(
+                    times.weight_seconds,
+                    tuple(costs.split_seconds + costs.split_share * seconds for seconds in times.backward_seconds),
+                ),
                 whole(costs.update_seconds),
             )
         return self._seconds[times]

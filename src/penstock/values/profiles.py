@@ -97,6 +97,7 @@ _RULES = {
     "library_bytes": number(0).but("measure it again, or leave it out"),
     "fragmentation": number(1).but("measure it again, or leave it out"),
     "tensor_parallel": integer(1).but("give the number of devices that share every layer, or leave it out"),
+    "split_share": number(0).but("measure it again, or leave it out").optional,
 }
 
 
@@ -123,6 +124,9 @@ class Profile:
     tensor_parallel: int = 1
     """How many devices share every layer. Seconds then include what they send each other, and bytes are those of one of
     them."""
+    split_share: float | None = None
+    """How much longer the two halves of a split backward take than the whole one, as a share of it. None if it was not
+    measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", entries("layers", self.layers, ProfileError))
@@ -291,6 +295,7 @@ class Profile:
         noted = {"library_bytes": self.library_bytes, "fragmentation": self.fragmentation}
         head |= noted if (self.library_bytes, self.fragmentation) != (0, 1) else {}
         head |= {"tensor_parallel": self.tensor_parallel} if self.tensor_parallel > 1 else {}
+        head |= {} if self.split_share is None else {"split_share": self.split_share}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
         text = "{\n" + "".join(lines) + _list("layers", rows)
         if self.crossings:
@@ -304,7 +309,7 @@ class Profile:
         """Reads what `save` wrote, perhaps edited. `ProfileError` names the file, the field and the fix."""
         place = read_json(path, ProfileError)
         place.check_format(_FORMAT)
-        noted = ("library_bytes", "fragmentation")
+        noted = ("library_bytes", "fragmentation", "split_share")
         places = place.mapping(
             ("format", "microbatch_size", "layers"),
             ("name", "device", "crossings", "others", "tensor_parallel", *noted),
