@@ -44,7 +44,7 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
 from penstock.scheduling.placements import Placement, Skip
 
-__all__ = ["counterpart", "lower", "lower_row", "nexts", "partners", "peer", "peers"]
+__all__ = ["counterpart", "lower", "lower_row", "lower_segments", "nexts", "partners", "peer", "peers"]
 
 
 def lower(
@@ -74,7 +74,22 @@ def lower_row(
     skips: Sequence[Skip] = (),
 ) -> tuple[Action, ...]:
     """The row of `rank` with its messages."""
-    return tuple(_Lowering(rank, placement, ties, norms, deferred, skips).lower(row))
+    return next(lower_segments((row,), rank, placement, ties, norms, deferred, skips))
+
+
+def lower_segments(
+    segments: Iterable[Iterable[Entry]],
+    rank: int,
+    placement: Placement,
+    ties: Sequence[Sequence[int]] = (),
+    norms: NormRule = NormRule.NONE,
+    deferred: frozenset[int] = frozenset(),
+    skips: Sequence[Skip] = (),
+) -> Iterator[tuple[Action, ...]]:
+    """Each of the `segments` of the row of `rank` with its messages."""
+    lowering = _Lowering(rank, placement, ties, norms, deferred, skips)
+    for segment in segments:
+        yield tuple(lowering.lower(segment))
 
 
 def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:
