@@ -20,10 +20,11 @@ from typing import Any
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.scheduling.schedule_names import SCHEDULES
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
 from planners.profiles import load_profiles
-from planners.rivals import climb, random_plan, rate_on
+from planners.rivals import Judge, climb, random_plan
 
 RATES = (1, 10, 25, 100)
 """Gbit/s of the links, between the servers where there are any."""
@@ -32,7 +33,7 @@ INNER = 12e9
 """Bytes per second inside a server."""
 WON = 1.02
 WISHES: tuple[dict[str, Any], ...] = (
-    *({"schedule": name} for name in penstock.values.SCHEDULES),
+    *({"schedule": name} for name in SCHEDULES),
     {"straight": True},
     {"synchronous": True},
     {"whole_backwards": True},
@@ -63,13 +64,14 @@ def cases(profiles: dict[str, Profile]) -> Iterator[tuple[str, str, int]]:
 
 def rivals(profile: Profile, cluster: Cluster, draws: int, steps: int) -> dict[str, Any]:
     """The answer beside the best of `draws` random plans and of `steps` of hill climbing, half from either."""
-    rate, draw = rate_on(profile, cluster), random.Random(0)
+    judge, draw = Judge(profile, cluster), random.Random(0)
     started = time.process_time()
     answer = penstock.plan(profile, cluster)
     seconds = time.process_time() - started
+    rate = judge.rate
     own = rate(answer)
-    best = max(filter(None, (random_plan(draw, profile, cluster) for _ in range(draws))), key=rate)
-    climbed = [climb(start, rate, draw, steps // 2, profile, cluster) for start in (best, answer)]
+    best = judge.fastest(filter(None, (random_plan(draw, profile, cluster) for _ in range(draws))))
+    climbed = [climb(start, judge, draw, steps // 2, profile, cluster) for start in (best, answer)]
     found = max([best, *climbed], key=rate)
     return {
         "plan": shape(answer),
@@ -79,6 +81,7 @@ def rivals(profile: Profile, cluster: Cluster, draws: int, steps: int) -> dict[s
         "from_random": rate(climbed[0]) / own,
         "from_answer": rate(climbed[1]) / own,
         "rival": shape(found) if rate(found) > WON * own else "",
+        "simulated": judge.simulated,
     }
 
 

@@ -1,10 +1,11 @@
 """Rivals of the search: random plans, and hill climbing with nothing but `penstock.simulating.evaluate`.
 
-They share no code with the search but the simulator that judges both.
+They share no code with the search but the simulator that judges both. It does not simulate plans of which a bound says
+that they are slower than another (`RateBounds`), which changes no result.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,29 +14,52 @@ from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
+from planners.rate_bounds import RateBounds
 
 SINGLE = ("1f1b-flush", "gpipe", "spp", "zb-h1", "2bw", "pipedream")
 SEVERAL = (("interleaved", 2), ("interleaved", 4), ("zb-v", 2))
 PER_DEVICE = 4
 """Microbatches for every device, as in the search."""
 
-Rate = Callable[[Plan], float]
 
+class Judge:
+    """The simulated samples per second of plans, each simulated at most once, and only where that can matter."""
 
-def rate_on(profile: Profile, cluster: Cluster) -> Rate:
-    """A function of a plan to its simulated samples per second; 0 if it cannot run."""
-    known: dict[Plan, float] = {}
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        self._profile = profile
+        self._cluster = cluster
+        self._bounds = RateBounds(profile, cluster)
+        self._known: dict[Plan, float] = {}
 
-    def rate(plan: Plan) -> float:
+    @property
+    def simulated(self) -> int:
+        """How many plans were simulated."""
+        return len(self._known)
+
+    def rate(self, plan: Plan) -> float:
+        """The samples per second of `plan`; 0 if it cannot run."""
         key = replace(plan, predicted=None)
-        if key not in known:
+        if key not in self._known:
             try:
-                known[key] = evaluate(key, profile, cluster).samples_per_second
+                self._known[key] = evaluate(key, self._profile, self._cluster).samples_per_second
             except PenstockError:
-                known[key] = 0.0
-        return known[key]
+                self._known[key] = 0.0
+        return self._known[key]
 
-    return rate
+    def is_faster(self, plan: Plan, than: float) -> bool:
+        """Whether `plan` has more samples per second `than` that; simulates it only if its bound does not deny it."""
+        return self._bounds.most(plan) > than and self.rate(plan) > than
+
+    def fastest(self, plans: Iterable[Plan]) -> Plan:
+        """The fastest of `plans`, and the first of equally fast ones; there are some."""
+        every = list(dict.fromkeys(plans))
+        bounds = [self._bounds.most(plan) for plan in every]
+        best = (-1.0, 0)
+        for index in sorted(range(len(every)), key=lambda index: -bounds[index]):
+            if bounds[index] < best[0]:
+                break
+            best = max(best, (self.rate(every[index]), -index))
+        return every[-best[1]]
 
 
 def random_plan(draw: random.Random, profile: Profile, cluster: Cluster) -> Plan | None:
@@ -98,18 +122,23 @@ def arrange(
         return None
     try:
         stages = tuple(Stage(*cut, ranks) for cut, ranks in zip(pairwise(cuts), groups, strict=True))
-        routing = "split" if split else "round-robin"
-        return Plan(stages, schedule, microbatches, profile.microbatch_size, routing=routing)
+        return Plan(
+            stages,
+            schedule,
+            microbatches,
+            profile.microbatch_size,
+            routing="split" if split else "round-robin",
+        )
     except PenstockError:
         return None
 
 
-def climb(start: Plan, rate: Rate, draw: random.Random, steps: int, profile: Profile, cluster: Cluster) -> Plan:
+def climb(start: Plan, judge: Judge, draw: random.Random, steps: int, profile: Profile, cluster: Cluster) -> Plan:
     """The plan after `steps` random changes, of which each is kept if it makes the plan faster."""
     best = start
     for _ in range(steps):
         changed = change(draw, best, profile, cluster)
-        if changed is not None and rate(changed) > rate(best):
+        if changed is not None and judge.is_faster(changed, judge.rate(best)):
             best = changed
     return best
 

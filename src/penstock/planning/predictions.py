@@ -21,6 +21,7 @@ from math import ceil, inf
 from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import AllReduce, ChainCosts, replicated_seconds
+from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import Profile
@@ -122,5 +123,4 @@ def slowest_part(
 
 def _slowest_link(cluster: Cluster, one: Stage, other: Stage) -> float:
     """The least bandwidth between two different ranks of the two stages; infinite if there are none."""
-    pairs = [(a, b) for a in one.ranks for b in other.ranks if a != b]
-    return min((min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in pairs), default=inf)
+    return min(slowest_link(cluster, *ends)[0] for ends in ((one.ranks, other.ranks), (other.ranks, one.ranks)))

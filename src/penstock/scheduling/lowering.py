@@ -44,7 +44,7 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
 from penstock.scheduling.placements import Placement, Skip
 
-__all__ = ["counterpart", "lower", "lower_row", "nexts", "partners", "peer", "peers"]
+__all__ = ["counterpart", "lower", "lower_segments", "nexts", "partners", "peer", "peers"]
 
 
 def lower(
@@ -63,13 +63,13 @@ def lower(
     pairs of stages that are not adjacent and exchange activations and gradients directly.
     """
     return tuple(
-        lower_row(row, rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips)
+        next(lower_segments((row,), rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips))
         for rank, row in enumerate(programs)
     )
 
 
-def lower_row(
-    row: Iterable[Entry],
+def lower_segments(
+    segments: Iterable[Iterable[Entry]],
     rank: int,
     placement: Placement,
     *,
@@ -77,9 +77,11 @@ def lower_row(
     norms: NormRule = NormRule.NONE,
     deferred: frozenset[int] = frozenset(),
     skips: Sequence[Skip] = (),
-) -> tuple[Action, ...]:
-    """The row of `rank` with its messages."""
-    return tuple(_Lowering(rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips).lower(row))
+) -> Iterator[tuple[Action, ...]]:
+    """Each of the `segments` of the row of `rank` with its messages."""
+    lowering = _Lowering(rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips)
+    for segment in segments:
+        yield tuple(lowering.lower(segment))
 
 
 def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:

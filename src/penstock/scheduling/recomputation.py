@@ -37,6 +37,9 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
     latest: tuple[int, int] | None = None
     for action in row:
         match action:
+            # Messages first, since most actions are messages.
+            case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
+                pass
             case Forward():
                 latest = action.stage, action.microbatch
             case Backward() | BackwardInput():
@@ -45,8 +48,6 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
                 latest = None
             case BackwardWeight() | Update():
                 latest = None
-            case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
-                pass
             case _:
                 assert_never(action)
     return frozenset(direct)

@@ -4,6 +4,7 @@ The verifier, the simulator, the pictures and the worker all take their actions 
 is proved is also the one that is simulated, drawn and run.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
@@ -22,7 +23,7 @@ from penstock.scheduling.definitions import (
     Segment,
     Step,
 )
-from penstock.scheduling.lowering import lower_row
+from penstock.scheduling.lowering import lower_segments
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint
@@ -197,13 +198,23 @@ class Schedule:
         order = _order_of_arrivals(self, rank, segment.minibatch % self.placement.stride(0))
         return tuple(map(row.__getitem__, order))
 
+    def rows(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
+        """`row` of each of `segments`; for many of them in less time."""
+        if self.definition.layout is StageLayout.V_SHAPE:
+            return (self.row(rank, segment) for segment in segments)
+        return self._lower(rank, segments)
+
     def lower(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The row with each receive directly before the action that uses it, in whatever order the messages arrive."""
-        order = self.definition.order(self.shape, rank, segment)
-        row = lower_row(
-            order, rank, self.placement, ties=self.ties, norms=self.norm_rule, deferred=self.deferred, skips=self.skips
+        return next(self._lower(rank, (segment,)))
+
+    def _lower(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
+        orders = (self.definition.order(self.shape, rank, segment) for segment in segments)
+        rows = lower_segments(
+            orders, rank, self.placement, ties=self.ties, norms=self.norm_rule, deferred=self.deferred, skips=self.skips
         )
-        return tuple(continued_action(action, self.guarantees) for action in row) if self.continued else row
+        for row in rows:
+            yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else row
 
     def _rows(self, segment: Segment) -> Programs:
         return tuple(self.row(rank, segment) for rank in range(self.ranks))

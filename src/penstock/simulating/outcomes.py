@@ -122,8 +122,8 @@ def rows_of_lengths(made: Schedule, simulated: tuple[int, ...], lengths: list[in
         steps: list[Action] = []
         done = 0
         for length, programs in zip(lengths, rows, strict=True):
-            for minibatch in range(done, length):
-                steps.extend(made.row(rank, Step(minibatch)))
+            for row in made.rows(rank, map(Step, range(done, length))):
+                steps.extend(row)
             done = length
             programs[rank] = [*steps, *made.row(rank, Drain(length))]
     return rows

@@ -342,6 +342,8 @@ class Cluster:
 
     def _check_ranks(self, *ranks: int) -> None:
         for rank in ranks:
+            if type(rank) is int and 0 <= rank < self.devices:
+                continue
             if not 0 <= integer().check("rank", rank, PlanError) < self.devices:
                 raise PlanError(
                     f"rank {rank} is not in this cluster: expected 0 to {self.devices - 1}. "

@@ -70,13 +70,13 @@ def cut_interleaved(
     if comb(costs.layers - 1, len(exchange)) <= try_all:
         ways = list(combinations(range(1, costs.layers), len(exchange)))
         inner = np.array(ways, dtype=np.int64).reshape(len(ways), len(exchange))
-        best = problem.best(np.pad(inner, ((0, 0), (1, 0))), costs.layers)
+        best = problem.best(np.hstack([np.zeros((len(ways), 1), dtype=np.int64), inner]), costs.layers)
     else:
         starts = [*_simple_starts(problem), _fastest_stages(problem)]
         ends = [_improve(problem, start, costs.layers) for start in starts]
         best = problem.best(np.array([end[:-1] for end in ends]), costs.layers)
-    seconds, _, held = problem.evaluate(best[None])
-    return _InterleavedCuts(tuple(int(cut) for cut in best), float(seconds[0]), float(held[0]))
+    seconds, worst = problem.evaluate(best[None])[0], problem.worst_bytes(best[None])
+    return _InterleavedCuts(tuple(int(cut) for cut in best), float(seconds[0]), float(worst[0]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,23 +97,25 @@ class _CutProblem:
 
     def best(self, heads: Counts, layers: int) -> Counts:
         """The best of the cuts `heads` (K, stages), from which the last cut, `layers`, is left out."""
-        cuts = np.pad(heads, ((0, 0), (0, 1)), constant_values=layers)
-        seconds, squares, held = self.evaluate(cuts)
-        excess = np.maximum(held - self.size_bytes, 0.0)
-        best: Counts = cuts[np.lexsort((squares, seconds, excess))[0]]
+        cuts = np.empty((heads.shape[0], heads.shape[1] + 1), dtype=np.int64)
+        cuts[:, :-1], cuts[:, -1] = heads, layers
+        if self.size_bytes < np.inf:
+            cuts = cuts[_least(np.maximum(self.worst_bytes(cuts) - self.size_bytes, 0.0))]
+        seconds, loads, stage_seconds = self.evaluate(cuts)
+        equal = _least(seconds)
+        if len(equal) > 1:
+            # The squares of the ranks' seconds, with a small share of the stages', decide between equals.
+            squares = (loads[equal] ** 2).sum(axis=1) + _MINOR * (stage_seconds[equal] ** 2).sum(axis=(1, 2))
+            equal = equal[squares.argmin() :]
+        best: Counts = cuts[equal[0]]
         return best
 
     def evaluate(self, cuts: Counts) -> tuple[Matrix, Matrix, Matrix]:
-        """The slowest seconds, the sum of squares and the worst rank's bytes, for each of `cuts` (K, stages + 1).
-
-        The squares are those of the ranks' seconds, with a small share of the stages', which decides between equals.
+        """The slowest seconds, (K,), those of every rank, (K, ranks), and of its stages, (K, v, ranks), for each of
+        `cuts` (K, stages + 1).
         """
         stages = cuts.shape[1] - 1
         flat = cuts[:, :-1] * (self.costs.layers + 1) + cuts[:, 1:]
-
-        def by_rank(matrix: Matrix) -> Matrix:
-            return matrix.take(flat)[:, self.held]
-
         if self.costs.rank_seconds:
             # (v, ranks, K): the intervals of the stages of each rank, on that rank.
             held = [
@@ -122,16 +124,20 @@ class _CutProblem:
             ]
             stage_seconds = np.moveaxis(np.array(held), -1, 0)
         else:
-            stage_seconds = by_rank(self.costs.seconds)
+            stage_seconds = self.costs.seconds.take(flat[:, self.held])
         loads = stage_seconds.sum(axis=1)
-        squares = (loads**2).sum(axis=1) + _MINOR * (stage_seconds**2).sum(axis=(1, 2))
         sent = self.exchange.take(np.arange(stages) * self.exchange.shape[1] + cuts[:, 1:])
         links = sent[:, self.joined].sum(axis=1)
-        kept = np.array(self.in_flight) * by_rank(self.costs.saved_bytes).max(axis=1)
-        kept = kept + by_rank(self.costs.working_bytes).max(axis=1)
-        kept = kept + (2 + self.optimizer_copies) * by_rank(self.costs.parameter_bytes).sum(axis=1)
-        slowest = np.maximum(loads.max(axis=1), links.max(axis=1))
-        return slowest, squares, kept.max(axis=1)
+        return np.maximum(loads.max(axis=1), links.max(axis=1)), loads, stage_seconds
+
+    def worst_bytes(self, cuts: Counts) -> Matrix:
+        """The bytes of the rank that needs most, for each of `cuts`."""
+        flat = (cuts[:, :-1] * (self.costs.layers + 1) + cuts[:, 1:])[:, self.held]
+        kept = np.array(self.in_flight) * self.costs.saved_bytes.take(flat).max(axis=1)
+        kept = kept + self.costs.working_bytes.take(flat).max(axis=1)
+        kept = kept + (2 + self.optimizer_copies) * self.costs.parameter_bytes.take(flat).sum(axis=1)
+        worst: Matrix = kept.max(axis=1)
+        return worst
 
 
 def _stages_of_ranks(stage_ranks: Sequence[int]) -> Counts:
@@ -179,14 +185,20 @@ def _fastest_stages(problem: _CutProblem) -> Counts:
 def _improve(problem: _CutProblem, cuts: Counts, sweeps: int) -> Counts:
     """The cuts after a local search, which takes the best move of every group as long as the cuts improve."""
     layers, count = problem.costs.layers, len(cuts) - 2
+    unchanged = 0
     for _ in range(sweeps):
-        before = cuts
-        for cut in range(1, count + 1):
-            cuts = problem.best(_positions(cuts, cut), layers)
-        cuts = problem.best(_shifts(cuts), layers)
-        if (before == cuts).all():
-            break
+        for cut in range(1, count + 2):
+            moved = problem.best(_positions(cuts, cut) if cut <= count else _shifts(cuts), layers)
+            unchanged = unchanged + 1 if (moved == cuts).all() else 0
+            cuts = moved
+            if unchanged > count:
+                return cuts
     return cuts
+
+
+def _least(values: Matrix) -> Counts:
+    """The indices of the least of `values`."""
+    return np.flatnonzero(values == values.min())
 
 
 def _positions(cuts: Counts, cut: int) -> Counts:

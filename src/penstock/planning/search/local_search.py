@@ -24,7 +24,7 @@ from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Matrix,
 from penstock.scheduling.definitions import PipelineShape
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.cut_variants import LayerSums, PlanVariants
-from penstock.values.chain_cuts import cut_evenly, least_bottleneck
+from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
@@ -148,7 +148,8 @@ class LocalSearch:
             changed = [each for each in every if stages in (None, len(each.stages)) and ranks in (None, each.ranks)]
             fresh = [each for each in changed if _shape(each) not in tried][:_TRIED]
             tried.update(map(_shape, fresh))
-            timings = [found for each in fresh if (found := self.time(each, effort=effort)) is not None]
+            cut = [_moved(each, self._balance(each, 1.0)[1]) for each in fresh]
+            timings = [found for each in cut if (found := self.time(each, effort=effort)) is not None]
             if not timings:
                 break
             # The closed form's cuts may be far from the best, so each is improved before they are compared.
@@ -207,13 +208,17 @@ class LocalSearch:
 
     def _balance(self, plan: Plan, ways: float) -> tuple[float, tuple[int, ...]]:
         """The seconds per microbatch of the slowest part, and the cuts with which it is fastest."""
+        limit, seconds, exchange = self._bottleneck(plan, ways)
+        return limit, cut_evenly(seconds, exchange, limit) if limit < np.inf else ()
+
+    def _bottleneck(self, plan: Plan, ways: float) -> tuple[float, StageSeconds, list[Matrix]]:
+        """The seconds per microbatch of the slowest part with the best cuts, and of every stage and cut."""
         exchange = self._exchange(plan, ways)
 
         def seconds(stage: int, starts: Counts) -> Matrix:
             return self._stage_seconds(plan, stage, starts)
 
-        limit = least_bottleneck(seconds, exchange)
-        return limit, cut_evenly(seconds, exchange, limit) if limit < np.inf else ()
+        return least_bottleneck(seconds, exchange), seconds, exchange
 
     def _exchange(self, plan: Plan, ways: float) -> list[Matrix]:
         """By cut: the seconds that it takes at each position, over the links of all replicas."""
@@ -264,7 +269,7 @@ class LocalSearch:
         return self._links[pair]
 
     def _structures(self, plan: Plan, straight: bool) -> list[Plan]:
-        """Plans with other replicas, the fastest by closed form first, each with its best cuts by that form."""
+        """Plans with other replicas, the fastest with its best cuts by closed form first; their own cuts are any."""
         if plan.definition.layout.has_several:
             return []
         scored = []
@@ -273,9 +278,9 @@ class LocalSearch:
             changed = self._arrange(plan, replicas)
             if changed is None:
                 continue
-            limit, cuts = self._balance(changed, 1.0)
-            if cuts:
-                scored.append((count_rounds(changed) * limit, _moved(changed, cuts)))
+            limit = self._bottleneck(changed, 1.0)[0]
+            if limit < np.inf:
+                scored.append((count_rounds(changed) * limit, changed))
         scored.sort(key=lambda pair: pair[0])
         return [changed for _, changed in scored]
 

@@ -20,7 +20,7 @@ from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlannerQuery
 from penstock.planning.spp.grouped_machines import MOST_ORDERED, propose_grouped
 from penstock.planning.spp.spp_search import find_spp
-from penstock.planning.stage_costs import chain_costs
+from penstock.planning.stage_costs import ChainCosts, chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
@@ -48,6 +48,7 @@ class Proposer:
         self._limit = cluster.least_memory_bytes
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
         """Plans without a memory limit; they are the same for all schedules with one stage per rank."""
+        self._costs: dict[tuple[int, bool, bool, int], ChainCosts] = {}
         self._parts: tuple[Proposer, ...] | None = None
 
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
@@ -150,17 +151,23 @@ class Proposer:
         if key not in self._unlimited:
             self._unlimited[key] = find_pipedream(profile, self._cluster.with_memory(None), free)
         (found,) = _require(self._unlimited[key])
-        costs = chain_costs(
-            profile,
-            self._cluster,
-            recompute=request.recompute,
-            full_duplex=request.full_duplex,
-            buffers=request.buffers,
-        )
+        costs = self._costs_of(profile, request)
         plan = foresee(found.stages, profile, costs, self._cluster, request)
         if self._limit is not None and max(peak_bytes(plan, costs, request.optimizer_copies)) > self._limit:
             return find_pipedream(profile, self._cluster, request)
         return plan
+
+    def _costs_of(self, profile: Profile, request: Request) -> ChainCosts:
+        key = profile.microbatch_size, request.recompute, request.full_duplex, request.buffers
+        if key not in self._costs:
+            self._costs[key] = chain_costs(
+                profile,
+                self._cluster,
+                recompute=request.recompute,
+                full_duplex=request.full_duplex,
+                buffers=request.buffers,
+            )
+        return self._costs[key]
 
     def _with_buffers(
         self, find: Callable[[Request], Plan | None], profile: Profile, request: Request

@@ -24,6 +24,7 @@ from penstock.planning.spp.mappings import OrderedDevices, StageMapping, cheapes
 from penstock.planning.stage_costs import ChainCosts, Flags, chain_costs, simulator_options
 from penstock.scheduling.orders import SPP
 from penstock.simulating.outcomes import Outcome, evaluate
+from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -32,6 +33,9 @@ __all__ = ["evaluate_for", "find_spp", "spp_candidates"]
 
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may examine, in about ten seconds."""
+
+_ROUNDING = 1 - 1e-9
+"""The simulator adds in another order."""
 
 _BUFFERS = 4
 """Messages of either kind that a stage holds beside what it keeps in flight: a stage runs up to 4 microbatches further
@@ -46,18 +50,40 @@ def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samp
     """
     candidates = spp_candidates(profile, cluster, request, whole_samples=whole_samples)
     if cluster.least_memory_bytes is not None:
-        candidates = (
-            *candidates,
-            *spp_candidates(profile, cluster, request, whole_samples=whole_samples, buffers=_BUFFERS),
-        )
-    outcomes = {plan: evaluate_for(request, plan, profile, cluster) for _, plan in candidates}
-    fitting = {
-        plan: outcome for plan, outcome in outcomes.items() if overfull_rank(outcome.peak_bytes, cluster) is None
-    }
-    if not fitting:
-        return None
-    plan = min(fitting, key=lambda plan: (fitting[plan].minibatch_seconds, len(plan.stages)))
-    return replace(plan, predicted=fitting[plan].prediction())
+        more = spp_candidates(profile, cluster, request, whole_samples=whole_samples, buffers=_BUFFERS)
+        candidates = (*candidates, *more)
+    plans = list(dict.fromkeys(plan for _, plan in candidates))
+    costs = chain_costs(profile, cluster, full_duplex=True)
+    bounds = [_least_seconds(plan, costs, cluster) for plan in plans]
+    found: tuple[float, int, int, Outcome] | None = None
+    for index in sorted(range(len(plans)), key=bounds.__getitem__):
+        if found is not None and bounds[index] > found[0]:
+            break
+        outcome = evaluate_for(request, plans[index], profile, cluster)
+        if overfull_rank(outcome.peak_bytes, cluster) is None:
+            own = outcome.minibatch_seconds, len(plans[index].stages), index, outcome
+            found = own if found is None else min(found, own, key=lambda each: each[:3])
+    return None if found is None else replace(plans[found[2]], predicted=found[3].prediction())
+
+
+def _least_seconds(plan: Plan, costs: ChainCosts, cluster: Cluster) -> float:
+    """The seconds that a minibatch of `plan` takes at least: the first microbatch comes to a stage, the stage or the
+    link before it has its work, and the last gradient goes back. `costs`: one direction of each cut.
+    """
+    least = way = 0.0
+    before: tuple[int, ...] = ()
+    for stage in plan.stages:
+        if before:
+            directions = (before, stage.ranks), (stage.ranks, before)
+            carried = float(costs.exchanged_bytes[stage.start]) / (len(before) * len(stage.ranks))
+            sent = [carried / slowest_link(cluster, *ends)[0] for ends in directions]
+            least = max(least, way + plan.microbatches * max(sent))
+            way += sum(sent)
+        seconds = float(costs.seconds_on(stage.ranks)[stage.start, stage.stop]) / len(stage.ranks)
+        least = max(least, way + plan.microbatches * seconds)
+        way += seconds
+        before = stage.ranks
+    return least * _ROUNDING
 
 
 def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluster) -> Outcome:

@@ -88,11 +88,11 @@ class BlockChain:
 
     def fits(self, cuts: Sequence[int], counts: StageCounts) -> bool:
         """Whether every stage fits in a device's memory."""
-        return max(self.stage_bytes(cuts, counts)) <= self._memory_bytes
+        return self._memory_bytes == np.inf or max(self.stage_bytes(cuts, counts)) <= self._memory_bytes
 
     def can_fit(self, counts: StageCounts) -> bool:
         """Whether every stage fits in a device's memory with some cuts."""
-        return self._least_bytes(counts) <= self._memory_bytes
+        return self._memory_bytes == np.inf or self._least_bytes(counts) <= self._memory_bytes
 
     def _least_bytes(self, counts: StageCounts) -> float:
         """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
@@ -143,10 +143,12 @@ class BlockChain:
             edges = self.costs.exchanged_bytes * hop[0] + hop[1]
             edges[[0, -1]] = 0.0
             every = [self.costs.seconds_on(own) for own in ranks] or [self.costs.seconds] * len(counts)
-            works = [work + edges[:, None] + edges[None, :] for work in every]
+            # Stages on equal devices share one matrix.
+            different = {id(work): work + edges[:, None] + edges[None, :] for work in every}
             if any(reduced):
                 sums = self.costs.parameter_bytes * reduced[0] + reduced[1]
-                works = [np.maximum(work, sums) for work in works]
+                different = {key: np.maximum(work, sums) for key, work in different.items()}
+            works = [different[id(work)] for work in every]
             found = _cut_evenly(works)
             if found[1] and not self.fits(found[1], counts):
                 fits = [self._interval_bytes(*held) <= self._memory_bytes for held in counts]
