@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.fork_server import ForkServer
-from support.processes import Pool
+from support.processes import COLLECTIONS, Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
 # Without it cuBLAS refuses PyTorch's deterministic algorithms, which the tests of GPUs ask for.
@@ -47,6 +47,7 @@ def pytest_collection_finish() -> None:
     """Keeps the garbage collector from traversing all that is imported by now, which takes half a second each time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*COLLECTIONS)
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from support.processes import Pool
 
 STEPS = 14
 """Enough for a comparison."""
+FEW_STEPS = 4
+"""Enough for every delay."""
 
 
 def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
@@ -38,7 +40,7 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
     chosen = models.SUBJECTS[subject]
     reference = penstock.reference_train(
         chosen.build(),
-        [chosen.batches[step % len(chosen.batches)] for step in range(STEPS)],
+        [chosen.batches[step % len(chosen.batches)] for step in range(len(outcomes[0].losses))],
         sample=chosen.sample,
         loss_fn=chosen.loss_fn,
         optimizer=models.momentum,
@@ -46,7 +48,7 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
         seed=3,
     )
     for outcome in outcomes:
-        assert outcome.losses == reference.losses
+        assert outcome.losses == reference.losses != ()
         for name, tensor in outcome.state.items():
             assert torch.equal(tensor, reference.state[name]), name
     assert {name for outcome in outcomes for name in outcome.state} == set(reference.state)
@@ -63,7 +65,8 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
     ],
 )
 def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
-    outcomes = pool.run(ranks, run_automatically, "normalized", STEPS, options)
+    steps = FEW_STEPS if options else STEPS
+    outcomes = pool.run(ranks, run_automatically, "normalized", steps, options)
     first, *rest = outcomes
 
     for other in rest:
@@ -96,7 +99,7 @@ def test_microbatches_with_statistics_stay_whole() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"stages": 3}, {"stages": 4, "schedule": "interleaved", "microbatches": 2}])
 def test_a_single_process_plans_for_as_many_ranks_as_it_is_given(options: dict[str, Any]) -> None:
-    outcome = run_automatically("skipping", STEPS, options)
+    outcome = run_automatically("skipping", FEW_STEPS if options else STEPS, options)
 
     assert len(outcome.plan.stages) == options.get("stages", 1)
     assert outcome.cluster == Cluster.uniform(outcome.plan.ranks, math.inf)

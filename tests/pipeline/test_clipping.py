@@ -1,6 +1,7 @@
 """Clipping by the norm over all stages: PyTorch's own number where an update can wait, the latest known where not."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from penstock.values.plans import schedule
 from support import models
 from support.jobs.clipping_jobs import MOST, run_clipped
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_reference, stages_on_a_rank
+from support.training import FLUSHING, Case, Outcome, assert_equal, run_reference, share_reference, stages_on_a_rank
 
-FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
 CASES = [
     *(
         Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
@@ -38,14 +38,15 @@ CASES = [
 ]
 
 
-def reference(case: Case, most: float | None = MOST) -> Outcome:
-    return run_reference(case, clip_grad_norm=most)
+@cache
+def reference(case: Case) -> Outcome:
+    return run_reference(case, clip_grad_norm=MOST)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_clipping_equals_the_oracle(case: Case) -> None:
     assert_equal(reference(case), run_clipped(case))
-    assert reference(case).losses != reference(case, None).losses
+    assert reference(case).losses != share_reference(case).losses
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -91,7 +92,7 @@ def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> No
 def test_large_norms_change_nothing() -> None:
     case = Case("layered", "2bw", 3, 4)
 
-    assert_equal(reference(case, None), run_clipped(case, 1e9))
+    assert_equal(run_reference(case), run_clipped(case, 1e9))
 
 
 def test_under_1f1b_earlier_stages_are_known_with_a_lag() -> None:

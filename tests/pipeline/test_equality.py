@@ -1,7 +1,6 @@
 """The runtime equals the oracle bit for bit: every schedule, in one process and in several."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -10,23 +9,19 @@ import torch.nn.functional as F
 
 from support import models
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_cases, run_pipeline, run_reference, stages_on_a_rank
+from support.training import (
+    FLUSHING,
+    Case,
+    assert_equal,
+    run_cases,
+    run_pipeline,
+    run_reference,
+    share_reference,
+    stages_on_a_rank,
+)
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw", "zb-h1", "zb-v")
 OPTIMIZERS = ("momentum", "adamw")
-
-FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
-
-run_once = cache(run_reference)
-
-
-def reference(tried: Case) -> Outcome:
-    """The oracle's run. Schedules that flush share it, whatever the stages: the oracle trains them alike, as
-    `test_the_oracle_trains_alike_under_all_schedules_that_flush` finds.
-    """
-    if tried.schedule in FLUSHING and not tried.drain_after:
-        tried = replace(tried, schedule="gpipe", ranks=1, stages_per_rank=1)
-    return run_once(tried)
 
 
 def case(subject: str, schedule: str, ranks: int, **more: Any) -> Case:
@@ -45,7 +40,7 @@ def test_the_oracle_trains_alike_under_all_schedules_that_flush(subject: str) ->
     for schedule in FLUSHING:
         for ranks in (2, 4):
             tried = case(subject, schedule, ranks)
-            assert_equal(reference(tried), run_reference(tried))
+            assert_equal(share_reference(tried), run_reference(tried))
 
 
 @pytest.mark.parametrize("subject", models.SUBJECTS)
@@ -55,8 +50,8 @@ def test_one_process(subject: str, schedule: str) -> None:
         tried = case(subject, schedule, ranks)
         actual = run_pipeline(tried)
 
-        assert_equal(reference(tried), actual)
-        assert set(reference(tried).state) == set(actual.state)
+        assert_equal(share_reference(tried), actual)
+        assert set(share_reference(tried).state) == set(actual.state)
 
 
 @pytest.mark.parametrize("subject", models.SUBJECTS)
@@ -66,9 +61,9 @@ def test_several_processes(pool: Pool, subject: str, ranks: int) -> None:
     outcomes = pool.run(ranks, run_cases, cases)
     for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
         for part in parts:
-            assert_equal(reference(tried), part)
+            assert_equal(share_reference(tried), part)
 
-        assert set(reference(tried).state) == {name for part in parts for name in part.state}
+        assert set(share_reference(tried).state) == {name for part in parts for name in part.state}
 
 
 def test_stages_may_be_on_any_rank(pool: Pool) -> None:
@@ -78,7 +73,7 @@ def test_stages_may_be_on_any_rank(pool: Pool) -> None:
     for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
         alone = run_pipeline(tried)
         for part in (*parts, alone):
-            assert_equal(reference(replace(tried, turned=False)), part)
+            assert_equal(share_reference(replace(tried, turned=False)), part)
             assert part.evaluated == alone.evaluated is not None
 
 
@@ -86,7 +81,7 @@ def test_stages_may_be_on_any_rank(pool: Pool) -> None:
 def test_drained_runs_start_anew(schedule: str) -> None:
     tried = case("layered", schedule, 2, drain_after=(0, 2))
 
-    assert_equal(reference(tried), run_pipeline(tried))
+    assert_equal(share_reference(tried), run_pipeline(tried))
 
 
 def test_flush_is_plain_training() -> None:

@@ -171,7 +171,7 @@ def weighted(output: Tensor, label: Tensor, weight: Tensor, smoothing: float) ->
 )
 def test_a_target_of_several(make: Callable[[Tensor, Tensor], Any], loss_fn: Callable[[Any, Any], Tensor]) -> None:
     options = {"sample": SUBJECT.sample, "optimizer": models.momentum, "stages": 2, "microbatches": 3}
-    targets = [torch.rand(16, generator=torch.Generator().manual_seed(i)).double() for i in range(5)]
+    targets = [torch.rand(16, generator=torch.Generator().manual_seed(i)).double() for i in range(len(SUBJECT.batches))]
     batches = [(x, (y, w)) for (x, y), w in zip(SUBJECT.batches, targets, strict=True)]
     expected = penstock.reference_train(
         SUBJECT.build(),

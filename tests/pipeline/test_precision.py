@@ -1,11 +1,15 @@
 """Autocast: the same numbers as a plain loop under autocast, for every schedule, recomputed or not."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.oracle.references import Reference
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from support import models
 from support.jobs.precision_jobs import CAST, cast_options, run_cast, run_low
@@ -28,6 +32,17 @@ def plain_losses(model: nn.Module, batches: list[tuple[Tensor, Tensor]], dtype: 
     return losses
 
 
+run_once = cache(run_cast)
+"""Nothing changes what it returns."""
+
+
+@cache
+def reference(subject: str, schedule: str, **more: Any) -> Reference:
+    """The oracle's run of three stages under bfloat16."""
+    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
+    return penstock.reference_train(CAST[subject](), batches, **cast_options(schedule, 3, 4, torch.bfloat16), **more)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("subject", CAST)
 def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: torch.dtype) -> None:
@@ -41,9 +56,8 @@ def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: 
 @pytest.mark.parametrize("recompute", [None, True, "layers"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_autocast_equals_the_oracle(schedule: str, recompute: object, subject: str) -> None:
-    losses, state = run_cast(subject, schedule, 3, 4, recompute)
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
-    expected = penstock.reference_train(CAST[subject](), batches, **cast_options(schedule, 3, 4, torch.bfloat16))
+    losses, state = run_once(subject, schedule, 3, 4, recompute)
+    expected = reference(subject, schedule)
 
     assert tuple(losses) == expected.losses
     assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
@@ -52,11 +66,9 @@ def test_autocast_equals_the_oracle(schedule: str, recompute: object, subject: s
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_versions_of_low_precision_equal_the_oracle(schedule: str, subject: str) -> None:
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
-    options = {**cast_options(schedule, 3, 4, torch.bfloat16), "version_dtype": torch.bfloat16}
-    expected = penstock.reference_train(CAST[subject](), batches, **options)
+    expected = reference(subject, schedule, version_dtype=torch.bfloat16)
     for recompute in (None, "layers"):
-        losses, state = run_cast(subject, schedule, 3, 4, recompute, version_dtype=torch.bfloat16)
+        losses, state = run_once(subject, schedule, 3, 4, recompute, version_dtype=torch.bfloat16)
 
         assert tuple(losses) == expected.losses
         assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
@@ -64,14 +76,14 @@ def test_versions_of_low_precision_equal_the_oracle(schedule: str, subject: str)
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_versions_that_autocast_would_cast_anyway_change_nothing(schedule: str) -> None:
-    losses, state = run_cast("linear", schedule, 3, 4, None, version_dtype=torch.bfloat16)
-    expected, weights = run_cast("linear", schedule, 3, 4, None)
+    losses, state = run_once("linear", schedule, 3, 4, None, version_dtype=torch.bfloat16)
+    expected, weights = run_once("linear", schedule, 3, 4, None)
 
     assert losses == expected
     assert all(torch.equal(tensor, weights[name]) for name, tensor in state.items())
     assert (
-        run_cast("embedded", schedule, 3, 4, None)[0]
-        != (run_cast("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)[0])
+        run_once("embedded", schedule, 3, 4, None)[0]
+        != (run_once("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)[0])
     )
 
 
@@ -119,13 +131,13 @@ def test_low_precision_and_hooks_together() -> None:
 
 def test_low_precision_in_several_processes(pool: Pool) -> None:
     for schedule in ("pipedream", "2bw"):
-        expected, _ = run_cast("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)
+        expected, _ = run_once("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)
         for losses, _ in pool.run(3, run_low, schedule):
             assert losses == expected
 
 
 def test_autocast_in_several_processes(pool: Pool) -> None:
-    expected, _ = run_cast("linear", "2bw", 3, 4, None)
+    expected, _ = run_once("linear", "2bw", 3, 4, None)
     for losses, _ in pool.run(3, run_cast, "linear", "2bw", 3, 4, None):
         assert losses == expected
 
@@ -156,7 +168,7 @@ def test_an_autocast_around_the_training_loop_casts_each_version_anew() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [float(pipe.step(x, y).loss) for x, y in batches]
 
-    assert losses == run_cast("linear", "pipedream", 3, 4, None)[0]
+    assert losses == run_once("linear", "pipedream", 3, 4, None)[0]
 
 
 def test_weights_and_gradients_keep_their_type() -> None:

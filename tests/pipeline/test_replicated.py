@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from support.training import Case, assert_equal, run_cases, run_pipeline, run_re
 
 COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
-
-reference = cache(run_reference)
 
 
 def cases(counts: tuple[int, ...], subject: str, split: bool = False) -> Iterator[Case]:
@@ -46,8 +43,8 @@ def test_one_process(counts: tuple[int, ...], split: bool) -> None:
     for tried in cases(counts, "layered", split):
         actual = run_pipeline(tried)
 
-        assert_equal(reference(tried), actual)
-        assert set(reference(tried).state) == set(actual.state)
+        assert_equal(run_reference(tried), actual)
+        assert set(run_reference(tried).state) == set(actual.state)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
@@ -55,7 +52,7 @@ def test_skip_connections_pass_replicas(split: bool) -> None:
     for schedule in ("1f1b-flush", "pipedream", "2bw"):
         tried = Case("skipping", schedule, 3, 4 if split else 6, "adamw", replicas=(2, 3, 1), split=split)
 
-        assert_equal(reference(tried), run_pipeline(tried))
+        assert_equal(run_reference(tried), run_pipeline(tried))
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "vertical"])
@@ -63,7 +60,7 @@ def test_drains_end_rounds_early(schedule: str) -> None:
     counts = (2, 2) if schedule == "vertical" else (2, 3)
     tried = Case("layered", schedule, 2, 5, "adamw", replicas=counts, drain_after=(0, 2))
 
-    assert_equal(reference(tried), run_pipeline(tried))
+    assert_equal(run_reference(tried), run_pipeline(tried))
 
 
 def test_replicas_without_a_microbatch_take_part_in_updates() -> None:
@@ -71,22 +68,22 @@ def test_replicas_without_a_microbatch_take_part_in_updates() -> None:
     for schedule in SCHEDULES[:5]:
         tried = Case("layered", schedule, 2, 2, "adamw", replicas=(3, 1), samples=(16, 7, 3))
 
-        assert_equal(reference(tried), run_pipeline(tried))
+        assert_equal(run_reference(tried), run_pipeline(tried))
 
 
 def test_batchnorm_sees_the_microbatches_of_its_replica() -> None:
     tried = Case("normalized", "1f1b-flush", 2, 4, replicas=(2, 2))
 
-    assert_equal(reference(tried), run_pipeline(tried))
+    assert_equal(run_reference(tried), run_pipeline(tried))
 
 
 def test_learning_rates_scale_with_replicas_if_asked() -> None:
     tried = Case("layered", "pipedream", 3, 4, replicas=(1, 3, 2), scaled=True)
 
-    assert_equal(reference(tried), run_pipeline(tried))
-    assert reference(tried).losses != reference(replace(tried, scaled=False)).losses
+    assert_equal(run_reference(tried), run_pipeline(tried))
+    assert run_reference(tried).losses != run_reference(replace(tried, scaled=False)).losses
     flush = replace(tried, schedule="1f1b-flush")
-    for run in (reference, run_pipeline):
+    for run in (run_reference, run_pipeline):
         with pytest.raises(PlanError, match="scale_learning_rates=: expected False"):
             run(flush)
 
@@ -98,9 +95,9 @@ def test_several_processes(pool: Pool, counts: tuple[int, ...], split: bool) -> 
     outcomes = pool.run(sum(counts), run_cases, tried)
     for one, parts in zip(tried, zip(*outcomes, strict=True), strict=True):
         for part in parts:
-            assert_equal(reference(one), part)
+            assert_equal(run_reference(one), part)
 
-        assert set(reference(one).state) == {name for part in parts for name in part.state}
+        assert set(run_reference(one).state) == {name for part in parts for name in part.state}
 
 
 def test_predictions_evaluations_and_checkpoints_of_replicas(pool: Pool, tmp_path: Path) -> None:

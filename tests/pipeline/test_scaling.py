@@ -1,6 +1,7 @@
 """Loss scaling: updates with gradients that overflow are skipped on every stage, and the scale follows its rule."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,7 @@ CASES = [
 ]
 
 
+@cache
 def reference(case: Case, **options: Any) -> Outcome:
     given = {**scaled_options(case), **options}
     found = penstock.reference_train(case.build(), case.batches * 2, drain_after=case.drain_after, **given)
@@ -76,7 +78,7 @@ def test_float16_equals_a_plain_loop_with_the_scaler_of_pytorch() -> None:
     pipe = penstock.Pipeline(CAST["linear"](), **options, loss_scale=LossScale(2.0**30, interval=2))
     model = CAST["linear"]()
     optimizer, scaler = models.momentum(list(model.parameters())), torch.amp.GradScaler("cpu", **rule)
-    for x, y in models.LAYERED.batches * 6:
+    for x, y in models.LAYERED.batches * 8:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             loss = torch.nn.functional.cross_entropy(model(x.float()), y)

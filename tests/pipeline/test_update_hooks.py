@@ -1,6 +1,7 @@
 """Hooks at the update: corrections of staleness and averages equal the oracle, and the formulas written out by hand."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import penstock
 from support import models
 from support.jobs.hook_jobs import HOOKED, run_hooked
 from support.processes import Pool
-from support.training import Case, assert_equal, run_pipeline, run_reference
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference
 
 CASES = [
     *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "pipedream", "vertical", "2bw")),
@@ -24,10 +25,15 @@ CASES = [
 ]
 
 
+@cache
+def reference(case: Case, recipe: str) -> Outcome:
+    return run_reference(case, **HOOKED[recipe])
+
+
 @pytest.mark.parametrize("recipe", HOOKED)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hooks_equal_the_oracle(case: Case, recipe: str) -> None:
-    assert_equal(run_reference(case, **HOOKED[recipe]), run_hooked(case, recipe))
+    assert_equal(reference(case, recipe), run_hooked(case, recipe))
 
 
 @pytest.mark.parametrize("recipe", HOOKED)
@@ -43,7 +49,7 @@ def test_hooks_in_several_processes(pool: Pool, schedule: str) -> None:
     case = Case("layered", schedule, 3, 4)
     for recipe in HOOKED:
         for outcome in pool.run(3, run_hooked, case, recipe):
-            assert_equal(run_reference(case, **HOOKED[recipe]), outcome)
+            assert_equal(reference(case, recipe), outcome)
 
 
 @pytest.mark.parametrize("recipe", ["prediction", "feedback", "clipped", "scaled"])

@@ -161,7 +161,7 @@ def said_of(run: Run, hook: str | None, model: str = "", counts: tuple[int, ...]
         stages = [replace(part, ranks=stage.ranks) for part, stage in zip(parts, plan.stages, strict=True)]
         chosen |= {"plan": replace(plan, stages=tuple(stages)), "sample": (torch.zeros(2, width),)}
     else:
-        module = build_model()
+        module = build_model(Run("").blocks)
     return said_by(lambda: penstock.Pipeline(module, **chosen))
 
 

@@ -211,7 +211,7 @@ class Subject:
     loss_fn: Callable[[Any, Any], Tensor] = F.cross_entropy
 
 
-def _subject(kind: Callable[[], nn.Module], minibatches: int = 5, samples: int = 16) -> Subject:
+def _subject(kind: Callable[[], nn.Module], minibatches: int = 4, samples: int = 16) -> Subject:
     def build() -> nn.Module:
         torch.manual_seed(7)
         return built_as(kind.__name__, kind().double())

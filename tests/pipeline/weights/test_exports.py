@@ -158,12 +158,12 @@ def test_weights_of_before_are_replaced_and_other_files_stay(tmp_path: Path) -> 
     class_of("llama").from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("size", ["5 gigabytes", "0", "-1GB", ""])
-def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
+def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
     pipe = make_pipeline(build("llama"))
 
-    with pytest.raises(PenstockError, match=r"max_shard_size= is .*: expected bytes, 5000000000, or a text"):
-        pipe.save_weights(tmp_path, max_shard_size=size)
+    for size in ("5 gigabytes", "0", "-1GB", ""):
+        with pytest.raises(PenstockError, match=r"max_shard_size= is .*: expected bytes, 5000000000, or a text"):
+            pipe.save_weights(tmp_path, max_shard_size=size)
     with pytest.raises(PenstockError, match=r"rank=.*: expected a whole number from 0 to 0, found 1"):
         pipe.full_state_dict(rank=1)
     (tmp_path / "file").touch()

@@ -22,6 +22,7 @@ def reference(run: Run) -> Reference:
     return penstock.reference_train(run.build(), jobs.TRAINED, **run.options)
 
 
+@cache
 def train(pool: Pool, run: Run) -> list[Outcome]:
     return pool.run(run.plan.ranks, jobs.train, run)
 
@@ -45,7 +46,7 @@ def activation_bytes(run: Run) -> int:
 
 
 SPLIT = (
-    Run("split_columns_and_rows", tp=2),
+    Run("split_columns_and_rows", tp=2, blocks=4),
     Run("split_columns_and_rows", "pipedream", tp=2, vertical_sync=True),
     Run("split_columns_and_rows", "2bw", tp=2, recompute="layers"),
     Run("split_sequence", "pipedream", tp=2),
@@ -74,7 +75,7 @@ def test_interleaved_stages_send_a_part_over_every_cut(pool: Pool) -> None:
 
 
 SHARDED = (
-    Run("shard_blocks", replicas=2, optimizer="adamw"),
+    Run("shard_blocks", replicas=2, optimizer="adamw", blocks=4),
     Run("shard_some", "interleaved", stages=4, replicas=2),
     Run("shard_blocks", "spp", replicas=2, microbatches=3, split=True),
     Run("shard_blocks", replicas=2, recompute=True),
@@ -186,9 +187,9 @@ def test_hooks_at_updates_see_whole_parameters(pool: Pool, run: Run) -> None:
 
 def test_evaluations_use_the_newest_weights_in_evaluation_mode(pool: Pool) -> None:
     """The prediction is that of a model with the final weights, dropout off."""
-    for run in (Run("split_columns_and_rows", "2bw", tp=2), Run("shard_blocks", replicas=2)):
+    for run in (SPLIT[2], SHARDED[0]):
         outcomes = train(pool, run)
-        model = jobs.build_model()
+        model = run.build()
         model.load_state_dict({name: tensor for outcome in outcomes for name, tensor in outcome.state.items()})
         with torch.no_grad():
             expected = model.eval()(jobs.BATCHES[1][0])
@@ -202,7 +203,7 @@ def test_the_hook_gets_names_and_processes(pool: Pool) -> None:
     found = pool.run(4, jobs.look_around, run, None)
 
     reported = [entry for entries, _, _ in found for entry in entries]
-    assert [names for names, *_ in reported] == [("0", "1", "2")] * 2 + [("3", "4", "5")] * 2
+    assert [names for names, *_ in reported] == [("0", "1")] * 2 + [("2", "3")] * 2
     assert [mesh for _, _, mesh, _ in reported] == [[[0, 1]]] * 2 + [[[2, 3]]] * 2
     assert {dimensions for _, dimensions, *_ in reported} == {("dp", "tp")}
     assert [tp_rank for *_, tp_rank in reported] == [0, 1, 0, 1]
@@ -216,9 +217,9 @@ def test_a_hook_sees_a_shared_module_once(pool: Pool) -> None:
 
 
 def test_stages_with_unequal_replicas_have_meshes_of_their_own(pool: Pool) -> None:
-    plan = replace(Run("").plan, stages=(penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 6, (2,))))
+    plan = replace(Run("").plan, stages=(penstock.Stage(0, 2, (0, 1)), penstock.Stage(2, 4, (2,))))
     found = pool.run(3, jobs.look_around, Run(""), plan)
-    expected = penstock.reference_train(jobs.build_model(), jobs.TRAINED, **{**Run("").options, "plan": plan})
+    expected = penstock.reference_train(Run("").build(), jobs.TRAINED, **{**Run("").options, "plan": plan})
 
     assert [reported[0][2] for reported, _, _ in found] == [[[0], [1]], [[0], [1]], [[2]]]
     for *_, outcome in found:

@@ -22,7 +22,15 @@ from support.jobs.tied_jobs import TiedRun, run_here
 from support.jobs.tied_jobs import run_reference as run_tied_reference
 from support.processes import Pool
 from support.simulated.stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+from support.training import (
+    Case,
+    Outcome,
+    assert_equal,
+    run_pipeline,
+    run_reference,
+    share_reference,
+    stages_on_a_rank,
+)
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
 
@@ -62,7 +70,7 @@ def test_schedules(name: str) -> None:
         found = run_pipeline(CASES[name])
 
     assert device.finish() == []
-    assert_equal(run_reference(CASES[name]), found)
+    assert_equal(share_reference(CASES[name]), found)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,7 @@ def test_weights_that_stages_share(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw"])
 def test_several_processes(pool: Pool, schedule: str) -> None:
-    expected = run_reference(case(schedule))
+    expected = share_reference(case(schedule))
     for found in pool.run(2, run_over_gloo, case(schedule)):
         assert_equal(expected, found)
 
@@ -121,7 +129,7 @@ def test_several_processes(pool: Pool, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
 def test_several_processes_with_replicas(pool: Pool, schedule: str) -> None:
     tried = case(schedule, replicas=(2, 1))
-    expected = run_reference(tried)
+    expected = share_reference(tried)
     for found in pool.run(3, run_over_gloo, tried):
         assert_equal(expected, found)
 
@@ -129,7 +137,7 @@ def test_several_processes_with_replicas(pool: Pool, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw"])
 def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule: str) -> None:
     """Over the ends of NCCL, and a backend that does as NCCL does."""
-    expected = run_reference(case(schedule))
+    expected = share_reference(case(schedule))
     for found, messages in pool.run(2, run_directly, case(schedule)):
         assert_equal(expected, found)
         assert messages > 0
@@ -139,7 +147,7 @@ def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule:
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3)], ids=str)
 def test_sums_from_device_to_device(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
     tried = case(schedule, replicas=replicas)
-    expected = run_reference(tried)
+    expected = share_reference(tried)
     for found, messages in pool.run(tried.processes, run_directly, tried):
         assert_equal(expected, found)
         assert messages > 0

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from support.training import Case, run_reference
 
 # PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-reference = cache(run_reference)
 
 
 @dataclass(slots=True)
@@ -54,9 +51,9 @@ def train(case: Case, counter: Counter, **options: Any) -> tuple[tuple[float, ..
 
 
 def assert_equals_oracle(case: Case, losses: tuple[float, ...], state: dict[str, Tensor]) -> None:
-    assert losses == reference(case).losses
+    assert losses == run_reference(case).losses
     for name, tensor in state.items():
-        assert torch.equal(reference(case).state[name], tensor), name
+        assert torch.equal(run_reference(case).state[name], tensor), name
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ class Automatic:
     """What a run with ``plan="auto"`` chose, and what came of it."""
 
     plan: Plan
-    profile: Profile
+    profile: Profile | None
+    """None where the plan was given."""
     cluster: Cluster | None
     losses: tuple[float, ...]
     state: dict[str, Tensor]
@@ -91,7 +92,7 @@ def run_automatically(subject: str, steps: int, options: dict[str, Any], awaits_
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     pipe.close()
     auto = pipe.auto_plan
-    profile, cluster = (pipe.measure(), None) if auto is None else (auto.profile, auto.cluster)
+    profile, cluster = (None, None) if auto is None else (auto.profile, auto.cluster)
     return Automatic(pipe.plan, profile, cluster, numbers, state, error, tuple(lines))
 
 

@@ -31,9 +31,9 @@ __all__ = [
     "Block",
     "Outcome",
     "Run",
+    "Saved",
     "build_model",
     "divide_backward",
-    "export",
     "load",
     "look_around",
     "loss_fn",
@@ -92,10 +92,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The same layers with a connection over all of them, which takes a trace: the code between blocks has a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.embedding = Embedding()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.share = nn.Parameter(torch.full((WIDTH,), 0.5))
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -110,12 +110,12 @@ class Transformer(nn.Module):
         return result
 
 
-def build_model(traced: bool = False) -> nn.Module:
-    """Six layers."""
+def build_model(blocks: int, traced: bool = False) -> nn.Module:
+    """So many blocks, and a layer at either end."""
     torch.manual_seed(3)
     if traced:
-        return Transformer().double()
-    return nn.Sequential(Embedding(), *(Block() for _ in range(4)), nn.Linear(WIDTH, WORDS)).double()
+        return Transformer(blocks).double()
+    return nn.Sequential(Embedding(), *(Block() for _ in range(blocks)), nn.Linear(WIDTH, WORDS)).double()
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -238,12 +238,14 @@ class Run:
     low: bool = False
     """Whether forwards read bfloat16 versions of float32 weights."""
     traced: bool = False
+    blocks: int = 2
+    """Of the transformer; 4 make two for each of two stages. Every block makes DTensors in Python, which is slow."""
 
     @property
     def plan(self) -> penstock.Plan:
         """The stages on all the processes."""
         uniform = penstock.Plan.uniform(
-            6,
+            self.blocks + 2,
             self.stages,
             schedule=self.schedule,
             microbatches=self.microbatches,
@@ -277,7 +279,7 @@ class Run:
 
     def build(self) -> nn.Module:
         """The model."""
-        model = build_model(self.traced)
+        model = build_model(self.blocks, self.traced)
         return model.float() if self.low else model
 
     def make(self, **options: Any) -> penstock.Pipeline:
@@ -347,13 +349,27 @@ def name_blocks() -> list[str]:
     return named
 
 
-def save(run: Run, directory: str) -> list[float]:
-    """Two steps, a checkpoint, and the losses of the steps after it."""
+@dataclass(frozen=True)
+class Saved:
+    """What a training saves after two steps, and how it goes on."""
+
+    own: dict[str, Tensor]
+    """The state dict of this process."""
+    whole: dict[str, Tensor]
+    """That of the whole model."""
+    losses: list[float]
+    """Of the steps after it."""
+
+
+def save(run: Run, directory: str) -> Saved:
+    """Two steps, a checkpoint in `directory`, the weights in its folder ``weights``, and the steps after it."""
     pipe = run.make()
     for x, y in BATCHES[:2]:
         pipe.step(x, y)
     pipe.save(directory)
-    return _finish(pipe)
+    pipe.save_weights(f"{directory}/weights", max_shard_size="1KB")
+    own, whole = pipe.state_dict()["model"], pipe.full_state_dict(rank=None)
+    return Saved(own, whole, _finish(pipe))
 
 
 def load(run: Run, directory: str) -> list[float]:
@@ -361,17 +377,6 @@ def load(run: Run, directory: str) -> list[float]:
     pipe = run.make(seed=1)
     pipe.load(directory)
     return _finish(pipe)
-
-
-def export(run: Run, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two steps, the weights in files, and the state dicts of this process and of the whole model."""
-    pipe = run.make()
-    for x, y in BATCHES[:2]:
-        pipe.step(x, y)
-    pipe.save_weights(directory, max_shard_size="1KB")
-    own, whole = pipe.state_dict()["model"], pipe.full_state_dict(rank=None)
-    pipe.close()
-    return own, whole
 
 
 def _finish(pipe: penstock.Pipeline) -> list[float]:
