@@ -105,12 +105,21 @@ class Sorting(Block):
         return y
 
 
+def gate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
 class Frozen(Block):
-    """A scripted module in it."""
+    """A scripted module and a scripted function in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.jit.script(nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+        self.gate = torch.jit.script(gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated: Tensor = self.gate(super().forward(x))
+        return gated
 
 
 BLOCKS = (Book, Reassigned, Counted, Parity, Drawing, Clamped, Reversing, Sorting)
@@ -240,6 +249,23 @@ def test_a_scripted_module_in_a_block_trains() -> None:
     expected = train_plainly(build(Frozen), data)
     with penstock.Pipeline(build(Frozen), (data[0][0],), squares, sgd, stages=3) as pipe:
         assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_replicas_of_a_block_with_scripted_code_equal_the_oracle(schedule: str) -> None:
+    """A replica in the same process is a copy of the stage that shares its weights."""
+    data = batches((6, 6, 6))
+    plan = penstock.Plan((penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 6, (2,))), schedule, microbatches=3)
+    shared: dict[str, Any] = {"sample": (data[0][0][:2],), "loss_fn": squares, "optimizer": sgd, "plan": plan}
+    expected = penstock.reference_train(build(Frozen), data, **shared)
+    with penstock.Pipeline(build(Frozen), **shared) as pipe:
+        losses = tuple(pipe.step(x, target).loss.item() for x, target in data)
+        pipe.drain()
+        state = pipe.state_dict()["model"]
+
+    assert losses == expected.losses
+    assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state.items())
 
 
 def test_evaluation_is_in_evaluation_mode_and_shares_the_state() -> None:
