@@ -788,3 +788,63 @@ def test_state_in_buffers_is_recomputed(kind: type[Block]) -> None:
             return [pipe.step(x, target).loss.item() for x, target in data]
 
     assert losses(True) == losses(False)
+
+
+class Biased(Block):
+    """Adds what another module computes, which it is given or which it holds in a list."""
+
+    def __init__(self, held: nn.Module | None = None) -> None:
+        super().__init__()
+        self.held = [held] if held is not None else []
+
+    def forward(self, x: Tensor, bias: nn.Module | None = None) -> Tensor:
+        other = self.held[0] if bias is None else bias
+        return super().forward(x) + other(x)
+
+
+class Borrowing(Model):
+    def __init__(self, holds: bool) -> None:
+        bias = nn.Linear(WIDTH, WIDTH)
+        super().__init__(lambda: Biased(bias if holds else None))
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if block.held else block(x, self.bias)
+        return self.last(x + early)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 2), ("2bw", 2)])
+def test_blocks_train_the_weights_of_a_module_that_they_are_given(holds: bool, schedule: str, stages: int) -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return Borrowing(holds).double()
+
+    data = batches((6, 5, 6))
+    model = made()
+    optimizer, before = sgd(list(model.parameters())), [p.detach().clone() for p in model.parameters()]
+    expected = []
+    for x, target in data:
+        newest = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before if schedule == "2bw" else newest, strict=True):
+                parameter.copy_(value)
+        losses = [squares(model(part), target) for part in x.chunk(2)]
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), newest, strict=True):
+                parameter.copy_(value)
+        before = newest
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append((sum(losses) / 2).item())  # type: ignore[union-attr]
+    staged = made()
+    with penstock.Pipeline(
+        staged, (data[0][0][:2],), squares, sgd, schedule=schedule, stages=stages, microbatches=2
+    ) as pipe:
+        # Gradients of the shared module are added layer by layer.
+        assert [pipe.step(x, target).loss.item() for x, target in data] == pytest.approx(expected, rel=1e-13)
+        pipe.drain()
+    torch.testing.assert_close(staged.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-14)
