@@ -848,3 +848,96 @@ def test_blocks_train_the_weights_of_a_module_that_they_are_given(holds: bool, s
         assert [pipe.step(x, target).loss.item() for x, target in data] == pytest.approx(expected, rel=1e-13)
         pipe.drain()
     torch.testing.assert_close(staged.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+class Sized(Block):
+    """Takes a size that may change before its tensor."""
+
+    def forward(self, length: int, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) / length
+
+
+class PassingSizes(Model):
+    def __init__(self) -> None:
+        super().__init__(Sized)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x.shape[1], x)
+        return self.last(x)
+
+
+def test_a_block_may_take_sizes_before_tensors() -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return PassingSizes().double()
+
+    data = batches((7, 6, 9))
+    expected = train_plainly(made(), data)
+    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, stages=3) as pipe:
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+
+
+class FrozenBeginning(Model):
+    """Runs its first half under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.first(x)
+            for block in self.blocks[:2]:
+                x = block(x)
+        for block in self.blocks[2:]:
+            x = block(x)
+        return self.last(x)
+
+
+def test_evaluation_is_checked_without_gradients() -> None:
+    data = batches((6,))
+    torch.manual_seed(5)
+    model = FrozenBeginning().double()
+    with penstock.Pipeline(model, (data[0][0],), squares, sgd, stages=2) as pipe:
+        found = pipe.predict(data[0][0])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(data[0][0]), found)
+
+
+class Deciding(Block):
+    def forward(self, x: Tensor, doubles: bool = False) -> Tensor:
+        return super().forward(x) * (2 if doubles else 1)
+
+
+class DecidingByValues(Model):
+    def __init__(self) -> None:
+        super().__init__(Deciding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubles = (x > 5).any().item()
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, doubles)
+        return self.last(x)
+
+
+class DecidingBySizes(DecidingByValues):
+    def forward(self, x: Tensor) -> Tensor:
+        doubles = x.shape[1] > 5
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, doubles)
+        return self.last(x)
+
+
+def test_a_decision_that_is_passed_to_blocks_is_kept_or_refused() -> None:
+    x = batches((6,))[0][0]
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        capture(DecidingByValues().double(), (x,))
+    model = DecidingBySizes().double()
+    chain = capture(model, (x,))
+    found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((x,), {}))
+    assert torch.equal(found[0], model(x))
+    with pytest.raises(CaptureError):
+        chain.inputs.check_samples(4, chain.inputs.bind((x[:, :4],), {}))

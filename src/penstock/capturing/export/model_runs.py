@@ -103,7 +103,7 @@ def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
         written_buffers=frozenset(id(buffer) for buffer in observation.mutated_buffers),
         calls=({path: watch.calls[path] for path in blocks}, again.calls),
         escapes=frozenset(watch.owners.escapes),
-        borrowing=frozenset(path for path in blocks if _borrows(model, path, watch.parameters_read[path])),
+        borrowing=frozenset(path for path in blocks if _borrows(model, path, watch)),
         communicates=dependence.communicates,
         structure=structure,
         # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
@@ -111,8 +111,8 @@ def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
     )
 
 
-def _borrows(model: nn.Module, path: str, read: set[int]) -> bool:
-    return not read <= {id(parameter) for parameter in model.get_submodule(path).parameters()}
+def _borrows(model: nn.Module, path: str, watch: Watch) -> bool:
+    return not watch.parameters_read[path] <= {id(each) for each in model.get_submodule(path).parameters()}
 
 
 class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]

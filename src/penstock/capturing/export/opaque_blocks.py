@@ -121,6 +121,8 @@ class OpaqueBlocks:
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
         leaves, structure = flatten((args, kwargs))
+        # Decisions by sizes hold for the sizes that decide alike; those by values cannot be traced.
+        leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves]
         unrecorded = _unrecorded(leaves, found, path)
         takes = Form(structure, tuple(map(_constant, leaves, found.lasting)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
