@@ -31,6 +31,8 @@ class Case:
     """Whether the model draws random numbers: then pipelines leave them to PyTorch's own stream."""
     between: Callable[[nn.Module, int], None] | None = None
     """What the user does with the model before a step, which is given by its number."""
+    rebuilds: bool = False
+    """Whether the user then makes a new optimizer, and a new pipeline."""
     loss: Callable[[Any, Any], Tensor] = field(default=lambda output, target: loss_of(output))
     float64: bool = True
     samples: int = 2

@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["outcome_of", "page", "summary"]
+__all__ = ["WAYS_OUT", "outcome_of", "page", "summary"]
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4}
 PREDICTION_TOLERANCE = 1e-9
+WAYS_OUT = "ways out of refusals"
+"""A family: models that train after what the error of a refused one asks for."""
 
 Record = Mapping[str, Any]
 
@@ -130,11 +132,12 @@ def page(records: Sequence[Record], versions: str) -> str:
     families: dict[str, list[Record]] = {}
     for record in usable:
         families.setdefault(str(record["family"]), []).append(record)
+    ways = [record for record in usable if record["family"] == WAYS_OUT]
     libraries = [record for record in usable if _is_library(record)]
-    habits = [record for record in usable if not _is_library(record)]
+    habits = [record for record in usable if not _is_library(record) and record not in ways]
     text = [
         _TOP.format(versions=versions, counts=_counts(libraries, habits), trained=_trained(libraries, habits)),
-        _refusals(usable),
+        _refusals([*libraries, *habits], ways),
     ]
     text += [f"## {family}\n\n{_table(found)}" for family, found in families.items()]
     return "\n".join(text)
@@ -189,18 +192,39 @@ def _trained(libraries: Sequence[Record], habits: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def _refusals(records: Sequence[Record]) -> str:
+def _refusals(records: Sequence[Record], ways: Sequence[Record]) -> str:
     found: dict[int, list[str]] = {}
-    for record in records:
-        if outcome_of(record) == "refused":
-            found.setdefault(_cause(_error(record)), []).append(f"{record['case']}")
+    refused = {str(record["case"]): record for record in records if outcome_of(record) == "refused"}
+    for name, record in refused.items():
+        found.setdefault(_cause(_error(record)), []).append(name)
     lines = ["## What is refused, and the way out", "", "| reason | way out | cases |", "|---|---|---|"]
     for number, names in sorted(found.items()):
         _, reason, way = (
             CAUSES[number] if number < len(CAUSES) else ("", "another reason, in the table", "the error says")
         )
         lines.append(f"| {reason} | {way} | {', '.join(names)} |")
+    right = [way for way in ways if outcome_of(way) in ("equal", "close")]
+    out = {_refused_by(way) for way in right}
+    same = {_refused_by(way) for way in right if _computes_the_same(way, refused.get(_refused_by(way), {}))}
+    rest = [name for name in refused if name not in out]
+    lines += [
+        "",
+        f"Under *{WAYS_OUT}* are refused models once more, after what the error asks for, each named after the refused "
+        f"one. {len(out & refused.keys())} of the {len(refused)} refused models train so, "
+        f"{len(same & refused.keys())} of them with the losses of the refused model's own plain loop. No way out was "
+        f"tried for: {', '.join(rest) or 'none'}.",
+    ]
     return "\n".join([*lines, ""])
+
+
+def _refused_by(way: Record) -> str:
+    """The case that `way` is a way out for."""
+    return str(way["case"]).partition(": ")[0]
+
+
+def _computes_the_same(way: Record, refused: Record) -> bool:
+    pairs = list(zip(way.get("losses", ()), refused.get("losses", ()), strict=False))
+    return bool(pairs) and all(abs(a - b) <= 1e-9 * abs(b) for a, b in pairs)
 
 
 def _cause(error: str) -> int:

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,8 @@ def train_plainly(case: Case, batches: Batches, delayed: bool = False) -> Outcom
     for number, inputs in enumerate(data):
         if case.between is not None:
             case.between(model, number)
+        if case.rebuilds:
+            optimizer = _sgd(_trained(model))
         newest = [parameter.detach().clone() for parameter in _trained(model)]
         if delayed and before is not None:
             _write(model, before)
@@ -105,16 +108,24 @@ def train_staged(
     model = build(case, batches.dtype)
     sample, *data, last = batches.draw(case)
     start = time.process_time()
-    with penstock.Pipeline(
-        model,
-        sample,
-        case.loss,
-        _sgd,
-        schedule=schedule,
-        stages=stages,
-        microbatches=case.microbatches,
-        seed=None if case.draws else 0,
-    ) as pipe:
+    with ExitStack() as stack:
+
+        def open_pipeline() -> penstock.Pipeline:
+            stack.close()
+            return stack.enter_context(
+                penstock.Pipeline(
+                    model,
+                    sample,
+                    case.loss,
+                    _sgd,
+                    schedule=schedule,
+                    stages=stages,
+                    microbatches=case.microbatches,
+                    seed=None if case.draws else 0,
+                )
+            )
+
+        pipe = open_pipeline()
         note("layers", pipe.plan.layers)
         note("seconds", time.process_time() - start)
         _seed(6)
@@ -122,6 +133,8 @@ def train_staged(
         for number, inputs in enumerate(data):
             if case.between is not None:
                 case.between(model, number)
+            if case.rebuilds:
+                pipe = open_pipeline()
             losses.append(pipe.step(inputs, None).loss.item())
         pipe.drain()
         state = state_of(model)

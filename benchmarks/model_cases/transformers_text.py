@@ -392,8 +392,17 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
         "num_sparse_encoder_layers": 1,
         "num_sparse_decoder_layers": 1,
         "expert_capacity": 8,
+        # Otherwise the router's forward casts its weights, and the other ones are float64.
+        "router_dtype": "float64",
     },
-    "nllb-moe": {**BART, "num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 8},
+    "nllb-moe": {
+        **BART,
+        "num_experts": 4,
+        "encoder_sparse_step": 2,
+        "decoder_sparse_step": 2,
+        "expert_capacity": 8,
+        "router_dtype": "float64",
+    },
 }
 
 

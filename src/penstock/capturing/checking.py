@@ -21,22 +21,24 @@ from penstock.capturing.samples import Call, flatten
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
-__all__ = ["CHECKED_RUNS", "agrees", "check_chain"]
+__all__ = ["agrees", "check_chain", "checked_runs"]
 
 _SEED = 20_011
 
 
-def check_chain(sampled: SampledModel, chain: LayerChain) -> None:
+def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> None:
     """Raises `CaptureError` naming the output or parameter in which `chain` differs from the model on the sample.
 
     Both run three times from the same state of the generators and buffers, so that dropout draws the same masks and
     what a run leaves behind shows in the next one. Buffers and generators are left as they were. Tolerance: that of
     `torch.testing` for the data type, since CUDA kernels may add in any order.
+
+    `trains`: whether gradients are compared; a chain for evaluation is run without.
     """
     modules = [inner for layer in chain.layers for inner in layer.module.modules()]
     bodies = [inner.get_submodule("body") for inner in modules if isinstance(inner, EagerLayer)]
-    expected = _run(sampled, _model_of(sampled), hooks_refused(bodies))
-    for own, its in zip(expected, _run(sampled, _whole(chain), nullcontext()), strict=True):
+    expected = _run(sampled, _model_of(sampled), hooks_refused(bodies), trains)
+    for own, its in zip(expected, _run(sampled, _whole(chain), nullcontext(), trains), strict=True):
         _compare(own, its, sampled.name)
 
 
@@ -56,8 +58,11 @@ def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
 
 _Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None], dict[str, Tensor]]
 _RUNS = 3
-CHECKED_RUNS = 2 * _RUNS + 4
-"""How many runs `check_chain` takes as long as; a backward takes as long as two."""
+
+
+def checked_runs(trains: bool) -> int:
+    """How many runs `check_chain` takes as long as; a backward takes as long as two."""
+    return 2 * _RUNS + (4 if trains else 0)
 
 
 def _model_of(sampled: SampledModel) -> Callable[[Call], Any]:
@@ -85,17 +90,17 @@ def _compare(expected: _Outcome, found: _Outcome, name: str) -> None:
 
 
 def _run(
-    sampled: SampledModel, function: Callable[[Call], Any], around: AbstractContextManager[None]
+    sampled: SampledModel, function: Callable[[Call], Any], around: AbstractContextManager[None], trains: bool
 ) -> list[_Outcome]:
     """The output tensors and the buffers of `_RUNS` consecutive passes, and the gradients of the last one."""
     model = sampled.model
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []
     # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
-    with sampled.preserved(), torch.enable_grad(), around:
+    with sampled.preserved(), torch.set_grad_enabled(trains), around:
         for run in range(_RUNS):
             outputs = _outputs(function, sampled.call, run)
-            gradients = _gradients(outputs, parameters, sampled.name) if run == _RUNS - 1 else {}
+            gradients = _gradients(outputs, parameters, sampled.name) if trains and run == _RUNS - 1 else {}
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             found.append(([output.detach().clone() for output in outputs], gradients, buffers))
     return found

@@ -13,20 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.module_state import ModuleState
+from penstock.capturing.shared_state import SharedState
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 
 __all__ = ["SavedBuffers", "evaluating", "preserved", "python_generators"]
 
 
 @contextmanager
-def preserved(modules: Iterable[nn.Module], state: ModuleState | None = None) -> Iterator[None]:
+def preserved(
+    modules: Iterable[nn.Module], state: ModuleState | None = None, shared: SharedState | None = None
+) -> Iterator[None]:
     """Gives back, after its body, what `modules` hold and the random generators as they were.
 
-    Modules: training flags, buffers and all other attributes; see `ModuleState`. Generators: PyTorch's on the CPU and
-    on the CUDA devices of `modules`, NumPy's and Python's global ones. `state`: what `modules` hold, if it is known.
+    Modules: training flags, buffers and all other attributes; see `ModuleState`. What their code keeps elsewhere, see
+    `SharedState`. Generators: PyTorch's on the CPU and on the CUDA devices of `modules`, NumPy's and Python's global
+    ones. `state` and `shared`: both, if they are known.
     """
     roots = list(modules)
-    state = state or ModuleState(roots)
+    state, shared = state or ModuleState(roots), shared or SharedState(roots)
     generators = [torch.default_generator, *_cuda_generators(roots)]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
@@ -35,6 +39,7 @@ def preserved(modules: Iterable[nn.Module], state: ModuleState | None = None) ->
     finally:
         with torch.no_grad():
             state.restore()
+            shared.restore()
         for generator, found in zip(generators, states, strict=True):
             generator.set_state(found)
         random.setstate(python_state)

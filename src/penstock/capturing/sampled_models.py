@@ -9,6 +9,7 @@ from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_state import ModuleState
 from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call
+from penstock.capturing.shared_state import SharedState
 
 __all__ = ["SampledModel"]
 
@@ -21,9 +22,11 @@ class SampledModel:
     call: Call
     inputs: ModelInputs
     _state: ModuleState = field(init=False)
+    _shared: SharedState = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_state", ModuleState([self.model]))
+        object.__setattr__(self, "_shared", SharedState([self.model]))
 
     @property
     def name(self) -> str:
@@ -41,4 +44,4 @@ class SampledModel:
 
     def preserved(self) -> AbstractContextManager[None]:
         """Gives back, after its body, what the model held before the first run, and the random generators."""
-        return preserved([self.model], self._state)
+        return preserved([self.model], self._state, self._shared)

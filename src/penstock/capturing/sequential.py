@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,14 +54,17 @@ class Form:
             range(len(self.constants)), self.structure
         )
 
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        rest = iter(tensors)
-        return pytree.tree_unflatten([_leaf(constant, rest) for constant in self.constants], self.structure)
+    def fill(self, values: Sequence[Any]) -> Any:
+        """The nested value. `values`: all of its tensors, and after these its sizes that may change."""
+        tensors, sizes = iter(values), islice(values, self.constants.count(Tensor), None)
+        return pytree.tree_unflatten([_leaf(constant, tensors, sizes) for constant in self.constants], self.structure)
 
 
-def _leaf(constant: Any, rest: Iterator[Any]) -> Any:
-    if constant is Tensor or constant is torch.SymInt:
-        return next(rest)
+def _leaf(constant: Any, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
+    if constant is Tensor:
+        return next(tensors)
+    if constant is torch.SymInt:
+        return next(sizes)
     return constant.make() if isinstance(constant, Anew) else constant
 
 

@@ -80,8 +80,10 @@ class _Stage:
     def _version(self, name: str, weights: Tensor) -> nn.Parameter:
         own = self.newest[name]
         lowered = self.dtype is not None and own.requires_grad and own.ndim > 1 and own.dtype == torch.float32
+        # There is one of what is not trained: a forward may write it, such as the average of other weights.
         version = nn.Parameter(
-            weights.detach().to(self.dtype if lowered else own.dtype, copy=True), requires_grad=own.requires_grad
+            weights.detach().to(self.dtype if lowered else own.dtype, copy=own.requires_grad),
+            requires_grad=own.requires_grad,
         )
         if lowered:
             setattr(version, "grad_dtype", own.dtype)  # noqa: B010
@@ -120,12 +122,15 @@ class Training:
         for name, parameter in chain.parameters.items():
             self._names.setdefault(id(parameter), name)
         self._stages: list[_Stage] = []
+        # What is not trained is one tensor for all stages, since a forward may write it.
+        fixed = _copy({name: p for name, p in chain.parameters.items() if not p.requires_grad})
         for index, replicas in enumerate(plan.replicas):
             modules = [
                 layer.module for layer, stage in zip(chain.layers, self._stage_of, strict=True) if stage == index
             ]
             used = {id(p) for module in modules for p in module.parameters()}
             newest = _copy({n: p for n, p in chain.parameters.items() if id(p) in used and self._names[id(p)] == n})
+            newest |= {name: fixed[name] for name in newest if name in fixed}
             own = {id(buffer): buffer for module in modules for buffer in module.buffers()}
             buffers = [own, *({key: buffer.clone() for key, buffer in own.items()} for _ in range(1, replicas))]
             split = plan.routing == "split" and max(plan.replicas) > 1

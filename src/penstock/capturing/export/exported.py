@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.chain_checks import ChainCheck, UncheckedChain
-from penstock.capturing.checking import CHECKED_RUNS, check_chain
+from penstock.capturing.checking import check_chain, checked_runs
 from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls
 from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
@@ -64,10 +64,12 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
 def _capture(
     model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
 ) -> tuple[UncheckedChain, Partition]:
+    # The second trace, which is cut like the first one, is for evaluation.
+    trains = partition is None
     sampled = SampledModel(model, call, inputs)
     run = run_on_sample(sampled)
     own = opaque_paths(model, run)
-    traced, recorded = _trace(sampled, own, run, evaluates=partition is not None)
+    traced, recorded = _trace(sampled, own, run, evaluates=not trains)
     leave_out_optional_arguments(traced)
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, run.written_buffers)
     if not dependence.steps:
@@ -105,7 +107,7 @@ def _capture(
     ]
     if check:
         checks = [
-            ChainCheck(CHECKED_RUNS, partial(_is_checked, sampled, chain), lambda inputs: inputs),
+            ChainCheck(checked_runs(trains), partial(_is_checked, sampled, chain, trains), lambda inputs: inputs),
             *checks_for_one(sampled, chain),
             *checks,
         ]
@@ -113,8 +115,8 @@ def _capture(
     return unchecked, _joined_partition(partition, joined)
 
 
-def _is_checked(sampled: SampledModel, chain: LayerChain) -> bool:
-    check_chain(sampled, chain)
+def _is_checked(sampled: SampledModel, chain: LayerChain, trains: bool) -> bool:
+    check_chain(sampled, chain, trains=trains)
     return True
 
 

@@ -53,6 +53,8 @@ class ModelRun:
     """All calls of blocks in the two runs."""
     escapes: frozenset[tuple[str, str]]
     """Modules that a tensor escaped from, each with one that used it."""
+    borrowing: frozenset[str]
+    """The blocks that read parameters of other modules, which they were given or hold without registering them."""
     communicates: bool
     """Whether the first run waited for other processes."""
     structure: TreeSpec
@@ -101,11 +103,16 @@ def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
         written_buffers=frozenset(id(buffer) for buffer in observation.mutated_buffers),
         calls=({path: watch.calls[path] for path in blocks}, again.calls),
         escapes=frozenset(watch.owners.escapes),
+        borrowing=frozenset(path for path in blocks if _borrows(model, path, watch)),
         communicates=dependence.communicates,
         structure=structure,
         # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
         leaves=tuple(Tensor if isinstance(leaf, Tensor) else leaf if is_plain(leaf) else None for leaf in leaves),
     )
+
+
+def _borrows(model: nn.Module, path: str, watch: Watch) -> bool:
+    return not watch.parameters_read[path] <= {id(each) for each in model.get_submodule(path).parameters()}
 
 
 class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -121,6 +121,8 @@ class OpaqueBlocks:
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
         leaves, structure = flatten((args, kwargs))
+        # Decisions by sizes hold for the sizes that decide alike; those by values cannot be traced.
+        leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves]
         unrecorded = _unrecorded(leaves, found, path)
         takes = Form(structure, tuple(map(_constant, leaves, found.lasting)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -287,12 +289,13 @@ def opaque_paths(model: nn.Module, run: ModelRun) -> tuple[str, ...]:
     """The paths of the blocks of `run` that are called as they are.
 
     A block without parameters, state and hooks, such as a table of positions, is traced: what it computes can be
-    computed again in any stage, so that it need not be sent. So is a block that a tensor escapes from. Raises
+    computed again in any stage, so that it need not be sent. So is a block that a tensor escapes from, and one that
+    reads parameters of another module: a trace shows which, and the block's stage trains what it holds. Raises
     `CaptureError` for what happens outside of these blocks and is no operator on tensors: a trace would lose it.
     """
     paths = []
     for path in sorted(run.blocks):
-        if not path or leaky(path, run.escapes):
+        if not path or leaky(path, run.escapes) or path in run.borrowing:
             continue
         module = model.get_submodule(path)
         noted = (*run.changed, *run.written, *run.drawing, *run.drawing_elsewhere)

@@ -31,6 +31,8 @@ class ModuleCall:
     structure: TreeSpec | None = None
     leaves: list[Any] = field(default_factory=list)
     """A `ResultShape`, or what is not a tensor."""
+    given: frozenset[int] = frozenset()
+    """The ids of the parameters among the arguments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +71,8 @@ class Watch:
         self.drawing: set[str] = set()
         self.drawing_elsewhere: set[str] = set()
         self.owners = TensorOwners()
+        self.parameters_read: dict[str, set[int]] = defaultdict(set)
+        """The ids of the parameters that a module, or what it calls, reads, apart from those among its arguments."""
         self._stack: list[tuple[str, ModuleCall]] = []
         self._generators = python_generators() if draws else {}
 
@@ -96,7 +100,8 @@ class Watch:
             leaves, _ = flatten((args, kwargs))
             tensors = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
             objects = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            made = ModuleCall(tensors, [leaf for leaf in leaves if type(leaf) is int], objects)
+            given = frozenset(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
+            made = ModuleCall(tensors, [leaf for leaf in leaves if type(leaf) is int], objects, given=given)
         self.calls[path].append(made)
         self._stack.append((path, made))
 
@@ -117,10 +122,19 @@ class Watch:
         """Notes that the innermost module computes something that `depends` on parameters, or `draws` numbers."""
         path = self._path
         self.owners.note(path, used, made)
+        for tensor in used:
+            if isinstance(tensor, nn.Parameter):
+                self._note_parameter(id(tensor))
         if depends or draws:
             self.working.add(path)
         if draws:
             self.drawing.add(path)
+
+    def _note_parameter(self, parameter: int) -> None:
+        for path, call in reversed(self._stack):
+            if parameter in call.given:
+                return
+            self.parameters_read[path].add(parameter)
 
     def _note_draws(self) -> None:
         """Notes whether Python's or NumPy's generator was used by the innermost module since the last look."""

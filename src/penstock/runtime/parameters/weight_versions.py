@@ -25,7 +25,6 @@ Laws of this file:
   4. It depends on no microbatch, peer or optimizer.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
 from penstock.capturing.module_copies import copied
@@ -143,8 +141,7 @@ class VersionedWeights:
         self.rest()
         other = VersionedWeights.__new__(VersionedWeights)
         memo: dict[int, Any] = {id(parameter): parameter for parameter in self._slots.parameters.values()}
-        _copy_generated(self._module, memo)
-        other._make(self._slots, copied(self._module, memo))
+        other._make(self._slots, copied(self._module, memo, shares_code=True))
         return other
 
     def _make(self, slots: _Slots, module: StageModule) -> None:
@@ -411,18 +408,3 @@ def _leaf_over(slot: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     for hook in accumulated_hooks(parameter):
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return leaf
-
-
-def _copy_generated(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Puts copies of the generated modules in `module` into `memo`. They share their code, which fx would generate
-    again.
-
-    PyTorch caches compiled graphs by their code, so all versions of a stage use one graph.
-    """
-    for inner in module.children():
-        if id(inner) not in memo:
-            _copy_generated(inner, memo)
-    if isinstance(module, GraphModule):
-        made = memo[id(module)] = object.__new__(type(module))
-        memo[id(module.graph)] = module.graph
-        made.__dict__.update(copy.deepcopy(module.__dict__, memo))

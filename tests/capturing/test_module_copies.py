@@ -1,0 +1,73 @@
+"""Copies of modules with scripted code in them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.module_copies import copied
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class Scripted(nn.Module):
+    """Scripted modules one inside of the other, and a weight that another module has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(3, 3)
+        self.normed = nn.BatchNorm1d(3)
+        inner = nn.Linear(3, 3)
+        inner.weight = self.plain.weight
+        self.scripted = torch.jit.script(nn.Sequential(inner, nn.Sequential(self.normed, nn.Linear(3, 3))))
+        self.functions = [torch.jit.script(double)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.functions[0](self.scripted(self.plain(x)))
+        return found
+
+
+def test_a_copy_has_parameters_and_ties_of_its_own() -> None:
+    model = Scripted()
+    named(model)["scripted.1.1.weight"].requires_grad = False
+    made = copied(model)
+
+    own, new = named(model), named(made)
+    assert own.keys() == new.keys()
+    assert [type(tensor) for tensor in new.values()] == [type(tensor) for tensor in own.values()]
+    assert [tensor.requires_grad for tensor in new.values()] == [tensor.requires_grad for tensor in own.values()]
+    assert all(torch.equal(own[name], new[name]) for name in own)
+    assert not {tensor.data_ptr() for tensor in own.values()} & {tensor.data_ptr() for tensor in new.values()}
+    assert new["scripted.0.weight"] is new["plain.weight"]
+    assert new["scripted.1.0.running_mean"] is new["normed.running_mean"]
+    assert made.functions[0] is model.functions[0]
+
+
+def test_a_copy_computes_with_its_own_tensors() -> None:
+    model, x = Scripted(), torch.randn(4, 3)
+    made = copied(model)
+    expected = model(x)
+    assert torch.equal(made(x), expected)
+
+    with torch.no_grad():
+        made.plain.weight.zero_()
+    assert not torch.equal(made(x), expected)
+    assert torch.equal(model(x), expected)
+    assert not torch.equal(model.normed.running_mean, made.normed.running_mean)
+
+
+def test_a_copy_shares_what_is_not_to_be_copied() -> None:
+    model = Scripted()
+    made = copied(model, {id(parameter): parameter for parameter in model.parameters()})
+
+    own, new = named(model), named(made)
+    assert all((new[name] is tensor) is isinstance(tensor, nn.Parameter) for name, tensor in own.items())
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
