@@ -44,7 +44,7 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
 from penstock.scheduling.placements import Placement, Skip
 
-__all__ = ["counterpart", "lower", "lower_row", "lower_segments", "nexts", "partners", "peer", "peers"]
+__all__ = ["counterpart", "lower", "lower_segments", "nexts", "partners", "peer", "peers"]
 
 
 def lower(
@@ -61,26 +61,17 @@ def lower(
     stages whose updates come later than their gradients; a mark shows when the gradients are complete. `skips`: the
     pairs of stages that are not adjacent and exchange activations and gradients directly.
     """
-    return tuple(lower_row(row, rank, placement, ties, norms, deferred, skips) for rank, row in enumerate(programs))
-
-
-def lower_row(
-    row: Iterable[Entry],
-    rank: int,
-    placement: Placement,
-    ties: Sequence[Sequence[int]] = (),
-    norms: NormRule = NormRule.NONE,
-    deferred: frozenset[int] = frozenset(),
-    skips: Sequence[Skip] = (),
-) -> tuple[Action, ...]:
-    """The row of `rank` with its messages."""
-    return next(lower_segments((row,), rank, placement, ties, norms, deferred, skips))
+    rows: list[tuple[Action, ...]] = []
+    for rank, row in enumerate(programs):
+        rows += lower_segments((row,), rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips)
+    return tuple(rows)
 
 
 def lower_segments(
     segments: Iterable[Iterable[Entry]],
     rank: int,
     placement: Placement,
+    *,
     ties: Sequence[Sequence[int]] = (),
     norms: NormRule = NormRule.NONE,
     deferred: frozenset[int] = frozenset(),

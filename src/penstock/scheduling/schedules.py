@@ -201,7 +201,15 @@ class Schedule:
 
     def _lower(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
         orders = (self.definition.order(self.shape, rank, segment) for segment in segments)
-        rows = lower_segments(orders, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
+        rows = lower_segments(
+            orders,
+            rank,
+            self.placement,
+            ties=self.ties,
+            norms=self.norm_rule,
+            deferred=self.deferred,
+            skips=self.skips,
+        )
         for row in rows:
             yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else row
 
