@@ -36,7 +36,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 
-__all__ = ["Cuts", "LayerSums", "PlanVariants"]
+__all__ = ["Cuts", "LayerSums", "PlanVariants", "estimate_actions"]
 
 Cuts: TypeAlias = npt.NDArray[np.int64]
 """(K, stages + 1): of each variant, stage s holds the layers ``[cuts[s], cuts[s + 1])``."""
@@ -46,6 +46,9 @@ _Row: TypeAlias = tuple[Any, ...]
 ("reduce handling", stage), or (effect, stage, factor)."""
 
 _GB = 1e9
+
+_PER_STAGE = 6
+"""The actions of a microbatch on a stage: forward, backward, and two messages each way."""
 
 _UNIT = {
     MemoryEffect.FORWARD: 1.0,
@@ -208,6 +211,16 @@ class PlanVariants:
             else:
                 table[index] = by_effect[row[0]][row[1]] * row[2] + self._action_seconds
         return table
+
+
+def estimate_actions(plan: Plan) -> float:
+    """About how many actions a pass over the variants of `plan` computes, without sorting them."""
+    made = schedule(plan)
+    microbatches = sum(steady_lengths(made)) * plan.microbatches
+    replicas = set(plan.replicas)
+    # Equal pipelines are simulated as one.
+    pipelines = min(replicas) if len(replicas) == 1 and plan.microbatches % min(replicas) == 0 else 1
+    return microbatches * len(plan.stages) * _PER_STAGE / (1 if made.placement.split else pipelines)
 
 
 _COMPUTE, _MARKED, _SEND, _RECEIVE, _REDUCE = range(5)

@@ -1,11 +1,12 @@
 """Families: the proposals of one kind, of which the local search makes the best plan of that kind.
 
 A family has one schedule, with or without replicas, with or without recomputation, one microbatch size and one number
-of stages per rank. What the search does with a family does not depend on the others. So a wish that excludes families
-cannot make the best of the remaining ones any better.
+of stages per rank.
 
 Which layers and ranks go together depends little on the schedule. So the stages that are proposed for one schedule are
-tried under all others, too.
+tried under all others, too, and in the end those of the fastest families in the other families. In all else the search
+in a family does not depend on the others. So a wish that excludes families only takes stages away from the remaining
+ones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

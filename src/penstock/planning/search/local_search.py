@@ -14,7 +14,7 @@ The result is the same in every run: effort is counted in simulated actions, not
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -23,13 +23,13 @@ from penstock.planning.predictions import count_rounds
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Matrix, replicated_seconds
 from penstock.scheduling.definitions import PipelineShape
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.cut_variants import LayerSums, PlanVariants
+from penstock.simulating.cut_variants import LayerSums, PlanVariants, estimate_actions
 from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["Effort", "LocalSearch", "Timed"]
+__all__ = ["Effort", "LocalSearch", "Timed", "shape_of"]
 
 _PLACES = 400
 """The most moves of single cuts in a round; on longer chains, places far from a cut are left out."""
@@ -60,6 +60,10 @@ class Effort:
     """The simulated actions that a search may still spend."""
 
     actions: float
+
+    def covers(self, plan: Plan) -> bool:
+        """Whether it is enough to time a plan with other replicas."""
+        return _SORTING * estimate_actions(plan) <= self.actions
 
     def spend(self, actions: float) -> bool:
         """Whether any effort was left; takes `actions` of it."""
@@ -110,6 +114,16 @@ class LocalSearch:
         effort.spend(_SORTING * variants.actions)
         return self._best(plan, variants, [*map(_cuts, (plan, *alike)), *self._balanced(plan)], effort, np.inf)
 
+    def adopt(self, plan: Plan, other: Plan) -> Plan | None:
+        """`plan` with the ranks of the stages of `other`, and with its cuts if it has one stage per rank; None if the
+        schedule of `plan` cannot run it.
+        """
+        if plan.definition.layout.has_several:
+            return None
+        shape = shape_of(other)
+        changed = self._arrange(plan, shape)
+        return changed if changed is None or len(other.stages) > len(shape) else _moved(changed, _cuts(other))
+
     def slowest_seconds(self, plan: Plan) -> float:
         """The seconds per microbatch of the slowest rank or link, where links carry both directions at once."""
         ranks: dict[tuple[int, ...], float] = {}
@@ -146,8 +160,10 @@ class LocalSearch:
         while effort.actions > 0:
             every = self._structures(here.plan, straight)
             changed = [each for each in every if stages in (None, len(each.stages)) and ranks in (None, each.ranks)]
-            fresh = [each for each in changed if _shape(each) not in tried][:_TRIED]
-            tried.update(map(_shape, fresh))
+            fresh = list(
+                islice((each for each in changed if shape_of(each) not in tried and effort.covers(each)), _TRIED)
+            )
+            tried.update(map(shape_of, fresh))
             cut = [_moved(each, self._balance(each, 1.0)[1]) for each in fresh]
             timings = [found for each in cut if (found := self.time(each, effort=effort)) is not None]
             if not timings:
@@ -275,7 +291,7 @@ class LocalSearch:
         scored = []
         devices = self._cluster.devices
         for replicas in dict.fromkeys(_neighbors(plan.replicas, devices, straight)):
-            changed = self._arrange(plan, replicas)
+            changed = self._rearrange(plan, replicas)
             if changed is None:
                 continue
             limit = self._bottleneck(changed, 1.0)[0]
@@ -284,18 +300,21 @@ class LocalSearch:
         scored.sort(key=lambda pair: pair[0])
         return [changed for _, changed in scored]
 
-    def _arrange(self, plan: Plan, replicas: Sequence[int]) -> Plan | None:
+    def _rearrange(self, plan: Plan, replicas: Sequence[int]) -> Plan | None:
         """`plan` with other replicas, on ranks in the same order; None if its schedule cannot run them."""
-        if len(replicas) > len(self._profile):
-            return None
-        if plan.routing == "split" and any(self._profile.microbatch_size % count for count in replicas):
-            return None
         order = [rank for stage in plan.stages for rank in stage.ranks]
         order += [rank for rank in range(self._cluster.devices) if rank not in set(order)]
         if sorted(order[: sum(replicas)]) != list(range(sum(replicas))):
             order = list(range(self._cluster.devices))
         ends = np.cumsum((0, *replicas)).tolist()
-        ranks = [tuple(sorted(order[start:stop])) for start, stop in pairwise(ends)]
+        return self._arrange(plan, [tuple(sorted(order[start:stop])) for start, stop in pairwise(ends)])
+
+    def _arrange(self, plan: Plan, ranks: Sequence[tuple[int, ...]]) -> Plan | None:
+        """`plan` with stages on other `ranks`, with any cuts; None if its schedule cannot run them."""
+        if len(ranks) > len(self._profile):
+            return None
+        if plan.routing == "split" and any(self._profile.microbatch_size % len(own) for own in ranks):
+            return None
         stages = tuple(Stage(index, index + 1, own) for index, own in enumerate(ranks))
         stages = (*stages[:-1], replace(stages[-1], stop=len(self._profile)))
         try:
@@ -360,8 +379,9 @@ def _cuts(plan: Plan) -> tuple[int, ...]:
     return (0, *(stage.stop for stage in plan.stages))
 
 
-def _shape(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    return tuple(stage.ranks for stage in plan.stages)
+def shape_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The ranks of the stages of one pipeline; where a rank holds several stages, those of the first."""
+    return tuple(dict.fromkeys(stage.ranks for stage in plan.stages))
 
 
 def _moved(plan: Plan, cuts: Sequence[int] | Counts) -> Plan:

@@ -5,7 +5,7 @@ from math import inf
 
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.families import Family, family_of, fastest, share_stages
-from penstock.planning.search.local_search import Effort, LocalSearch, Timed
+from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
 from penstock.planning.stage_costs import chain_costs, simulator_options
 from penstock.progress import progress_line
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -29,8 +29,14 @@ _LEAST = 140_000
 _SEEDS = 4
 """How many proposals of a family are looked at, if the effort lasts."""
 
+_FIRST_ROUNDS = 2
+"""Rounds of moves of the cuts of each of them."""
+
 _HOPELESS = 2.0
 """A family whose first proposals take this many times as long as the best plan so far is not improved."""
+
+_ADOPTED = 2
+"""The stages of how many of the fastest families are tried in the others."""
 
 _RANKED = 12
 """How many families are simulated in the end."""
@@ -89,11 +95,15 @@ class Refiner:
             looked[family] = self._look(family, families[family], best)
             best = min([best, *(timed.seconds for timed in looked[family][:1])])
         order.sort(key=lambda family: looked[family][0].seconds if looked[family] else inf)
-        found = []
+        improved: dict[Family, Timed] = {}
         for family in progress_line(order[:_RANKED], lambda family: str(family.schedule), "improving", progress):
             own = looked[family]
             if own and own[0].seconds <= _NEAR * best:
-                own = [self._improve(family, own[0]), *own]
+                improved[family] = self._improve(family, own[0])
+        adopted = self._adopt(improved)
+        found = []
+        for family in order[:_RANKED]:
+            own = [*adopted.get(family, ()), *looked[family]]
             others = fastest(families[family], _ATTEMPTS if self._cluster.memory_bytes is not None else 2)
             found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
         return found
@@ -123,7 +133,11 @@ class Refiner:
         timed.sort(key=lambda found: found.seconds)
         if not timed or timed[0].seconds > _HOPELESS * best:
             return timed
-        return [search.move_cuts(timed[0], effort), *timed]
+        # The cuts of a proposal may be far from its best, so that each is improved before they are compared.
+        near = [found for found in timed if found.seconds <= _HOPELESS * timed[0].seconds]
+        moved = [search.move_cuts(found, Effort(_QUICK * self._cluster.devices), _FIRST_ROUNDS) for found in near]
+        first = min(moved, key=lambda found: found.seconds)
+        return [search.move_cuts(first, effort), *sorted(timed, key=lambda found: found.seconds)]
 
     def _improve(self, family: Family, timed: Timed) -> Timed:
         search = self._search(family)
@@ -133,6 +147,24 @@ class Refiner:
         return search.move_replicas(
             timed, effort, straight=family.straight, stages=self._constraints.stages, ranks=ranks
         )
+
+    def _adopt(self, improved: Mapping[Family, Timed]) -> dict[Family, list[Timed]]:
+        """The best plan of every family, after a try of the stages of the fastest families; and its own, behind it."""
+        shapes: dict[object, Plan] = {}
+        for timed in sorted(improved.values(), key=lambda timed: timed.seconds):
+            shapes.setdefault(shape_of(timed.plan), timed.plan)
+        adopted = {}
+        for family, own in improved.items():
+            search, found = self._search(family), [own]
+            for shape, plan in list(shapes.items())[:_ADOPTED]:
+                made = search.adopt(own.plan, plan) if shape != shape_of(own.plan) else None
+                if made is None or family_of(made) != family or not self._constraints.accepts(made):
+                    continue
+                effort = Effort(_QUICK * self._cluster.devices)
+                other = search.time(made, effort=effort)
+                found += [search.move_cuts(other, effort)] if other is not None else []
+            adopted[family] = sorted(found, key=lambda timed: timed.seconds)
+        return adopted
 
     def _search(self, family: Family) -> LocalSearch:
         profile = self._profiles[family.microbatch_size or 0]
