@@ -215,7 +215,7 @@ def test_the_timeline_holds_what_was_run() -> None:
     pipe = make(schedule="1f1b-flush", microbatches=4)
     train(pipe)
     timeline = pipe.timeline()
-    expected = pipe.schedule.step(4)
+    expected = pipe.schedule.step(len(SUBJECT.batches) - 1)
 
     for rank, program in enumerate(expected):
         assert [span.action for span in timeline.spans if span.rank == rank] == [str(action) for action in program]

@@ -338,7 +338,7 @@ def test_weight_parts_are_measured_where_there_are_any(layer: nn.Module, seconds
 def test_short_calls_are_timed_in_groups():
     calls = []
     sample = (torch.randn(4, 6),)
-    chain = make_chain([make_layer("a", lambda x: calls.append(1) or x + 1, "x0", "y")], sample, "y")
+    chain = make_chain([make_layer("a", lambda x: calls.append("call") or x + 1, "x0", "y")], sample, "y")
     # The warm-up says 10 us a call: 20 calls are a group of 200 us.
     clock = ScriptedClock([10e-6, 220e-6, 180e-6, 240e-6])
     (layer,) = profile(chain, sample, iterations=3, warmup=1, clock=clock, progress=False).layers
@@ -438,9 +438,10 @@ def test_under_autocast_the_cast_weights_are_saved_with_every_microbatch() -> No
 
 def test_every_forward_casts_the_weights_as_that_of_every_microbatch_does() -> None:
     sample = (torch.randn(4, 6),)
+    # Words, not numbers: a list of numbers that a hook extends is as before afterwards.
     forwards = []
     chain = make_cast_chain(sample)
-    chain.layers[1].module.register_forward_hook(lambda *_: forwards.append(1))
+    chain.layers[1].module.register_forward_hook(lambda *_: forwards.append("forward"))
     with Casts((10, 8)) as casts:
         # A pilot, two forwards that show what is saved, one for the workspace, and groups of 20 forwards of 10 us each.
         profile(

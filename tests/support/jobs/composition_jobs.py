@@ -111,7 +111,7 @@ class Transformer(nn.Module):
 
 
 def build_model(blocks: int, traced: bool = False) -> nn.Module:
-    """So many blocks, and a layer at either end."""
+    """A model of `blocks` blocks, and a layer at either end."""
     torch.manual_seed(3)
     if traced:
         return Transformer(blocks).double()

@@ -1,0 +1,163 @@
+"""Blocks that are given modules, sizes or decisions, and a beginning without gradients."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.capturing import capture
+from penstock.errors import CaptureError
+from support.blocks import WIDTH, Block, Model, batches, sgd, squares, train_plainly
+
+
+class Biased(Block):
+    """Adds what another module computes, which it is given or which it holds in a list."""
+
+    def __init__(self, held: nn.Module | None = None) -> None:
+        super().__init__()
+        self.held = [held] if held is not None else []
+
+    def forward(self, x: Tensor, bias: nn.Module | None = None) -> Tensor:
+        other = self.held[0] if bias is None else bias
+        return super().forward(x) + other(x)
+
+
+class Borrowing(Model):
+    def __init__(self, holds: bool) -> None:
+        bias = nn.Linear(WIDTH, WIDTH)
+        super().__init__(lambda: Biased(bias if holds else None))
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if block.held else block(x, self.bias)
+        return self.last(x + early)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 2), ("2bw", 2)])
+def test_blocks_train_the_weights_of_a_module_that_they_are_given(holds: bool, schedule: str, stages: int) -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return Borrowing(holds).double()
+
+    data = batches((6, 5, 6))
+    model = made()
+    optimizer, before = sgd(list(model.parameters())), [p.detach().clone() for p in model.parameters()]
+    expected = []
+    for x, target in data:
+        newest = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before if schedule == "2bw" else newest, strict=True):
+                parameter.copy_(value)
+        losses = [squares(model(part), target) for part in x.chunk(2)]
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), newest, strict=True):
+                parameter.copy_(value)
+        before = newest
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append((sum(losses) / 2).item())  # type: ignore[union-attr]
+    staged = made()
+    with penstock.Pipeline(
+        staged, (data[0][0][:2],), squares, sgd, schedule=schedule, stages=stages, microbatches=2
+    ) as pipe:
+        # Gradients of the shared module are added layer by layer.
+        assert [pipe.step(x, target).loss.item() for x, target in data] == pytest.approx(expected, rel=1e-13)
+        pipe.drain()
+    torch.testing.assert_close(staged.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+class Sized(Block):
+    """Takes a size that may change before its tensor."""
+
+    def forward(self, length: int, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) / length
+
+
+class PassingSizes(Model):
+    def __init__(self) -> None:
+        super().__init__(Sized)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x.shape[1], x)
+        return self.last(x)
+
+
+def test_a_block_may_take_sizes_before_tensors() -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return PassingSizes().double()
+
+    data = batches((7, 6, 9))
+    expected = train_plainly(made(), data)
+    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, stages=3) as pipe:
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+
+
+class FrozenBeginning(Model):
+    """Runs its first half under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.first(x)
+            for block in self.blocks[:2]:
+                x = block(x)
+        for block in self.blocks[2:]:
+            x = block(x)
+        return self.last(x)
+
+
+def test_evaluation_is_checked_without_gradients() -> None:
+    data = batches((6,))
+    torch.manual_seed(5)
+    model = FrozenBeginning().double()
+    with penstock.Pipeline(model, (data[0][0],), squares, sgd, stages=2) as pipe:
+        found = pipe.predict(data[0][0])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(data[0][0]), found)
+
+
+class Deciding(Block):
+    def forward(self, x: Tensor, doubles: bool = False) -> Tensor:
+        return super().forward(x) * (2 if doubles else 1)
+
+
+class DecidingByValues(Model):
+    def __init__(self) -> None:
+        super().__init__(Deciding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubles = (x > 5).any().item()
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, doubles)
+        return self.last(x)
+
+
+class DecidingBySizes(DecidingByValues):
+    def forward(self, x: Tensor) -> Tensor:
+        doubles = x.shape[1] > 5
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, doubles)
+        return self.last(x)
+
+
+def test_a_decision_that_is_passed_to_blocks_is_kept_or_refused() -> None:
+    x = batches((6,))[0][0]
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        capture(DecidingByValues().double(), (x,))
+    model = DecidingBySizes().double()
+    chain = capture(model, (x,))
+    found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((x,), {}))
+    assert torch.equal(found[0], model(x))
+    with pytest.raises(CaptureError):
+        chain.inputs.check_samples(4, chain.inputs.bind((x[:, :4],), {}))
