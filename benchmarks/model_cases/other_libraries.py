@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model_cases.cases import Case
+from model_cases.pages import WAYS_OUT
 from model_cases.transformers_text import GPT, SIZES, T5, masked, paired, tokens, transformer
 from model_cases.vision_libraries import imported
 
@@ -271,6 +272,17 @@ class RotaryBlock(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class OwnRotaryBlock(RotaryBlock):
+    """Has rotary embeddings of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = import_module("rotary_embedding_torch").RotaryEmbedding(dim=8)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, self.rotary)
+
+
 CASES: tuple[Case, ...] = (
     *(Case(name, "x-transformers", build, draw) for name, (build, draw) in XS.items()),
     *(Case(name, "torch_geometric", build, graph, lengths=(8,), microbatches=1) for name, build in GRAPHS.items()),
@@ -294,4 +306,11 @@ CASES: tuple[Case, ...] = (
     *(Case(name, "vector-quantize-pytorch", build, vectors) for name, build in QUANTIZERS.items()),
     Case("Mamba", "mambapy", mamba, vectors),
     Case("rotary-embedding-torch", "x-transformers", RotaryModel, vectors, imports=("rotary_embedding_torch",)),
+    Case(
+        "rotary-embedding-torch: in a block",
+        WAYS_OUT,
+        lambda: nn.Sequential(*(OwnRotaryBlock() for _ in range(4))),
+        vectors,
+        imports=("rotary_embedding_torch",),
+    ),
 )

@@ -419,6 +419,11 @@ def halve(model: nn.Module, step: int) -> None:
         model.last.register_forward_hook(lambda _, __, output: output * 0.5)  # type: ignore[union-attr,operator]
 
 
+def still_blocks(model: nn.Module, step: int) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.train(step != 1)
+
+
 def in_blocks(change: Callable[[nn.Module, int], None]) -> Callable[[nn.Module, int], None]:
     return lambda model, step: change(habit_models.Blocks(model), step)
 
@@ -473,6 +478,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Non
     "model.temperature: in a block": (around(last=Tempered), heat),
     "register_hook: before the pipeline": (lambda: Stack(Masked), mask),
     "a hook on the model: on a block": (lambda: Stack(Block), halve),
+    "model.eval(): of its blocks": (lambda: Stack(BatchNormed), still_blocks),
     "nn.Sequential, p.data = ...: written in place": (sequence, in_blocks(write_data)),
 }
 FROZEN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], None]]] = {
@@ -498,6 +504,12 @@ CASES: tuple[Case, ...] = (
     *(case(f"{name}: in a block", build) for name, build in IN_A_BLOCK.items()),
     case("HookedOutside: on a block", hooked),
     *(case(name, build) for name, build in OTHER.items()),
+    Case(
+        "nn.TransformerEncoder, causal mask: is_causal=True",
+        WAYS_OUT,
+        lambda: habit_models.CausalEncoder(True),
+        habit_models.vectors,
+    ),
     *(case(name, build, microbatches=1, draws=True) for name, build in DRAWING.items()),
     *(case(name, build, between=between) for name, (build, between) in CHANGES.items()),
     *(case(name, build, between=between, rebuilds=True) for name, (build, between) in FROZEN.items()),
