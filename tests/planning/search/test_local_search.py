@@ -8,7 +8,6 @@ from penstock.planning.requests import Request
 from penstock.planning.spp.grouped_machines import propose_grouped
 from penstock.simulating.outcomes import evaluate
 from penstock.values import Cluster, LayerProfile, Plan, Profile
-from penstock.values.plans import Stage
 from support.paths import PIPEDREAM
 
 VGG = Profile.from_pipedream(PIPEDREAM / "vgg16" / "graph.txt")
@@ -54,17 +53,6 @@ def test_the_number_of_stages_is_kept(stages: int) -> None:
 
     assert found.ranked
     assert {len(each.stages) for each in found.ranked} == {stages}
-
-
-def test_a_proposal_whose_cuts_are_far_from_its_best_is_searched_around() -> None:
-    """GNMT on four servers: four equal stages first look 1.1 times slower than 2-2-4-4-4; with other cuts they win."""
-    cluster = Cluster.hierarchical([(4, 12e9), (4, 25e9 / 8)])
-    cuts = zip((0, 5, 15, 20), (5, 15, 20, 25), range(0, 16, 4), strict=True)
-    rival = Plan(
-        tuple(Stage(start, stop, tuple(range(r, r + 4))) for start, stop, r in cuts), "2bw", 64, GNMT.microbatch_size
-    )
-
-    assert rate(plan(GNMT, cluster)) >= evaluate(rival, GNMT, cluster).samples_per_second
 
 
 def test_fewer_devices_are_used_where_links_are_slow() -> None:

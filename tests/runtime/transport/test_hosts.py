@@ -47,9 +47,12 @@ def test_a_host_that_vanishes_ends_the_training_of_the_others(network: Network, 
 
 def test_the_probe_finds_a_slow_link_and_what_its_messages_cost(network: Network) -> None:
     """A token bucket passes no more than its rate; a machine under load passes less."""
-    first, second = on_hosts(network, probe_links)
-
-    assert first == second
+    # The seconds of an action are a difference of times: on a busy machine it may come out as none.
+    for _ in range(4):
+        first, second = on_hosts(network, probe_links)
+        assert first == second
+        if first.action_seconds > 0:
+            break
     for way in ((0, 1), (1, 0)):
         assert RATE / 8 / 20 < first.bandwidth(*way) < RATE / 8 * 1.1
         assert 0 < first.latency(*way) < 1

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from penstock.capturing.model_forms import ModelInputs
+from penstock.errors import PenstockError
 from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.devices.timestamps import Timestamp
@@ -219,7 +220,12 @@ class Worker:
             order.read(action.version)
         # Activations are never None; only gradients can be.
         received = cast("tuple[Tensor, ...]", self._mailbox.collect(index, k, self._sources[index], later=False))
-        outputs = self._forwards.train(index, k, action.version, microbatch, received)
+        try:
+            outputs = self._forwards.train(index, k, action.version, microbatch, received)
+        except PenstockError:
+            # A receive that a broken connection has ended leaves any numbers, which may make a loss that is not finite.
+            self._mailbox.check()
+            raise
         if index not in self._heads:
             self._mailbox.deal(index, k, self._targets[index], outputs, later=True)
 

@@ -114,9 +114,21 @@ class Watchdog:
             self._thread.start()
 
     def check(self) -> None:
-        """Raises the reason if the communicators were aborted."""
+        """Raises the reason if the communicators were aborted, or if one of them is broken."""
         if self._failure is not None:
             raise self._failure
+        try:
+            self._check_connections()
+        except Exception as error:
+            # Before the thread has looked again.
+            self._failure = error
+            self.abort()
+            raise
+
+    def _check_connections(self) -> None:
+        for context, watched in self._watched.items():
+            if failure := watched.failure():
+                raise self._timeout.connection_error(context, watched.endpoint.peers, RuntimeError(failure))
 
     def abort(self) -> None:
         """Ends all operations that the device waits for."""
@@ -156,9 +168,7 @@ class Watchdog:
         before: dict[str, object] = {}
         deadline = self._timeout.deadline()
         while not self._closed.wait(POLL_SECONDS):
-            for context, watched in self._watched.items():
-                if failure := watched.failure():
-                    raise self._timeout.connection_error(context, watched.endpoint.peers, RuntimeError(failure))
+            self._check_connections()
             waits = {context: watched.endpoint.pending.oldest() for context, watched in self._watched.items()}
             now = {context: oldest for context, oldest in waits.items() if oldest is not None}
             if not now or any(now.get(context) is not oldest for context, oldest in before.items()):
