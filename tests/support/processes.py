@@ -43,7 +43,7 @@ IMPORTED = (
     "peft",
 )
 COLLECTIONS = (20_000, 20, 20)
-"""The thresholds of `gc.set_threshold` in the processes of tests, where the usual ones take 5 % of the time."""
+"""The thresholds of `gc.set_threshold` in the processes of tests, which make little garbage."""
 
 
 @dataclass(frozen=True, slots=True)
