@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.torch_internals.modules import TENSOR_TABLES
 
-__all__ = ["ModuleState", "is_plain_memory", "same_content"]
+__all__ = ["ModuleState", "content_of", "is_plain_memory", "put_back", "same_content"]
 
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
@@ -57,9 +57,7 @@ class ModuleState:
             if empty:
                 empty.clear()
         for _, holder, content in self._saved:
-            # Nearly everything else is a dictionary that holds what it held.
-            if type(content) is not dict or not _holds(_dict_of(holder), content):
-                _put_back(holder, content)
+            put_back(holder, content)
 
     def changes(self) -> Iterator[tuple[str, bool]]:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
@@ -96,7 +94,7 @@ class ModuleState:
             if is_plain_memory(holder):
                 self._memories.append((holder, holder.detach()))
             return
-        content = _content_of(holder)
+        content = content_of(holder)
         if content is None:
             return
         self._saved.append((path, holder, content))
@@ -148,7 +146,7 @@ def _dict_of(holder: Any) -> dict[Any, Any]:
     return holder if isinstance(holder, dict) else vars(holder)
 
 
-def _content_of(holder: Any) -> Any:
+def content_of(holder: Any) -> Any:
     """A copy of what `holder` holds; None for what is not looked into."""
     match holder:
         case Tensor():
@@ -167,7 +165,11 @@ def _content_of(holder: Any) -> Any:
             return None
 
 
-def _put_back(holder: Any, content: Any) -> None:
+def put_back(holder: Any, content: Any) -> None:
+    """Makes `holder` hold what it held when `content` was copied from it."""
+    # Nearly all are dictionaries that hold what they held.
+    if type(content) is dict and _holds(_dict_of(holder), content):
+        return
     match holder:
         case Tensor():
             # BatchNorm writes its statistics without raising their version counter: only the contents tell.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.module_state import same_content
+from penstock.capturing.module_state import content_of, put_back
 from penstock.capturing.read_names import functions_read, words_of
 from penstock.torch_internals.modules import hooks_of
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
@@ -42,7 +42,7 @@ class _Place:
         if now is not self.value and _is_state(now):
             self.write(self.value)
         if self.content is not None and _is_state(self.value):
-            _put_back(self.value, self.content)
+            put_back(self.value, self.content)
 
 
 class SharedState:
@@ -125,32 +125,6 @@ def _entries(holder: Any) -> Collection[Any]:
 
 def _content_of(value: Any) -> Any:
     """A copy of what can change in `value`; None for what cannot."""
-    match value:
-        case Tensor():
-            return value.detach().clone() if type(value) is Tensor and not value.is_meta else None
-        case dict():
-            return dict(value)
-        case list() | deque():
-            return list(value)
-        case _:
-            return None
-
-
-def _put_back(holder: Any, content: Any) -> None:
-    match holder:
-        case Tensor():
-            if not same_content(holder, content):
-                # Uncounted, so that what autograd saved before is valid again.
-                holder.data.copy_(content) if holder.shape == content.shape else holder.set_(content)
-        case dict():
-            if list(holder) != list(content) or not all(map(_same, holder.values(), content.values())):
-                holder.clear()
-                holder.update(content)
-        case _:
-            if len(holder) != len(content) or not all(map(_same, holder, content)):
-                holder.clear()
-                holder.extend(content)
-
-
-def _same(first: Any, second: Any) -> bool:
-    return first is second or (type(first) is type(second) and not isinstance(first, Tensor) and first == second)
+    if isinstance(value, Tensor) and (type(value) is not Tensor or value.is_meta):
+        return None
+    return content_of(value) if isinstance(value, Tensor | dict | list | deque) else None
