@@ -96,13 +96,13 @@ class DistributedTransport:
         return self._sums[group].add(kind, tensor)
 
     def check(self) -> None:
-        self._endpoints.watchdog.check()
+        self._endpoints.watchdog.look()
 
     def flush(self) -> None:
-        self.check()
+        self._endpoints.watchdog.check()
         for edge, outbox in self._outboxes.items():
             while not outbox.flushed(POLL_SECONDS):
-                self.check()
+                self._endpoints.watchdog.check()
                 self._timeout.board.check()
                 if outbox.error is not None:
                     raise self._timeout.connection_error(str(edge), (edge.target,), outbox.error)

@@ -105,7 +105,7 @@ class Transport(Protocol):
         """
 
     def check(self) -> None:
-        """Raises `TransportError` if the transport has been aborted. Does not block."""
+        """Raises `TransportError` if the transport has been aborted or a connection is broken. Does not block."""
 
     def flush(self) -> None:
         """Blocks until every message has been handed to the network."""

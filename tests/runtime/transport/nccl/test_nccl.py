@@ -328,14 +328,14 @@ def test_a_broken_connection_ends_the_wait_and_is_named() -> None:
     assert "NCCL: a remote error" in str(error) and communicator.aborted
 
 
-def test_a_check_finds_a_broken_connection_before_the_watchdog_looks() -> None:
+def test_a_look_finds_a_broken_connection_before_the_watchdog_does() -> None:
     """What such a connection has received must not be taken for the numbers of its sender."""
     pair = Pair(SimulatedDevice(0))
     communicator = pair.communicators[FORWARD]
     pair.watchdogs[1].watch(str(FORWARD), pair.inboxes[FORWARD], communicator.abort, lambda: "NCCL: a remote error")
 
     with pytest.raises(TransportError, match="rank 0 closed its connection to this rank"):
-        pair.watchdogs[1].check()
+        pair.watchdogs[1].look()
     assert communicator.aborted
 
 

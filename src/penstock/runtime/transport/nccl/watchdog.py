@@ -114,9 +114,13 @@ class Watchdog:
             self._thread.start()
 
     def check(self) -> None:
-        """Raises the reason if the communicators were aborted, or if one of them is broken."""
+        """Raises the reason if the communicators were aborted."""
         if self._failure is not None:
             raise self._failure
+
+    def look(self) -> None:
+        """Like `check`, but asks the communicators now, and aborts them if one of them is broken."""
+        self.check()
         try:
             self._check_connections()
         except Exception as error:
