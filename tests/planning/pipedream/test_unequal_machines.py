@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
+from penstock.planning import plan
 from penstock.planning.memory import live_counts
 from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
@@ -160,3 +161,13 @@ def test_too_many_different_devices_are_refused():
 
     with pytest.raises(PlanError, match="32 devices of 32 classes are too many"):
         find_unequal(profile, Cluster.uniform(32, 1e9).with_kinds(kinds), Request())
+
+
+def test_more_stages_than_devices_are_refused_as_that():
+    profile = Profile(tuple(LayerProfile(f"h.{k}", 1.0, 2.0, 1.0, 1.0, 1.0) for k in range(6)), 1)
+    cluster = Cluster.uniform(2, 1e9).with_kinds([DeviceKind(), DeviceKind(speed=0.6)])
+
+    with pytest.raises(PlanError, match=r"stages: expected at most 2 \(2 devices with 1 stages each\), found 3"):
+        find_unequal(profile, cluster, Request(stages=3))
+    with pytest.raises(PlanError, match=r"^no plan: stages: expected at most 2 \(2 devices"):
+        plan(profile, cluster, stages=3)

@@ -70,8 +70,10 @@ def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
 def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[Plan, ...]:
     """The best plan on every number of devices of `cluster`, which differ, fastest first; none if nothing fits.
 
-    `request.stages` fixes the number of stages, as devices without replicas.
+    `request.stages` fixes the number of stages, as devices without replicas. Raises `PlanError` if there are too few
+    devices for them, or too many different ones.
     """
+    request.stage_count(cluster.devices)
     costs = chain_costs(
         profile, cluster, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
     )
