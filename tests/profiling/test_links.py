@@ -3,9 +3,6 @@
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -104,27 +101,22 @@ def test_a_single_process_has_no_links(capsys):
     assert "torchrun --nproc-per-node 2 --no-python penstock probe" in capsys.readouterr().err
 
 
-def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """``penstock probe`` on two processes that torchrun starts."""
-    program = [
-        sys.executable,
-        "-c",
-        f"import sys; from penstock.cli import main; sys.exit(main({['probe', *options]}))",
-    ]
-    command = ["torchrun", "--nproc-per-node", "2", "--no-python", *program]
-    torchrun = [str(Path(sys.executable).parent / command[0]), *command[1:]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+def launch(fork_server: ForkServer, folder: Path, *options: str) -> str:
+    """What ``penstock probe`` prints in two processes."""
+    program = folder / "probe.py"
+    program.write_text(f"import sys; from penstock.cli import main; sys.exit(main({['probe', *options]}))")
+    ranks = fork_server.start_ranks([str(program)], 2, folder)
+    printed, errors = zip(*(child.communicate(timeout=120) for child in ranks), strict=True)
+    assert [child.returncode for child in ranks] == [0, 0], errors
+    return "".join(printed)
 
 
-@pytest.mark.processes
 @pytest.mark.slow
-def test_the_command_writes_the_cluster_and_says_it_once(tmp_path: Path):
-    done = launch(tmp_path, "-o", "cluster.yaml", "--device", "cpu")
+def test_the_command_writes_the_cluster_and_says_it_once(fork_server: ForkServer, tmp_path: Path):
+    printed = launch(fork_server, tmp_path, "-o", "cluster.yaml", "--device", "cpu")
 
-    assert done.returncode == 0, done.stderr
     cluster = Cluster.load(tmp_path / "cluster.yaml")
-    title, bandwidths, _, second, latencies, *_, last = done.stdout.splitlines()
+    title, bandwidths, _, second, latencies, *_, last = printed.splitlines()
     assert title == "cluster: 2 devices, no memory limit"
     assert bandwidths.split() == ["bandwidth", "to", "0", "to", "1"]
     assert second.startswith("from 1")
@@ -134,12 +126,6 @@ def test_the_command_writes_the_cluster_and_says_it_once(tmp_path: Path):
 
 
 def test_the_command_speaks_json(fork_server: ForkServer, tmp_path: Path):
-    program = tmp_path / "probe.py"
-    program.write_text(
-        "import sys; from penstock.cli import main; sys.exit(main(['probe', '--json', '--no-progress']))"
-    )
-    ranks = fork_server.start_ranks([str(program)], 2, tmp_path)
-    printed, errors = zip(*(child.communicate(timeout=120) for child in ranks), strict=True)
+    printed = launch(fork_server, tmp_path, "--json", "--no-progress")
 
-    assert [child.returncode for child in ranks] == [0, 0], errors
-    assert len(json.loads("".join(printed))["links"]["latency_rows"]) == 2
+    assert len(json.loads(printed)["links"]["latency_rows"]) == 2
