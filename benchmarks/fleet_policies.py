@@ -55,8 +55,8 @@ SIZES = {False: ((1, 60),), True: ((1, 42), (2, 5), (3, 5), (4, 5), (8, 3))}
 
 @functools.cache
 def capacity(gangs: bool, is_blind: bool = False) -> float:
-    """The jobs per hour that the fleet can do: so many of every type, each of mean length, that all workers are busy to
-    the end.
+    """The jobs per hour that the fleet can do, if all types are equally frequent, all jobs have the mean length and all
+    workers are busy to the end.
     """
     minutes = 0.8 * (1e3 - 10**1.5) / math.log(10**1.5) + 0.2 * (1e4 - 1e3) / math.log(10)
     jobs, rows = [], []

@@ -95,7 +95,7 @@ def one_world() -> Entry:
 
 
 def contenders(setting: Setting) -> list[Entry]:
-    """Those of the tables."""
+    """The contenders of the tables."""
     names = {one for name in SHOWN for one in (name, name + GLOO)}
     found = [entry for entry in entries_of(setting) if entry.name in names and not isinstance(entry, Absent)]
     return [found[0], one_world(), *found[1:]]
@@ -121,7 +121,7 @@ def costs_of(
 
 
 def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats: int) -> Division:
-    """This rank's row of the second table: medians over so many times `STEPS` steps. Collective."""
+    """This rank's row of the second table: medians over `repeats` times `STEPS` steps. Collective."""
     pipe, rank = running.pipe, dist.get_rank()
     assert pipe is not None
     found: list[Parts] = []
@@ -154,8 +154,8 @@ def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats:
 
 
 def bare_layers(setting: Setting, steps: int) -> tuple[float, float, float]:
-    """Seconds of this rank's layers in a step, without any library: forward, backward, update; medians over so many.
-    All ranks at once.
+    """Seconds of this rank's layers in a step, without any library: forward, backward, update; medians over `steps`
+    steps. All ranks at once.
     """
     job, rank = setting.job, dist.get_rank()
     model, cuts = job.build(), job.cuts(setting.processes)

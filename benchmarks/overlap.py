@@ -64,7 +64,7 @@ def replicated(name: str, overlaps: bool) -> Entry:
 
 
 def hidden_shares(replicas: Running, steps: int) -> list[float]:
-    """Of the sum of each rank in each of some steps, the share that lay below the rank's backward. Collective."""
+    """The share of each rank's sum, in each of `steps` steps, that lay below the rank's backward. Collective."""
     shares = []
     assert replicas.pipe is not None
     for _ in range(steps):

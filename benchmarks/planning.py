@@ -57,7 +57,7 @@ PER_DEVICE = 4
 LONG = 2.0
 """Seconds: what takes longer in the table of planners is timed once."""
 MOST_ORDERED = 32
-"""Devices: beyond so many spp, whose time grows with their fourth power, is left out, as by the search."""
+"""Devices: with more, spp is left out, as by the search; its time grows with their fourth power."""
 
 Row = dict[str, Any]
 Make = Callable[[], Plan]

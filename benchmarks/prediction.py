@@ -54,7 +54,7 @@ BUSY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One schedule on so many processes; the bytes are those of the rank where the prediction is off the most."""
+    """One schedule on a number of processes; the bytes are those of the rank where the prediction is off the most."""
 
     processes: int
     schedule: str
@@ -112,7 +112,7 @@ def pipeline(schedule: str, processes: int, microbatches: int, size: int = MICRO
 
 
 def measure_profile(size: int, iterations: int, warmup: int) -> penstock.Profile:
-    """Of the model with its loss, for microbatches of `size` samples."""
+    """The profile of the model with its loss, for microbatches of `size` samples."""
     tokens, target = batch(1, size)
     return penstock.profile(build(), (tokens,), loss_fn=loss_fn, target=target, iterations=iterations, warmup=warmup)
 
@@ -169,7 +169,7 @@ def measure_peak(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor) -> flo
 def measure_steps(
     pipes: dict[str, penstock.Pipeline], rounds: int, seconds: float, tokens: Tensor, target: Tensor
 ) -> tuple[list[tuple[float, ...]], dict[str, list[float]]]:
-    """For each round the factors for busy processes, and every schedule's seconds per step, as rank 0 sees them."""
+    """The factors for busy processes of each round, and every schedule's seconds per step, as rank 0 sees them."""
     times: dict[str, list[float]] = {name: [] for name in pipes}
     factors = []
     groups = groups_up_to(dist.get_world_size())
@@ -247,7 +247,7 @@ def work(rounds: int, folder: Path) -> None:
 
 
 def measure(processes: int, rounds: int) -> list[Row]:
-    """The rows that worlds of so many processes measure."""
+    """The rows that worlds of `processes` processes measure."""
     with tempfile.TemporaryDirectory() as folder:
         for environment in (ALLOCATOR, {}):
             launch(__file__, processes, ["--worker", folder, "--rounds", str(rounds)], environment)

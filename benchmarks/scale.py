@@ -4,7 +4,7 @@
 
 For 8 and 16 processes of this machine: every schedule, plain and replicated, beside `penstock.reference_train` bit for
 bit; and the seconds until the first step is done, part by part, also of a Llama of a hundred blocks (which needs
-transformers). Then the simulator for 64 to 3,072 devices. So many processes share few cores here: what takes seconds is
+transformers). Then the simulator for 64 to 3,072 devices. Many processes share few cores here: what takes seconds is
 mostly the import of torch in each; the parts that grow with the number of processes are what to look at.
 
     nice -n -10 python benchmarks/scale.py --processes --devices
@@ -51,7 +51,7 @@ BLOCKS, TOKENS = 100, 16
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One pipeline in so many processes; seconds are those of the slowest process."""
+    """One pipeline in a number of processes; seconds are those of the slowest process."""
 
     processes: int
     name: str
@@ -82,7 +82,7 @@ class Layer(nn.Linear):
 
 
 def deep_stack(depth: int) -> nn.Sequential:
-    """A perceptron of so many small layers, in the precision that is compared to the bit."""
+    """A perceptron of `depth` small layers, in the precision that is compared to the bit."""
     torch.manual_seed(0)
     return nn.Sequential(*(Layer(WIDTH, WIDTH) for _ in range(depth))).double()
 
@@ -176,7 +176,7 @@ def work(report: Path, deep: bool) -> None:
 
 
 def fitting(plans: Iterator[tuple[str, penstock.Plan]]) -> list[tuple[str, penstock.Plan]]:
-    """Those that their schedules take."""
+    """The plans that their schedules take."""
     found = []
     for name, plan in plans:
         try:

@@ -85,7 +85,7 @@ def farthest(run: Run, other: Run) -> float:
 
 
 def means(values: Sequence[float]) -> list[float]:
-    """Of each `AVERAGED` updates."""
+    """The mean of each `AVERAGED` updates."""
     return [sum(values[at : at + AVERAGED]) / AVERAGED for at in range(0, len(values) - AVERAGED + 1, AVERAGED)]
 
 

@@ -91,7 +91,7 @@ class Study:
                 yield replace(self._run(task, optimizer, name, rate, SEEDS[0]), updates=task.longer[optimizer])
 
     def _methods(self, task: Task, optimizer: str) -> list[str]:
-        """Those of the study, but the one that has the numbers of another."""
+        """The methods of the study, but the one that has the numbers of another."""
         return [name for name, method in METHODS.items() if method.trains(task.name, optimizer) and name != "flush"]
 
     def _grid(self, task: Task, optimizer: str, method: str) -> list[Run]:
@@ -118,7 +118,7 @@ def seconds_per_update(task: Task, stages: int) -> dict[str, dict[str, float]]:
     """By network and method, without corrections: what an update takes on `stages` devices, as simulated.
 
     The layers are measured on this machine with the samples of one microbatch; a microbatch of a whole minibatch counts
-    as so many times that. Optimizers and corrections take no time.
+    in proportion to its samples. Optimizers and corrections take no time.
     """
     inputs, target = task.batches.held_out
     size = task.samples // MICROBATCHES

@@ -84,12 +84,12 @@ class Count:
 
     @property
     def flops(self) -> int:
-        """Of all together."""
+        """The operations of all products together."""
         return sum(product.flops for product in self.products)
 
     @property
     def critical_flops(self) -> int:
-        """Of those that must be done one after the other."""
+        """The operations of the products that must be done one after the other."""
         return sum(product.flops for product in self.products if product.critical)
 
 
@@ -173,7 +173,7 @@ def build(shape: Sequence[int | str] = VGG_11, channels: int = IMAGE[0], pruned:
 
 
 def patterns_of(model: nn.Sequential, image: Tensor, *, of_image: bool) -> list[Pattern]:
-    """Of the Jacobians of all layers. `of_image`: only entries that are not zero for `image` (C, H, W)."""
+    """The patterns of the Jacobians of all layers. `of_image`: only entries that are not zero for `image` (C, H, W)."""
     found, inputs = [], image.unsqueeze(0)
     for layer in model:
         outputs = layer(inputs).detach()
@@ -203,7 +203,7 @@ def plain_backward(model: nn.Sequential, image: Tensor, *, pruned: bool) -> Coun
 
 
 def entries_of(layer: nn.Conv2d, shape: tuple[int, ...], *, pruned: bool) -> int:
-    """Of the Jacobian of a convolution of one group."""
+    """The entries of the Jacobian of a convolution of one group."""
     if pruned:
         return layer_jacobian(layer, shape, pruned=True).pattern.entries
     # Every pair of channels has as many.

@@ -251,7 +251,7 @@ def _over_gloo(build: Callable[[Setting], Running]) -> Callable[[Setting], Runni
 
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """In its body pipelines are built that send everything through Gloo."""
+    """Pipelines that are built inside send everything through Gloo."""
     os.environ[SHARED_MEMORY] = "0"
     try:
         yield

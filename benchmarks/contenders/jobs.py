@@ -29,7 +29,7 @@ class Job(Protocol):
 
     @property
     def cut_bytes(self) -> int:
-        """Of the activation of a microbatch between two layers; its gradient has as many."""
+        """The bytes of the activation of a microbatch between two layers; its gradient has as many."""
 
     def build(self) -> nn.Module:
         """The model, every time with the same weights."""
@@ -133,7 +133,7 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """`job` on `device`, in microbatches of so many `samples`, a multiple of `MICROBATCH_SIZE`."""
+    """`job` on `device`, in microbatches of `samples` samples, a multiple of `MICROBATCH_SIZE`."""
 
     job: Job
     device: torch.device
@@ -191,7 +191,7 @@ def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A job for so many processes, in so many microbatches a step."""
+    """A job for a number of processes and of microbatches per step."""
 
     job: Job
     processes: int

@@ -6,7 +6,7 @@ from contenders.torch_contenders import torch_entries
 
 
 def entries_of(setting: Setting) -> list[Entry | Absent]:
-    """Those that fit, and the others with the reason why they do not."""
+    """The contenders that fit, and the others with the reason why they do not."""
     return [
         plain_loop(),
         one_stage(),

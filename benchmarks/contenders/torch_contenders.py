@@ -44,7 +44,7 @@ def torch_entries(setting: Setting) -> list[Entry | Absent]:
 
 
 def torch_entries_in_turn(setting: Setting) -> list[Entry]:
-    """Those that run in one process, with as many stages in it as `setting` says processes."""
+    """PyTorch's schedules that run in one process, with as many stages in it as `setting` has processes."""
     return [
         Entry(name, partial(_build_in_turn, replace(method, per_rank=setting.processes)))
         for name, method in METHODS.items()

@@ -128,7 +128,7 @@ def mps_runs() -> bool:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver; empty where there is none."""
+    """The version of NVIDIA's driver; empty where there is none."""
     try:
         reported = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

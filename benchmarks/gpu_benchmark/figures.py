@@ -75,12 +75,14 @@ class Row:
 
     @property
     def host_per_action(self) -> float | None:
-        """Seconds of the host."""
+        """The seconds of the host for an action."""
         return statistics.median(self.host_seconds) / self.actions if self.actions and self.host_seconds else None
 
     @property
     def beyond_plain_per_action(self) -> float | None:
-        """Those of them that the plain loop does not take, whose work all processes together have, but one has not."""
+        """The seconds of the host for an action beyond those of the plain loop; None for one of several processes,
+        which has only a part of the loop's work.
+        """
         if not self.actions or not self.host_seconds or self.processes > 1:
             return None
         pairs = zip(self.host_seconds, self.plain_host_seconds, strict=True)
@@ -110,7 +112,7 @@ def tokens_of(size: Size) -> int:
 
 
 def step_flops(size: Size) -> float:
-    """Of the model, in a step."""
+    """The operations of the model in a step."""
     model = size.model
     return tokens_of(size) * (6 * parameters_of(model) + 12 * model.blocks * model.width * model.context)
 

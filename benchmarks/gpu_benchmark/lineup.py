@@ -69,7 +69,7 @@ class Variant:
 
     @property
     def patience_seconds(self) -> float:
-        """For a contender, from building it to its last turn."""
+        """How long a contender may take, from building it to its last turn."""
         return 60.0 if self.compiler is None else 120.0
 
 
@@ -87,7 +87,7 @@ def variants_of(size: Size) -> tuple[Variant, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The contenders of so many processes, by the library that they are of and the schedule."""
+    """The contenders of a number of processes, by the library that they are of and the schedule."""
 
     processes: int
     ranks: int
@@ -156,7 +156,7 @@ def setting_of(job: Job, size: Size, device: torch.device, ranks: int, variant: 
 def contenders_of(
     launch: Launch, size: Size, device: torch.device, only: re.Pattern[str] | None = None
 ) -> list[Contender]:
-    """Those of `launch` whose names `only` is found in, and all of them without it."""
+    """The contenders of `launch` in whose names `only` is found; all of them without it."""
     usual = variants_of(size)[0]
     setting = setting_of(size.model, size, device, launch.ranks, usual)
     theirs = torch_entries_in_turn(setting) if launch.processes == 1 else torch_entries(setting)

@@ -66,7 +66,7 @@ they run under MPS, which lets kernels of several processes run at the same time
 def legend(sharing: str) -> str:
     """What the columns say; `sharing`: how several processes share the device."""
     return f"""\
-proc, ranks: so many processes share the device, and so many ranks the pipeline has, which take turns in one process.
+proc, ranks: the processes that share the device, and the ranks of the pipeline, which take turns in one process.
 Where several processes share the device, {_SHARING[sharing]}
 ready: seconds to build it and to take three steps, in which it is compiled if its name says so; this is in no other
 column. What the plain loop has compiled lies in a cache when the stage is compiled.

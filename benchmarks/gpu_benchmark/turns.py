@@ -180,7 +180,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Of one contender: seconds of a step until the device was done and until the step returned, and the peak."""
+    """One contender: the seconds of a step until the device was done and until the step returned, and the peak."""
 
     wall: float
     host: float
@@ -194,14 +194,12 @@ def _warm_up(running: Running) -> list[float]:
 
 
 def idle_share(timeline: Timeline) -> float:
-    """Of ranks that share one device: the share of the wall time in which none of them has a forward, a backward or an
-    update under way.
-    """
+    """The share of the wall time in which no rank has a forward, a backward or an update under way."""
     return Timeline(tuple(replace(span, rank=0) for span in timeline.spans), ranks=1).bubble
 
 
 def _actions(pipe: penstock.Pipeline) -> int:
-    """Of the ranks in this process, in a step once the pipe is full."""
+    """The actions of the ranks in this process, in a step once the pipe is full."""
     schedule = pipe.schedule
     ranks = [pipe.rank] if dist.get_world_size() > 1 else range(schedule.ranks)
     return sum(len(schedule.row(rank, Step(schedule.ranks))) for rank in ranks)

@@ -21,7 +21,7 @@ MANY = 300
 
 
 def microseconds(call: Callable[[], object], calls: int = CALLS, batches: int = BATCHES) -> tuple[float, float]:
-    """Of a call: the median over batches, and the least."""
+    """The microseconds of a call: the median over batches, and the least."""
     for _ in range(3):
         call()
     found = []

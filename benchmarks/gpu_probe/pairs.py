@@ -88,7 +88,7 @@ class End:
         self.store.wait([f"{name} {self.peer}"])
 
     def numbers(self, value: float, count: int = 1) -> torch.Tensor:
-        """So many of them."""
+        """(count,) of `value`, on the device."""
         return torch.full((count,), value, device=self.device)
 
 
@@ -209,7 +209,7 @@ def late(end: End) -> None:
 
 
 def abort_in_turn(end: End) -> None:
-    """Of two communicators with a pending receive each, the second one is aborted after the first one."""
+    """Aborts two communicators with a pending receive each, the second one after the first one."""
     groups, _kept = _pending(end)
     for place, group in enumerate(groups):
         start = time.perf_counter()

@@ -146,7 +146,7 @@ def _compile() -> Call:
 
 
 def _communicator() -> Call:
-    """Of one rank: it needs no peer, and takes memory and loads kernels as any other."""
+    """Makes a communicator of one rank: it needs no peer, and takes memory and loads kernels as any other."""
     import torch.distributed as dist
 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

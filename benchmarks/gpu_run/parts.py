@@ -66,7 +66,7 @@ Task = Program | Suite
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tasks that are done one after the other, or so many at once."""
+    """Tasks that are done one after the other, or several at once."""
 
     title: str
     limit_seconds: float
@@ -85,7 +85,7 @@ class Part:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Of all groups."""
+        """The tasks of all groups."""
         return tuple(task for group in self.groups for task in group.tasks)
 
 

@@ -47,7 +47,7 @@ PartFile = dict[str, Any]
 
 
 def parts_in(folder: Path) -> list[PartFile]:
-    """Those whose files are in `folder` or in a folder there, the latest of each."""
+    """The parts whose files are in `folder` or in a folder there, the latest of each."""
     found: dict[int, PartFile] = {}
     for file in [*folder.glob("part-*.json"), *folder.glob("*/part-*.json")]:
         part = json.loads(file.read_text())
@@ -79,7 +79,7 @@ def _shortened(lines: Iterable[str]) -> list[str]:
 
 
 def _wrapped(head: str, items: Iterable[str], most: int = 3) -> list[str]:
-    """`items` in so many lines at most."""
+    """`items` in at most `most` lines."""
     reported = ", ".join(items)
     return (
         textwrap.wrap(f"{head}: {reported}", WIDTH, subsequent_indent="    ", max_lines=most, placeholder=" ...")
@@ -96,7 +96,7 @@ def _found(rows: Sequence[Any], kind: str) -> list[dict[str, Any]]:
 
 
 def _machine(parts: Sequence[PartFile]) -> list[str]:
-    """Of each machine that a part ran on."""
+    """A line for each machine that a part ran on."""
     seen: dict[str, list[int]] = {}
     for part in parts:
         seen.setdefault(f"{_card(part)}; {_versions(part)}; {part['environment'].get('cpus')} CPUs", []).append(
@@ -163,7 +163,7 @@ def _waits(rows: Sequence[Any]) -> list[str]:
 
 
 def _queues(rows: Sequence[Any]) -> list[str]:
-    """Of how many streams how many are held up, by the number of connections."""
+    """The lines that say how many streams are held up, by the number of streams and of connections."""
     pools = {one["priority"]: one["repeats_after"] for one in _found(rows, "pool")}
     lines = _wrapped("pool of streams repeats after", [f"{again} (priority {one})" for one, again in pools.items()], 1)
     found = _found(rows, "queue")

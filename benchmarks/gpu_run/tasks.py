@@ -21,7 +21,7 @@ Status = Literal["done", "failed", "overdue", "skipped", "unreached"]
 LEAST_SECONDS = 8.0
 """To start Python and import torch; with less than this left nothing is begun."""
 FRESH_STARTS = 5
-"""After so many errors of the device a file's tests go on in the same process."""
+"""The number of errors of the device after which a file's tests go on in the same process."""
 NO_CARD = "no CUDA device: torch.cuda.is_available() is false"
 _RAN, _NONE_SELECTED = (0, 1), 5
 

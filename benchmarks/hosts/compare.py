@@ -57,11 +57,11 @@ def table(rate: float, trial: Trial) -> str:
         f"{'ms per step':28}{'median':>9}{'least':>9}{'most':>9}{'predicted':>11}{'ratio':>8}{'over DDP':>10}",
     ]
     for name, seconds in sorted(medians.items(), key=lambda item: item[1]):
-        walls, guess = trial.walls[name], trial.predicted.get(name)
-        told = "" if guess is None else f"{1e3 * guess:11.1f}{guess / seconds:8.3f}"
+        walls, foreseen = trial.walls[name], trial.predicted.get(name)
+        ahead = "" if foreseen is None else f"{1e3 * foreseen:11.1f}{foreseen / seconds:8.3f}"
         ratio = "" if DDP not in medians or name == DDP else f"{medians[DDP] / seconds:9.2f}x"
         lines.append(
-            f"{name:28}{1e3 * seconds:9.1f}{1e3 * min(walls):9.1f}{1e3 * max(walls):9.1f}{told:19}{ratio:>10}".rstrip()
+            f"{name:28}{1e3 * seconds:9.1f}{1e3 * min(walls):9.1f}{1e3 * max(walls):9.1f}{ahead:19}{ratio:>10}".rstrip()
         )
     return "\n".join([*lines, "", trial.plan, findings(trial, medians)])
 

@@ -1,4 +1,4 @@
-"""Who trains on the hosts: DDP, PyTorch's schedules, every one of Penstock's, replicas, and the plan of the planner."""
+"""The contenders on the hosts: DDP, PyTorch's schedules, all of Penstock's, replicas, and the plan of the planner."""
 
 from collections.abc import Sequence
 

@@ -25,7 +25,7 @@ PREFIX = "penstock"
 _PACKET_BYTES = 9000
 """The largest packet: what fast networks use. Smaller ones would take a core for the cutting of messages."""
 _BUCKET_SECONDS, _LEAST_BUCKET_BYTES = 1e-4, 10_000
-"""A link that was idle may pass as many bytes at once as it passes in so many seconds, and a packet at least."""
+"""A link that was idle may pass at once what it passes in these seconds, and at least these bytes, a packet."""
 _QUEUE_SECONDS = 0.05
 """How long a packet may wait for its turn before it is dropped: the memory of a usual switch."""
 _CONTROL = "reno"
@@ -71,7 +71,7 @@ class Network:
             _run("tc", "-n", one.name, "qdisc", "replace", "dev", one.interface, "root", "tbf", *rate)
 
     def cut(self, host: Host) -> None:
-        """Takes down the link of `host`, as if its cable were pulled: nobody is told."""
+        """Takes down the link of `host`, as if its cable were pulled: no end gets a message."""
         _run("ip", "-n", host.name, "link", "set", host.interface, "down")
 
 

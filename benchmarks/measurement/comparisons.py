@@ -119,7 +119,7 @@ def _shares(row: Row) -> tuple[tuple[float | None, int], ...]:
 
 
 def _most(numbers: Sequence[float] | None) -> str:
-    """Of the rank that has the most, in MB."""
+    """The number of the rank that has the most, in MB."""
     return f"{max(numbers) / 1e6:.3g}" if numbers else ""
 
 

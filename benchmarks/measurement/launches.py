@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 def launch(script: str, processes: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """Runs `script` in so many processes of torchrun, with one thread each, and waits for them."""
+    """Runs `script` in `processes` processes of torchrun, with one thread each, and waits for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     one_thread = {"OMP_NUM_THREADS": "1"}
     subprocess.run([*command, script, *arguments], check=True, env={**os.environ, **one_thread, **(environment or {})})
@@ -27,7 +27,7 @@ def launch(script: str, processes: int, arguments: Sequence[str], environment: M
 
 @contextmanager
 def outside_the_launch() -> Iterator[None]:
-    """In its body a pipeline takes this process for one alone. To be called before the processes have joined."""
+    """Pipelines that are built inside take this process for one alone. Call it before the processes have joined."""
     assert not dist.is_initialized()
     size = os.environ.pop("WORLD_SIZE", None)
     try:

@@ -25,7 +25,7 @@ TURN_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one contender, in seconds per step, one for each round."""
+    """The times of one contender, in seconds per step, one for each round."""
 
     wall: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)

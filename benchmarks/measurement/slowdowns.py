@@ -16,7 +16,7 @@ def seconds_in_company(
 ) -> tuple[float, ...]:
     """Seconds of `work` when 1, 2, ... processes do it at once. Collective.
 
-    `groups`: of the first 1, 2, ... processes. `least`: about so many seconds of each are measured. A group waits for
+    `groups`: of the first 1, 2, ... processes. `least`: about how many seconds of each are measured. A group waits for
     its slowest.
     """
     single = alone(lambda: timed(work, least))

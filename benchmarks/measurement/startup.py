@@ -40,7 +40,7 @@ def timed_start(build: Callable[[], penstock.Pipeline]) -> tuple[penstock.Pipeli
 
 @contextmanager
 def _watched(seconds: dict[str, float]) -> Iterator[None]:
-    """In its body the calls of PARTS add what they take to `seconds`."""
+    """Calls of PARTS that are made inside add what they take to `seconds`."""
     watched = {place: getattr(*place) for place in PARTS}
     for (module, name), function in watched.items():
         setattr(module, name, _timed(function, PARTS[module, name], seconds))

@@ -39,7 +39,7 @@ class Parts:
 
 
 def parts_of(spans: Iterable[Span], rank: int, steps: int, step_seconds: float) -> Parts:
-    """What `rank` did in so many steps, of `step_seconds` each. `spans`: of all ranks, in these steps only.
+    """What `rank` did in `steps` steps, of `step_seconds` each. `spans`: of all ranks, in these steps only.
 
     `ValueError` if the rank did not do equally much in every step: then spans cannot be assigned to steps.
     """

@@ -22,7 +22,7 @@ class Case:
     build: Callable[[], nn.Module]
     """Makes the model; called with seeded generators, once for every training."""
     draw: Callable[[int, int], Any]
-    """Makes the inputs of so many samples of this length: a tuple of arguments or a dict of keywords."""
+    """Makes the inputs for a number of samples of a length: a tuple of arguments or a dict of keywords."""
     lengths: Sequence[int] = (8, 11)
     """The length in the sample, and another one; one number if the model has no free length."""
     microbatches: int = 2

@@ -82,7 +82,7 @@ XS = {
 
 
 def graph(samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """So many nodes, and edges between them."""
+    """Six nodes for every sample, and edges between them."""
     nodes = 6 * samples
     return torch.randn(nodes, 8), torch.stack([torch.arange(nodes), (torch.arange(nodes) * 5 + 1) % nodes])
 

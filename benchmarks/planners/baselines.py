@@ -59,8 +59,8 @@ def plan_data_parallel(profile: Profile, cluster: Cluster, request: Request) -> 
 def plan_gpipe(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """Equally many layers on every device, the earlier ones with the remainder; on as many devices as there are layers.
 
-    `request.stages` takes the first so many devices instead. `PlanError` if that is more than there are layers or
-    devices, or if it does not fit in memory.
+    `request.stages` takes that number of devices instead, the first ones. `PlanError` if that is more than there are
+    layers or devices, or if it does not fit in memory.
     """
     count = min(cluster.devices, len(profile)) if request.stages is None else request.stages
     count = replace(request, schedule=GPIPE.name, stages=count, stages_per_rank=1).stage_count(cluster.devices)
@@ -146,7 +146,7 @@ def _virtual_workers(cluster: Cluster, size: int | None, arrangement: Arrangemen
 
 
 def _exchange_seconds(costs: ChainCosts, cluster: Cluster, workers: Sequence[tuple[int, ...]]) -> list[Matrix]:
-    """Of every cut, at every layer: activations and gradients over the slowest of the workers' links."""
+    """The seconds of activations and gradients over the slowest of the workers' links, of every cut, at every layer."""
     speeds, latencies = link_speeds(cluster), link_latencies(cluster)
     seconds = []
     for hops in zip(*(tuple(pairwise(worker)) for worker in workers), strict=True):
@@ -156,7 +156,7 @@ def _exchange_seconds(costs: ChainCosts, cluster: Cluster, workers: Sequence[tup
 
 
 def _fitting(profile: Profile, cluster: Cluster, request: Request, stages: int, workers: int) -> list[Matrix]:
-    """Of every stage the seconds of all intervals of layers; infinite where they do not fit."""
+    """The seconds of all intervals of layers, for every stage; infinite where they do not fit."""
     plain, costs = chain_costs(profile), chain_costs(profile, recompute=request.recompute)
     in_flight = [min(ceil(request.microbatches / workers), stages - stage) for stage in range(stages)]
     # One alone has nothing to recompute: its backward directly follows its forward.

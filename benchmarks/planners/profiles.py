@@ -22,7 +22,7 @@ GNMT_SAMPLES = 64
 
 
 def load_profiles(data: Path | None, names: list[str]) -> dict[str, Profile]:
-    """Those of the repository and of the folder `data`; all, or those named."""
+    """The profiles of the repository and of the folder `data`; all, or those named."""
     readers: dict[str, tuple[Any, Path]] = {}
     for path in sorted((ROOT / "tests" / "data" / "pipedream").glob("*/graph.txt")):
         readers[path.parent.name] = (read_pipedream, path)
@@ -140,7 +140,7 @@ class _Node(tuple[str, int, float, float, float, float]):
 
 
 def _edges(edges: list[dict[str, Any]], size: str, kept: set[int]) -> tuple[dict[int, float], dict[int, list[int]]]:
-    """Of every kept node the bytes of its output and who reads it."""
+    """The bytes of the output of every kept node, and the nodes that read it."""
     sizes: dict[int, float] = defaultdict(float)
     readers: dict[int, list[int]] = defaultdict(list)
     for edge in edges:

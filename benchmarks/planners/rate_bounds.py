@@ -76,7 +76,7 @@ class RateBounds:
             fastest, slowest, latency = self._link(one.ranks, other.ranks, split=split)
             size = self._crossing[other.start] / (len(one.ranks) * len(other.ranks) if split else 1)
             sent.append(size / fastest + latency)
-            # Every link between replicas carries so many of the messages or one more.
+            # Every link between replicas carries this number of the messages or one more.
             turns = counted // lcm(strides[index], strides[index + 1]) / per_minibatch
             for ends in ((one.ranks, other.ranks), (other.ranks, one.ranks)):
                 messages[ends] += turns * size / slowest

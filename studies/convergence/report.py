@@ -40,7 +40,7 @@ class Group:
         return [record for record in self.records if (record["method"], record["rate"]) == (method, rate)]
 
     def methods(self) -> list[str]:
-        """Those that have runs, in the order of the study."""
+        """The methods that have runs, in the order of the study."""
         run = {record["method"] for record in self.records}
         return [name for name in METHODS if SAME.get(name, name) in run]
 
@@ -297,7 +297,7 @@ _SECOND |= {"pipedream, weight prediction": 3, "2bw, weight prediction": 3, "2bw
 
 
 def _course_panel(group: Group, kind: str, names: Sequence[str], per_update: dict[str, float], x_title: str) -> Panel:
-    """The losses of each method at its best rate; an update takes so many of what `x_title` says."""
+    """The losses of each method at its best rate; `per_update`: what an update takes of what `x_title` says."""
     curves = []
     for name in names:
         if name in group.methods():

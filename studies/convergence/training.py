@@ -30,7 +30,7 @@ WARM_UP = 0.1
 QUICK = 4
 """Updates that show whether a method runs, and the least from one validation to the next."""
 LOST = 3.0
-"""A run that meets a minibatch whose loss is so many times the first one's has diverged, and ends."""
+"""A run that meets a minibatch whose loss is this many times the first one's has diverged, and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def make_optimizers(task: Task, name: str, rate: float, variant: str) -> MakeOpt
 
 
 def make_scheduler(updates: int) -> MakeScheduler:
-    """A warm-up and a cosine over so many updates."""
+    """A warm-up and a cosine over `updates` updates."""
 
     def factor(update: int) -> float:
         return min(1.0, (update + 1) / (WARM_UP * updates)) * (0.55 + 0.45 * math.cos(math.pi * update / updates))

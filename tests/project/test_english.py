@@ -9,9 +9,9 @@ from support.paths import ROOT
 
 # The patterns and the planted cases have the words themselves.
 PLANTED = {ROOT / "tests" / "support" / "english.py", ROOT / "tests" / "project" / "test_english.py"}
-CODE = {*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")} - PLANTED
-PAGES = sorted([*CODE, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-PROGRAMS = sorted(path for folder in ("src", "tests", "examples", "studies") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("src", "tests", "benchmarks", "examples", "studies")
+PROGRAMS = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} - PLANTED)
+PAGES = sorted([*PROGRAMS, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 
 
 def faults_in(path: Path) -> list[str]:
