@@ -99,8 +99,11 @@ class Refiner:
         for family in progress_line(order[:_RANKED], lambda family: str(family.schedule), "improving", progress):
             own = looked[family]
             if own and own[0].seconds <= _NEAR * best:
-                improved[family] = self._improve(family, own[0])
+                improved[family] = self._improve(family, own[0], best)
+                best = min(best, improved[family].seconds)
         adopted = self._adopt(improved)
+        if self._cluster.memory_bytes is None:
+            order = [family for family in order if looked[family]]
         found = []
         for family in order[:_RANKED]:
             own = [*adopted.get(family, ()), *looked[family]]
@@ -109,18 +112,13 @@ class Refiner:
         return found
 
     def _least_seconds(self, plan: Plan) -> float:
-        """The least seconds for a sample that any cuts of `plan` can take; without replicas, that is what the slowest
-        stage or link takes, if `plan` has the cuts that make this least.
-        """
-        profile = self._profiles[plan.microbatch_size or 0]
-        if max(plan.replicas) > 1:
-            return profile.seconds / plan.ranks / profile.microbatch_size
-        return self._search(family_of(plan)).slowest_seconds(plan) / profile.microbatch_size
+        return self._search(family_of(plan)).least_seconds(plan)
 
     def _look(self, family: Family, plans: Sequence[Plan], best: float) -> list[Timed]:
         """The first proposals of a family, timed, with the best of them improved a little; fastest first.
 
-        Those that cannot be as fast as `best` seconds a sample are left out, unless there are no others.
+        Those that cannot be as fast as `best` seconds a sample are left out, unless there are no others; then the best
+        is looked at if it can be nearly as fast.
         """
         search = self._search(family)
         effort = Effort(_QUICK * self._cluster.devices)
@@ -128,7 +126,9 @@ class Refiner:
         for plan in sorted(plans, key=search.estimate_seconds):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
         seeds = list(shapes.values())
-        seeds = [alike for alike in seeds if min(map(self._least_seconds, alike)) <= best] or seeds[:1]
+        seeds = [alike for alike in seeds if min(map(search.least_seconds, alike)) <= best] or [
+            alike for alike in seeds[:1] if min(map(search.least_seconds, alike)) <= _NEAR * best
+        ]
         timed = [found for alike in seeds[:_SEEDS] if (found := search.time(*alike, effort=effort)) is not None]
         timed.sort(key=lambda found: found.seconds)
         if not timed or timed[0].seconds > _HOPELESS * best:
@@ -139,13 +139,14 @@ class Refiner:
         first = min(moved, key=lambda found: found.seconds)
         return [search.move_cuts(first, effort), *sorted(timed, key=lambda found: found.seconds)]
 
-    def _improve(self, family: Family, timed: Timed) -> Timed:
+    def _improve(self, family: Family, timed: Timed, best: float) -> Timed:
+        """The plan of a family after a local search, among structures that can be faster than `best`."""
         search = self._search(family)
         effort = Effort(max(_LEAST, _DEEP * self._cluster.devices))
         timed = search.move_cuts(timed, effort)
         ranks = self._cluster.devices if self._constraints.every_device else None
         return search.move_replicas(
-            timed, effort, straight=family.straight, stages=self._constraints.stages, ranks=ranks
+            timed, effort, below=best, straight=family.straight, stages=self._constraints.stages, ranks=ranks
         )
 
     def _adopt(self, improved: Mapping[Family, Timed]) -> dict[Family, list[Timed]]:
@@ -173,8 +174,7 @@ class Refiner:
             # Moves leave room for messages, which the proposals do not.
             buffers = 0 if self._cluster.memory_bytes is None else _BUFFERS
             costs = chain_costs(profile, recompute=family.recompute, buffers=buffers)
-            allreduce = self._constraints.allreduce
-            self._searches[key] = LocalSearch(profile, costs, self._cluster, allreduce, self._assumptions)
+            self._searches[key] = LocalSearch(profile, costs, self._cluster, self._assumptions)
         return self._searches[key]
 
     def _microbatches(self, profile: Profile) -> dict[ScheduleDefinition | str, int]:
