@@ -1,7 +1,7 @@
 """Families: the proposals of one kind, of which the local search makes the best plan of that kind.
 
-A family has one schedule, with or without replicas, with or without recomputation, one microbatch size and one number
-of stages per rank.
+A family has one schedule, with or without replicas, which split microbatches or not, with or without recomputation, one
+microbatch size and one number of stages per rank.
 
 Which layers and ranks go together depends little on the schedule. So the stages that are proposed for one schedule are
 tried under all others, too, and in the end those of the fastest families in the other families. In all else the search
@@ -33,6 +33,8 @@ class Family:
 
     schedule: ScheduleDefinition | str
     straight: bool
+    splits: bool
+    """Whether replicas split every microbatch."""
     recompute: bool
     microbatch_size: int | None
     stages_per_rank: int
@@ -41,7 +43,8 @@ class Family:
 def family_of(plan: Plan) -> Family:
     """The family of `plan`."""
     straight = max(plan.replicas) == 1
-    return Family(plan.schedule, straight, plan.recompute, plan.microbatch_size, plan.stages_per_rank)
+    splits = not straight and plan.routing == "split"
+    return Family(plan.schedule, straight, splits, plan.recompute, plan.microbatch_size, plan.stages_per_rank)
 
 
 def share_stages(

@@ -155,24 +155,32 @@ class LocalSearch:
         return self._slowest_seconds(plan) / self._profile.microbatch_size
 
     def estimate_seconds(self, plan: Plan) -> float:
-        """The seconds for a sample by closed form."""
-        if not plan.definition.layout.has_several:
-            return self.least_seconds(plan)
-        slowest = self._slowest_seconds(plan) / max(plan.replicas)
-        return slowest * count_rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
+        """The seconds for a sample of `plan` with its own cuts, if every round takes as long as its slowest part."""
+        return self._slowest_seconds(plan) * count_rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
 
     def _slowest_seconds(self, plan: Plan) -> float:
-        """The seconds per microbatch of the slowest rank or link, where links carry both directions at once."""
+        """The seconds per microbatch of the slowest rank, link or all-reduce, where links carry both directions at once
+        and messages of replicas have links of their own.
+        """
         ranks: dict[tuple[int, ...], float] = {}
         links: dict[tuple[int, int], float] = {}
+        split = plan.placement.split
+        longest = 0.0
         for stage in plan.stages:
-            ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + float(self._costs.seconds[stage.start, stage.stop])
+            count = len(stage.ranks)
+            work = float(self._costs.seconds[stage.start, stage.stop]) / count
+            ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + work
+            if count > 1:
+                turns = count if plan.definition.updates_per_microbatch else plan.microbatches
+                longest = max(longest, self._bounds.reduce_seconds(stage) / turns)
         for one, other in pairwise(plan.stages):
-            pair = one.ranks[-1], other.ranks[0]
-            if pair[0] != pair[1]:
-                sent = float(self._sums.crossing[other.start]) / self._bandwidth(pair)
+            if one.ranks != other.ranks:
+                counts = len(one.ranks), len(other.ranks)
+                ways = counts[0] * counts[1] if split else max(counts)
+                pair = one.ranks[-1], other.ranks[0]
+                sent = float(self._sums.crossing[other.start]) / (self._bandwidth(pair) * ways)
                 links[pair] = links.get(pair, 0.0) + sent
-        return max(*ranks.values(), *links.values(), 0.0)
+        return max(*ranks.values(), *links.values(), longest)
 
     def move_cuts(self, timed: Timed, effort: Effort, most_rounds: int = _MOST_ROUNDS) -> Timed:
         """The plan after moves of cuts, as long as they make it faster."""

@@ -24,7 +24,7 @@ from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.cut_variants import LayerSums
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, Stage
 
 __all__ = ["LowerBounds"]
 
@@ -68,6 +68,11 @@ class LowerBounds:
             self._found[key] = limit, cuts
         return cuts
 
+    def reduce_seconds(self, stage: Stage) -> float:
+        """The seconds of an all-reduce of `stage`."""
+        fixed, slope = self._ring(stage.ranks)
+        return fixed + slope * float(self._costs.parameter_bytes[stage.start, stage.stop])
+
     def _key(self, plan: Plan) -> object:
         return (tuple(stage.ranks for stage in plan.stages), plan.microbatches, plan.routing, *_kind_of(plan))
 
@@ -88,20 +93,21 @@ class LowerBounds:
         definition, split = plan.definition, plan.placement.split
         share = replicas if split else 1
         turns = 1 if split else replicas
+        rounds = plan.microbatches / turns
         work = self._costs.seconds / share
-        reduced = ring[0] + ring[1] * self._costs.parameter_bytes
+        last = self._sums.backward + (self._sums.forward if plan.recompute else 0.0)
+        exposed = 0.0
+        if replicas > 1:
+            exposed = np.maximum(0.0, ring[0] + ring[1] * self._costs.parameter_bytes - (last - last[:, None]) / share)
         if definition.updates_per_microbatch:
-            each: Matrix = np.maximum(work, reduced) * (plan.microbatches / turns)
+            each: Matrix = (work + exposed) * rounds
             return each
         if not definition.flushes:
-            whole: Matrix = np.maximum(work * (plan.microbatches / turns), reduced)
+            whole: Matrix = work * rounds + exposed
             return whole
-        work = work * ceil(plan.microbatches / turns)
-        last = self._sums.backward + (self._sums.forward if plan.recompute else 0.0)
-        hidden = (last[None, :] - last[:, None]) / share
+        work = work * ceil(rounds)
         behind = 0.0 if definition.splits_backward else self._sums.backward[:, None] / widest
-        ends = np.maximum(work + behind, work - hidden + reduced if replicas > 1 else 0.0)
-        table: Matrix = self._sums.forward[:, None] / widest + ends
+        table: Matrix = self._sums.forward[:, None] / widest + np.maximum(work + behind, work + exposed)
         return table
 
     def _exchange(self, plan: Plan) -> list[Matrix]:

@@ -1,6 +1,7 @@
 """Refinement: from the proposals of the planners to the best plan of every family, by local search."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import inf
 
 from penstock.planning.search.constraints import PlanConstraints
@@ -125,7 +126,9 @@ class Refiner:
         shapes: dict[object, list[Plan]] = {}
         for plan in sorted(plans, key=search.estimate_seconds):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
-        seeds = list(shapes.values())
+        least = sorted(shapes.values(), key=lambda alike: min(map(search.least_seconds, alike)))
+        both = chain.from_iterable(zip(shapes.values(), least, strict=True))
+        seeds = list({id(alike): alike for alike in both}.values())
         seeds = [alike for alike in seeds if min(map(search.least_seconds, alike)) <= best] or [
             alike for alike in seeds[:1] if min(map(search.least_seconds, alike)) <= _NEAR * best
         ]
