@@ -286,7 +286,8 @@ class LocalSearch:
             changed = self._rearrange(plan, replicas)
             if changed is not None:
                 least = self.least_seconds(changed)
-                scored += [(least, changed)] if least < below else []
+                # A deeper pipeline is further from its bound.
+                scored += [(least * count_rounds(changed), changed)] if least < below else []
         scored.sort(key=lambda pair: pair[0])
         return [changed for _, changed in scored]
 
