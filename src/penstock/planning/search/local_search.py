@@ -31,7 +31,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["Effort", "LocalSearch", "Timed", "shape_of"]
+__all__ = ["Effort", "LocalSearch", "Timed", "cuts_of", "shape_of"]
 
 _PLACES = 400
 """The most moves of single cuts in a round; on longer chains, places far from a cut are left out."""
@@ -104,19 +104,19 @@ class LocalSearch:
         """By structure; None if it cannot run."""
         self._kept_actions = 0
 
-    def time(self, plan: Plan, *alike: Plan, effort: Effort) -> Timed | None:
-        """`plan` with the best of its own cuts, those of plans that are `alike` but for the cuts, and those that
-        balance it; None if there is no effort left, or if nothing fits.
+    def time(self, plan: Plan, *, cuts: Sequence[tuple[int, ...]], effort: Effort) -> Timed | None:
+        """`plan` with the best of `cuts` and of those with the least bound; None if there is no effort left, or if
+        nothing fits.
         """
         if effort.actions <= 0:
             return None
         variants = self._variants_of(plan, effort)
         if variants is None:
             return None
-        cuts = dict.fromkeys(map(_cuts, (plan, *alike)))
+        every = dict.fromkeys(cuts)
         if not plan.definition.layout.has_several:
-            cuts |= dict.fromkeys(filter(None, [self._bounds.cuts(plan)]))
-        return self._best(plan, variants, np.array(list(cuts)), effort, np.inf)
+            every |= dict.fromkeys(filter(None, [self._bounds.cuts(plan)]))
+        return self._best(plan, variants, np.array(list(every)), effort, np.inf)
 
     def _variants_of(self, plan: Plan, effort: Effort) -> PlanVariants | None:
         """What times other cuts of `plan`; None if it cannot run."""
@@ -142,7 +142,7 @@ class LocalSearch:
             return None
         shape = shape_of(other)
         changed = self._arrange(plan, shape)
-        return changed if changed is None or len(other.stages) > len(shape) else _moved(changed, _cuts(other))
+        return changed if changed is None or len(other.stages) > len(shape) else _moved(changed, cuts_of(other))
 
     def least_seconds(self, plan: Plan) -> float:
         """The seconds for a sample that `plan` takes at least, whatever its cuts; where a rank holds several stages and
@@ -187,7 +187,7 @@ class LocalSearch:
         for _ in range(most_rounds):
             if effort.actions <= 0:
                 break
-            moves = _moves(np.array(_cuts(timed.plan)))
+            moves = _moves(np.array(cuts_of(timed.plan)))
             found = self._best(timed.plan, timed.variants, moves, effort, timed.seconds * _BETTER)
             if found is None:
                 break
@@ -217,8 +217,12 @@ class LocalSearch:
                 islice((each for each in changed if shape_of(each) not in tried and effort.covers(each)), _TRIED)
             )
             tried.update(map(shape_of, fresh))
-            cut = [_moved(each, self._bounds.cuts(each)) for each in fresh]
-            timings = [found for each in cut if (found := self.time(each, effort=effort)) is not None]
+            before = cuts_of(here.plan)
+            timings = [
+                found
+                for each in fresh
+                if (found := self.time(each, cuts=_adapted(before, len(each.stages)), effort=effort)) is not None
+            ]
             if not timings:
                 break
             # The closed form's cuts may be far from the best, so each is improved before they are compared.
@@ -286,10 +290,10 @@ class LocalSearch:
             changed = self._rearrange(plan, replicas)
             if changed is not None:
                 least = self.least_seconds(changed)
-                # A deeper pipeline is further from its bound.
-                scored += [(least * count_rounds(changed), changed)] if least < below else []
-        scored.sort(key=lambda pair: pair[0])
-        return [changed for _, changed in scored]
+                # Deeper pipelines, and those on fewer devices, are further from their bounds.
+                scored += [(least * count_rounds(changed), -changed.ranks, changed)] if least < below else []
+        scored.sort(key=lambda each: each[:2])
+        return [changed for *_, changed in scored]
 
     def _rearrange(self, plan: Plan, replicas: Sequence[int]) -> Plan | None:
         """`plan` with other replicas, on ranks in the same order; None if its schedule cannot run them."""
@@ -345,6 +349,18 @@ def _neighbors(replicas: tuple[int, ...], devices: int, straight: bool) -> Itera
                 yield (width,) * depth
 
 
+def _adapted(cuts: tuple[int, ...], stages: int) -> list[tuple[int, ...]]:
+    """`cuts` for another number of stages: without one of them, or with one more in the middle of a stage."""
+    if stages == len(cuts) - 1:
+        return [cuts]
+    if stages == len(cuts) - 2:
+        return [cuts[:index] + cuts[index + 1 :] for index in range(1, len(cuts) - 1)]
+    if stages == len(cuts):
+        middles = [(index, (start + stop) // 2) for index, (start, stop) in enumerate(pairwise(cuts), start=1)]
+        return [(*cuts[:index], cut, *cuts[index:]) for index, cut in middles if cuts[index - 1] < cut]
+    return []
+
+
 def _moves(cuts: Counts) -> Counts:
     """All cuts that differ by one move."""
     count = len(cuts) - 2
@@ -379,7 +395,7 @@ def _structure_of(plan: Plan) -> object:
     return plan.schedule, ranks, plan.microbatches, plan.vertical_sync, plan.recompute, plan.routing
 
 
-def _cuts(plan: Plan) -> tuple[int, ...]:
+def cuts_of(plan: Plan) -> tuple[int, ...]:
     return (0, *(stage.stop for stage in plan.stages))
 
 

@@ -6,7 +6,7 @@ from math import inf
 
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.families import Family, family_of, fastest, share_stages
-from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
+from penstock.planning.search.local_search import Effort, LocalSearch, Timed, cuts_of, shape_of
 from penstock.planning.stage_costs import chain_costs, simulator_options
 from penstock.progress import progress_line
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -97,9 +97,10 @@ class Refiner:
             best = min([best, *(timed.seconds for timed in looked[family][:1])])
         order.sort(key=lambda family: looked[family][0].seconds if looked[family] else inf)
         improved: dict[Family, Timed] = {}
+        near = _NEAR * best
         for family in progress_line(order[:_RANKED], lambda family: str(family.schedule), "improving", progress):
             own = looked[family]
-            if own and own[0].seconds <= _NEAR * best:
+            if own and own[0].seconds <= near:
                 improved[family] = self._improve(family, own[0], best)
                 best = min(best, improved[family].seconds)
         adopted = self._adopt(improved)
@@ -132,7 +133,11 @@ class Refiner:
         seeds = [alike for alike in seeds if min(map(search.least_seconds, alike)) <= best] or [
             alike for alike in seeds[:1] if min(map(search.least_seconds, alike)) <= _NEAR * best
         ]
-        timed = [found for alike in seeds[:_SEEDS] if (found := search.time(*alike, effort=effort)) is not None]
+        timed = [
+            found
+            for alike in seeds[:_SEEDS]
+            if (found := search.time(alike[0], cuts=list(map(cuts_of, alike)), effort=effort)) is not None
+        ]
         timed.sort(key=lambda found: found.seconds)
         if not timed or timed[0].seconds > _HOPELESS * best:
             return timed
@@ -165,7 +170,7 @@ class Refiner:
                 if made is None or family_of(made) != family or not self._constraints.accepts(made):
                     continue
                 effort = Effort(_QUICK * self._cluster.devices)
-                other = search.time(made, effort=effort)
+                other = search.time(made, cuts=[cuts_of(made)], effort=effort)
                 found += [search.move_cuts(other, effort)] if other is not None else []
             adopted[family] = sorted(found, key=lambda timed: timed.seconds)
         return adopted
