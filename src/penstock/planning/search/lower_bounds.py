@@ -82,23 +82,27 @@ class LowerBounds:
         split, count = plan.placement.split, len(ranks)
         fixed, slope = self._ring(ranks)
         widest = max(plan.replicas) if split else 1
-        key = count, split, fixed, slope, plan.microbatches, widest, *_kind_of(plan)
+        last = stage == len(plan.stages) - 1
+        key = count, split, fixed, slope, plan.microbatches, widest, last and plan.recompute, *_kind_of(plan)
         if key not in self._tables:
             if len(self._tables) * self._costs.seconds.size > _KEPT_NUMBERS:
                 self._tables.clear()
-            self._tables[key] = self._table(plan, count, (fixed, slope), widest)
+            self._tables[key] = self._table(plan, count, (fixed, slope), widest, last=last)
         return self._tables[key][starts]
 
-    def _table(self, plan: Plan, replicas: int, ring: tuple[float, float], widest: int) -> Matrix:
+    def _table(self, plan: Plan, replicas: int, ring: tuple[float, float], widest: int, *, last: bool) -> Matrix:
         definition, split = plan.definition, plan.placement.split
         share = replicas if split else 1
         turns = 1 if split else replicas
         rounds = plan.microbatches / turns
-        work = self._costs.seconds / share
-        last = self._sums.backward + (self._sums.forward if plan.recompute else 0.0)
-        exposed = 0.0
+        again = self._sums.forward if plan.recompute else np.zeros_like(self._sums.forward)
+        # The last stage may recompute nothing.
+        work = (self._costs.seconds - (again - again[:, None] if last else 0.0)) / share
+        exposed: float | Matrix = 0.0
         if replicas > 1:
-            exposed = np.maximum(0.0, ring[0] + ring[1] * self._costs.parameter_bytes - (last - last[:, None]) / share)
+            hidden = self._sums.backward + again
+            reduced = ring[0] + ring[1] * self._costs.parameter_bytes
+            exposed = np.maximum(0.0, reduced - (hidden - hidden[:, None]) / share)
         if definition.updates_per_microbatch:
             each: Matrix = (work + exposed) * rounds
             return each
@@ -107,7 +111,7 @@ class LowerBounds:
             return whole
         work = work * ceil(rounds)
         behind = 0.0 if definition.splits_backward else self._sums.backward[:, None] / widest
-        table: Matrix = self._sums.forward[:, None] / widest + np.maximum(work + behind, work + exposed)
+        table: Matrix = self._sums.forward[:, None] / widest + work + np.maximum(behind, exposed)
         return table
 
     def _exchange(self, plan: Plan) -> list[Matrix]:

@@ -105,7 +105,7 @@ class Refiner:
                 best = min(best, improved[family].seconds)
         adopted = self._adopt(improved)
         if self._cluster.memory_bytes is None:
-            order = [family for family in order if looked[family]]
+            order = [family for family in order if looked[family]] or order
         found = []
         for family in order[:_RANKED]:
             own = [*adopted.get(family, ()), *looked[family]]
@@ -127,15 +127,16 @@ class Refiner:
         shapes: dict[object, list[Plan]] = {}
         for plan in sorted(plans, key=search.estimate_seconds):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
-        least = sorted(shapes.values(), key=lambda alike: min(map(search.least_seconds, alike)))
-        both = chain.from_iterable(zip(shapes.values(), least, strict=True))
-        seeds = list({id(alike): alike for alike in both}.values())
-        seeds = [alike for alike in seeds if min(map(search.least_seconds, alike)) <= best] or [
-            alike for alike in seeds[:1] if min(map(search.least_seconds, alike)) <= _NEAR * best
-        ]
+        seeds = list(shapes.values())
+        bounds = [min(map(search.least_seconds, alike)) for alike in seeds]
+        by_bound = sorted(range(len(seeds)), key=bounds.__getitem__)
+        # The closed form is too pessimistic for some structures and the bound too optimistic for others.
+        both = list(dict.fromkeys(chain.from_iterable(enumerate(by_bound))))
+        chosen = [seed for seed in both if bounds[seed] <= best]
+        chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEAR * best]
         timed = [
             found
-            for alike in seeds[:_SEEDS]
+            for alike in map(seeds.__getitem__, chosen[:_SEEDS])
             if (found := search.time(alike[0], cuts=list(map(cuts_of, alike)), effort=effort)) is not None
         ]
         timed.sort(key=lambda found: found.seconds)
@@ -160,7 +161,8 @@ class Refiner:
     def _adopt(self, improved: Mapping[Family, Timed]) -> dict[Family, list[Timed]]:
         """The best plan of every family, after a try of the stages of the fastest families; and its own, behind it."""
         shapes: dict[object, Plan] = {}
-        for timed in sorted(improved.values(), key=lambda timed: timed.seconds):
+        fastest_first = sorted(improved.values(), key=lambda timed: timed.seconds)
+        for timed in fastest_first:
             shapes.setdefault(shape_of(timed.plan), timed.plan)
         adopted = {}
         for family, own in improved.items():
@@ -168,6 +170,8 @@ class Refiner:
             for shape, plan in list(shapes.items())[:_ADOPTED]:
                 made = search.adopt(own.plan, plan) if shape != shape_of(own.plan) else None
                 if made is None or family_of(made) != family or not self._constraints.accepts(made):
+                    continue
+                if search.least_seconds(made) > fastest_first[0].seconds:
                     continue
                 effort = Effort(_QUICK * self._cluster.devices)
                 other = search.time(made, cuts=[cuts_of(made)], effort=effort)
