@@ -321,7 +321,7 @@ class _Sorter:
         cuts = {rank: self._cuts_of(own) for rank, own in self.written.items()}
         position, passed, queues = self.position, self.passed, self.queues
         waiting: dict[int, int] = {}
-        ready = [rank for rank in reversed(self.written) if rank not in self.reducing]
+        ready = [rank for rank in list(self.written)[::-1] if rank not in self.reducing]
         while ready:
             rank = ready.pop()
             own, place, stop, marked = self.written[rank], places[rank], stops[rank], self.marked[rank]

@@ -4,9 +4,10 @@ A family has one schedule, with or without replicas, which split microbatches or
 microbatch size and one number of stages per rank.
 
 Which layers and ranks go together depends little on the schedule. So the stages that are proposed for one schedule are
-tried under all others, too, and in the end those of the fastest families in the other families. In all else the search
-in a family does not depend on the others. So a wish that excludes families only takes stages away from the remaining
-ones.
+tried under all others, too, and in the end those of the fastest families in the other families. Structures that cannot
+be as fast as the best plan of any family are not searched (`lower_bounds`). In all else the search in a family does not
+depend on the others. So a wish that excludes families takes stages away from the remaining ones, and adds only
+structures that are slower than the best plan without the wish.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +45,14 @@ def family_of(plan: Plan) -> Family:
     """The family of `plan`."""
     straight = max(plan.replicas) == 1
     splits = not straight and plan.routing == "split"
-    return Family(plan.schedule, straight, splits, plan.recompute, plan.microbatch_size, plan.stages_per_rank)
+    return Family(
+        plan.schedule,
+        straight,
+        splits=splits,
+        recompute=plan.recompute,
+        microbatch_size=plan.microbatch_size,
+        stages_per_rank=plan.stages_per_rank,
+    )
 
 
 def share_stages(

@@ -6,8 +6,8 @@ neighborhood. The moves are:
   1. one cut to any place between its neighbors, or adjacent cuts by the same few layers. `PlanVariants` times all of
      these in one pass, so that all are tried in every round;
   2. other replicas: one moves to another stage, two stages become one, a stage becomes two, one device more or fewer is
-     used. Each needs a simulation of its own. They are ordered by the closed form of their best cuts, and the first few
-     are timed.
+     used. Each needs a simulation of its own. Those whose bound is above the best plan are left out (`lower_bounds`),
+     the others are ordered by it, and the first few are timed, with cuts like those before the move and with others.
 
 The result is the same in every run: effort is counted in simulated actions, not in seconds.
 """
@@ -35,6 +35,12 @@ __all__ = ["Effort", "LocalSearch", "Timed", "cuts_of", "shape_of"]
 
 _PLACES = 400
 """The most moves of single cuts in a round; on longer chains, places far from a cut are left out."""
+
+_ALL_LENGTHS = 32
+"""Of more cuts than these, only runs of 2, 4, 8 and so on are moved together."""
+
+_LONG = 400
+"""The bounds of all proposals for a chain of more layers would take too long."""
 
 _SORTING = 4
 """Sorting the actions of a new structure costs as much as this number of passes over them."""
@@ -145,14 +151,19 @@ class LocalSearch:
         return changed if changed is None or len(other.stages) > len(shape) else _moved(changed, cuts_of(other))
 
     def least_seconds(self, plan: Plan) -> float:
-        """The seconds for a sample that `plan` takes at least, whatever its cuts; where a rank holds several stages and
-        there are no replicas, those of its slowest rank or link with its own cuts, which are chosen to make it least.
+        """The seconds for a sample that `plan` takes at least, whatever its cuts.
+
+        Where a rank holds several stages, and on long chains, these are the seconds of its slowest rank or link with
+        its own cuts, which are chosen to make it least; with replicas, an equal share of the work.
         """
-        if not plan.definition.layout.has_several:
-            return self._bounds.least_seconds(plan) / (plan.microbatches * self._profile.microbatch_size)
+        if not plan.definition.layout.has_several and len(self._profile) <= _LONG:
+            return self._least_of_structure(plan)
         if max(plan.replicas) > 1:
             return self._profile.seconds / plan.ranks / self._profile.microbatch_size
         return self._slowest_seconds(plan) / self._profile.microbatch_size
+
+    def _least_of_structure(self, plan: Plan) -> float:
+        return self._bounds.least_seconds(plan) / (plan.microbatches * self._profile.microbatch_size)
 
     def estimate_seconds(self, plan: Plan) -> float:
         """The seconds for a sample of `plan` with its own cuts, if every round takes as long as its slowest part."""
@@ -225,7 +236,7 @@ class LocalSearch:
             ]
             if not timings:
                 break
-            # The closed form's cuts may be far from the best, so each is improved before they are compared.
+            # These cuts may be far from the best, so each is improved before they are compared.
             here = min((self.move_cuts(each, effort, _ROUNDS) for each in timings), key=lambda found: found.seconds)
             if here.seconds < _PROMISING * timed.seconds:
                 here = self.move_cuts(here, effort)
@@ -289,7 +300,7 @@ class LocalSearch:
         for replicas in dict.fromkeys(_neighbors(plan.replicas, self._cluster.devices, straight)):
             changed = self._rearrange(plan, replicas)
             if changed is not None:
-                least = self.least_seconds(changed)
+                least = self._least_of_structure(changed)
                 # Deeper pipelines, and those on fewer devices, are further from their bounds.
                 scored += [(least * count_rounds(changed), -changed.ranks, changed)] if least < below else []
         scored.sort(key=lambda each: each[:2])
@@ -381,7 +392,8 @@ def _moves(cuts: Counts) -> Counts:
 def _shifts(count: int) -> npt.NDArray[np.int8]:
     """(K, count + 2): by how many layers each of `count` cuts moves, and the ends of the chain, which do not."""
     rows = []
-    for length in range(2, count + 1):
+    lengths = range(2, count + 1)
+    for length in lengths if count <= _ALL_LENGTHS else (length for length in lengths if length & (length - 1) == 0):
         for first in range(1, count - length + 2):
             row = np.zeros(count + 2, dtype=np.int8)
             row[first : first + length] = 1

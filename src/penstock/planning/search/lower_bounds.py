@@ -7,18 +7,19 @@ work, and under a flush more comes before and after that:
     link      the forwards and backwards of all layers for one microbatch, and all messages of one direction
     ring      all of its rank's work but the last backward, and the all-reduce, which begins with that backward
 
-The longest of these is a bound for given cuts. What comes before and after depends on where the stage begins and not on
-the cuts before it, so the least bound over all cuts is found as the least slowest stage is. Structures are compared by
-that, and those whose bound is above the seconds of a known plan need no simulation. Latencies are left out.
+The longest of these is a bound for given cuts, within rounding. What comes before and after depends on where the stage
+begins and not on the cuts before it, so the least bound over all cuts is found as the least slowest stage is.
+Structures are compared by that, and those whose bound is above the seconds of a known plan need no simulation.
+Latencies are left out.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil, lcm
 
 import numpy as np
 
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
+from penstock.planning.two_bw.orientations import LinkTable
 from penstock.simulating.action_costs import reduce_seconds
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.cut_variants import LayerSums
@@ -42,8 +43,7 @@ class LowerBounds:
         self._sums = sums
         self._cluster = cluster
         self._assumptions = assumptions
-        ranks = range(cluster.devices)
-        self._bandwidths = np.array([[cluster.bandwidth(a, b) if a != b else np.inf for b in ranks] for a in ranks])
+        self._links = LinkTable(cluster)
         self._rings: dict[tuple[int, ...], tuple[float, float]] = {}
         self._slowest: dict[tuple[object, ...], float] = {}
         self._tables: dict[tuple[object, ...], Matrix] = {}
@@ -129,7 +129,7 @@ class LowerBounds:
             if flushes and not split:
                 messages = plan.microbatches // ways
             slowest = self._slowest_link(one.ranks, other.ranks, split=split)
-            exchange.append(np.append(self._sums.crossing[:-1] * (messages / slowest) + whole, np.inf))
+            exchange.append(np.append(self._sums.crossing[:-1] * (messages * slowest) + whole, np.inf))
         return exchange
 
     def _ring(self, ranks: tuple[int, ...]) -> tuple[float, float]:
@@ -141,16 +141,18 @@ class LowerBounds:
             self._rings[ranks] = fixed, (much - fixed) / _GB
         return self._rings[ranks]
 
-    def _slowest_link(self, one: Sequence[int], other: Sequence[int], *, split: bool) -> float:
-        """The least bandwidth of the links between two stages that carry messages."""
+    def _slowest_link(self, one: tuple[int, ...], other: tuple[int, ...], *, split: bool) -> float:
+        """The seconds per byte of the slowest link between two stages that carries messages."""
         key = one, other, split
         if key not in self._slowest:
+            senders, receivers = np.array(one), np.array(other)
             if split:
-                links = self._bandwidths[np.ix_(one, other)]
+                senders, receivers = np.repeat(senders, len(other)), np.tile(receivers, len(one))
             else:
                 turns = np.arange(lcm(len(one), len(other)))
-                links = self._bandwidths[np.array(one)[turns % len(one)], np.array(other)[turns % len(other)]]
-            self._slowest[key] = float(links.min())
+                senders, receivers = senders[turns % len(one)], receivers[turns % len(other)]
+            there, back = self._links.links(senders, receivers)[0], self._links.links(receivers, senders)[0]
+            self._slowest[key] = float(max(there.max(), back.max()))
         return self._slowest[key]
 
 

@@ -48,6 +48,9 @@ _ATTEMPTS = 16
 _BUFFERS = 2
 """Messages on either side of a stage that memory is reserved for, where it is limited."""
 
+_ROUNDING = 1 + 1e-9
+"""Bounds add in another order than the simulator."""
+
 _NEAR = 1.2
 """A family that takes this many times as long as the best one after the first look is not searched further."""
 
@@ -91,7 +94,8 @@ class Refiner:
         looked: dict[Family, list[Timed]] = {}
         best = inf
         bounds = {family: min(map(self._least_seconds, plans)) for family, plans in families.items()}
-        order = sorted(families, key=bounds.__getitem__)
+        # The bounds of several stages per rank are too low, so that these would be looked at too closely.
+        order = sorted(families, key=lambda family: (family.stages_per_rank > 1, bounds[family]))
         for family in progress_line(order, lambda family: str(family.schedule), "comparing", progress):
             looked[family] = self._look(family, families[family], best)
             best = min([best, *(timed.seconds for timed in looked[family][:1])])
@@ -132,7 +136,7 @@ class Refiner:
         by_bound = sorted(range(len(seeds)), key=bounds.__getitem__)
         # The closed form is too pessimistic for some structures and the bound too optimistic for others.
         both = list(dict.fromkeys(chain.from_iterable(enumerate(by_bound))))
-        chosen = [seed for seed in both if bounds[seed] <= best]
+        chosen = [seed for seed in both if bounds[seed] <= best * _ROUNDING]
         chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEAR * best]
         timed = [
             found
@@ -171,7 +175,7 @@ class Refiner:
                 made = search.adopt(own.plan, plan) if shape != shape_of(own.plan) else None
                 if made is None or family_of(made) != family or not self._constraints.accepts(made):
                     continue
-                if search.least_seconds(made) > fastest_first[0].seconds:
+                if search.least_seconds(made) > fastest_first[0].seconds * _ROUNDING:
                     continue
                 effort = Effort(_QUICK * self._cluster.devices)
                 other = search.time(made, cuts=[cuts_of(made)], effort=effort)

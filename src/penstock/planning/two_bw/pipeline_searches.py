@@ -200,13 +200,21 @@ def _block_chains(profile: Profile, cluster: Cluster, request: Request) -> tuple
     depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
     recompute = (True,) if request.recompute else (False, True)
     return tuple(
-        _block_chain(profile, cluster, depth, again, request.optimizer_copies, request.buffers) for again in recompute
+        _block_chain(
+            profile,
+            cluster,
+            depth,
+            recompute=again,
+            optimizer_copies=request.optimizer_copies,
+            buffers=request.buffers,
+        )
+        for again in recompute
     )
 
 
 @lru_cache(maxsize=8)
 def _block_chain(
-    profile: Profile, cluster: Cluster, depth: int, recompute: bool, optimizer_copies: float, buffers: int
+    profile: Profile, cluster: Cluster, depth: int, *, recompute: bool, optimizer_copies: float, buffers: int
 ) -> BlockChain:
     """Kept, since all schedules are planned with the same chains."""
     blocks = find_blocks(profile)
