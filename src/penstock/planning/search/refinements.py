@@ -107,12 +107,13 @@ class Refiner:
             if own and own[0].seconds <= near:
                 improved[family] = self._improve(family, own[0], best)
                 best = min(best, improved[family].seconds)
-        adopted = self._adopt(improved)
+        timings = {family: [*self._adopt(family, families[family], improved), *looked[family]] for family in order}
+        order.sort(key=lambda family: timings[family][0].seconds if timings[family] else inf)
         if self._cluster.memory_bytes is None:
-            order = [family for family in order if looked[family]] or order
+            order = [family for family in order if timings[family]] or order
         found = []
         for family in order[:_RANKED]:
-            own = [*adopted.get(family, ()), *looked[family]]
+            own = timings[family]
             others = fastest(families[family], _ATTEMPTS if self._cluster.memory_bytes is not None else 2)
             found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
         return found
@@ -162,26 +163,28 @@ class Refiner:
             timed, effort, below=best, straight=family.straight, stages=self._constraints.stages, ranks=ranks
         )
 
-    def _adopt(self, improved: Mapping[Family, Timed]) -> dict[Family, list[Timed]]:
-        """The best plan of every family, after a try of the stages of the fastest families; and its own, behind it."""
-        shapes: dict[object, Plan] = {}
+    def _adopt(self, family: Family, plans: Sequence[Plan], improved: Mapping[Family, Timed]) -> list[Timed]:
+        """The best plans of a family after a try of the stages of the fastest families, with its own improved one;
+        fastest first.
+        """
         fastest_first = sorted(improved.values(), key=lambda timed: timed.seconds)
+        shapes: dict[object, Plan] = {}
         for timed in fastest_first:
             shapes.setdefault(shape_of(timed.plan), timed.plan)
-        adopted = {}
-        for family, own in improved.items():
-            search, found = self._search(family), [own]
-            for shape, plan in list(shapes.items())[:_ADOPTED]:
-                made = search.adopt(own.plan, plan) if shape != shape_of(own.plan) else None
-                if made is None or family_of(made) != family or not self._constraints.accepts(made):
-                    continue
-                if search.least_seconds(made) > fastest_first[0].seconds * _ROUNDING:
-                    continue
-                effort = Effort(_QUICK * self._cluster.devices)
-                other = search.time(made, cuts=[cuts_of(made)], effort=effort)
-                found += [search.move_cuts(other, effort)] if other is not None else []
-            adopted[family] = sorted(found, key=lambda timed: timed.seconds)
-        return adopted
+        search = self._search(family)
+        found = [improved[family]] if family in improved else []
+        own = found[0].plan if found else plans[0]
+        for shape, plan in list(shapes.items())[:_ADOPTED]:
+            known = found and shape == shape_of(own)
+            made = None if known else search.adopt(own, plan)
+            if made is None or family_of(made) != family or not self._constraints.accepts(made):
+                continue
+            if search.least_seconds(made) > fastest_first[0].seconds * _ROUNDING:
+                continue
+            effort = Effort(_QUICK * self._cluster.devices)
+            other = search.time(made, cuts=[cuts_of(made)], effort=effort)
+            found += [search.move_cuts(other, effort)] if other is not None else []
+        return sorted(found, key=lambda timed: timed.seconds)
 
     def _search(self, family: Family) -> LocalSearch:
         profile = self._profiles[family.microbatch_size or 0]
