@@ -94,11 +94,12 @@ def time_runs(make: Callable[[], object], repeats: int, long: float = float("inf
 
 def times(profiles: dict[str, Profile], repeats: int, *, large: bool) -> Iterator[Row]:
     """The times that were asked for, each with its limit in seconds if there is one."""
-    flat = MACHINES["flat 16"]
     for name, profile in profiles.items():
-        yield timed(f"PipeDream's DP, {name} ({len(profile)} layers), flat 16", 0.1, dp(profile, flat), repeats)
-    for name, profile in profiles.items():
-        yield timed(f"whole search, {name}, flat 16", None, whole(profile, flat), repeats)
+        make = dp(profile, MACHINES["flat 16"])
+        yield timed(f"PipeDream's DP, {name} ({len(profile)} layers), flat 16", 0.1, make, repeats)
+    for machine, limit in (("flat 16", 3), *((("flat 64", 20),) if large else ())):
+        for name, profile in profiles.items():
+            yield timed(f"whole search, {name}, {machine}", limit, whole(profile, MACHINES[machine]), repeats)
     if not large:
         return
     randomly = random_profile(1000)

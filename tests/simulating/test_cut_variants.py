@@ -63,6 +63,21 @@ def test_each_variant_takes_as_long_as_its_simulation(profile: Profile, data: st
     assert timed == pytest.approx([evaluate(plan, profile, cluster).minibatch_seconds for plan in plans], rel=1e-9)
 
 
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(profiles(), st.sampled_from(METHODS), st.lists(cuts_of(3), min_size=4, max_size=4))
+def test_variants_that_cannot_be_faster_are_not_timed(
+    profile: Profile, method: str, drawn: list[tuple[int, ...]]
+) -> None:
+    variants = PlanVariants(arrange(drawn[0], (2, 1, 1), method, False), CLUSTERS[0], Assumptions())
+    every = variants.minibatch_seconds(LayerSums.of(profile), np.array(drawn))
+    below = float(np.median(every))
+
+    timed = variants.minibatch_seconds(LayerSums.of(profile), np.array(drawn), below)
+
+    assert np.isfinite(timed[every < below]).all()
+    assert timed[np.isfinite(timed)].tolist() == every[np.isfinite(timed)].tolist()
+
+
 @pytest.mark.parametrize(("method", "per_rank"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)])
 def test_several_stages_of_a_rank(method: str, per_rank: int) -> None:
     layers = (LayerProfile(str(i), 1e-3 * (i % 3 + 1), 2e-3 * (i % 4 + 1), 1e5 * i, 1e6, 4e6) for i in range(LAYERS))

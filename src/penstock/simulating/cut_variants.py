@@ -9,6 +9,7 @@ The result is that of `evaluate`, up to rounding, for all options but these: lin
 fixed order of messages, so every two ranks have a link of their own here; and skips are counted as part of the cuts.
 """
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,15 +94,17 @@ class LayerSums:
         )
 
 
+_Place: TypeAlias = tuple[str, int]
+"""A rank, a link, or a stage with an all-reduce."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """The sorted actions of one run, and how often each row of costs occupies each rank and link."""
+    """The sorted actions of one run, and how often each row of costs occupies each place."""
 
     nodes: list[tuple[Any, ...]]
-    tracks: int
-    links: int
-    occupied: Mapping[tuple[str, int], Mapping[int, int]]
-    """By rank, link, or stage with an all-reduce: how often each row of the table counts."""
+    """Without those that all runs begin with."""
+    occupied: Mapping[_Place, Mapping[int, int]]
 
 
 class PlanVariants:
@@ -139,40 +142,76 @@ class PlanVariants:
         symmetry = find_symmetry(placement, unit, made.microbatches)
         lengths = steady_lengths(made)
         self._minibatches = lengths[-1] - (0 if made.flushes else lengths[0])
-        self._runs = []
-        for programs in rows_of_lengths(made, symmetry.simulated, lengths):
-            writer = Writer(placement, unit)
-            written = {rank: writer.write(rank, row) for rank, row in programs.items()}
-            members = [[rank for rank in ranks if rank in written] for ranks in placement.stages]
-            sorter = _Sorter(
-                written,
-                members,
-                stages,
-                self._rows,
-                overlap_reduce=assumptions.overlap_reduce,
-                action_seconds=cluster.action_seconds,
-                handles_reduces=cluster.has_message_costs,
-            )
-            self._runs.append(sorter.sort(len(writer.edges), len(writer.links)))
+        writer = Writer(placement, unit)
+        runs = [
+            {rank: writer.write(rank, row) for rank, row in programs.items()}
+            for programs in rows_of_lengths(made, symmetry.simulated, lengths)
+        ]
+        marked = {
+            rank: {
+                what.backward
+                for own in runs
+                for kind, what in zip(own[rank].kinds, own[rank].details, strict=True)
+                if kind == REDUCE
+            }
+            for rank in runs[0]
+        }
+        sorter = _Sorter(
+            runs[0],
+            marked,
+            [[rank for rank in ranks if rank in runs[0]] for ranks in placement.stages],
+            stages,
+            self._rows,
+            overlap_reduce=assumptions.overlap_reduce,
+            action_seconds=cluster.action_seconds,
+            handles_reduces=cluster.has_message_costs,
+        )
+        self._tracks, self._links = len(runs[0]), len(writer.links)
+        self._common: list[tuple[Any, ...]] = []
+        """The actions that all runs begin with."""
+        if len(runs) > 1:
+            sorter.sort(_common_lengths(*runs))
+            self._common = sorter.nodes
+        self._runs = [sorter.end(run) for run in runs]
+        places = list(self._runs[-1].occupied)
+        self._occupied = np.zeros((len(places), len(self._rows)))
+        """How often each row of the table counts in a place, in the minibatches that are timed."""
+        for run, sign in zip(self._runs[::-1], (1.0, -1.0), strict=False):
+            for index, place in enumerate(places):
+                for row, count in run.occupied.get(place, {}).items():
+                    self._occupied[index, row] += sign * count
 
     @property
     def actions(self) -> int:
         """How many actions one pass computes; its time is proportional to that."""
-        return sum(len(run.nodes) for run in self._runs)
+        return len(self._common) + sum(len(run.nodes) for run in self._runs)
 
-    def minibatch_seconds(self, sums: LayerSums, cuts: Cuts) -> _Matrix:
-        """(K,): the seconds per minibatch of every variant, in the steady state."""
+    def minibatch_seconds(self, sums: LayerSums, cuts: Cuts, below: float = np.inf) -> _Matrix:
+        """(K,): the seconds per minibatch of every variant, in the steady state.
+
+        Infinite for those that occupy a rank, link or all-reduce for `below` or longer: they take as long at least.
+        """
         table = self._table(sums, cuts)
-        walls = [_play(run, table) for run in self._runs]
-        seconds = walls[-1] if len(walls) == 1 else walls[1] - walls[0]
-        before: Mapping[tuple[str, int], Mapping[int, int]] = {} if len(walls) == 1 else self._runs[0].occupied
-        for place, counts in self._runs[-1].occupied.items():
-            less = before.get(place, {})
-            rows = list(counts)
-            weights = np.array([counts[row] - less.get(row, 0) for row in rows], dtype=np.float64)
-            seconds = np.maximum(seconds, weights @ table[rows])
-        result: _Matrix = seconds / self._minibatches
-        return result
+        least = (self._occupied @ table).max(axis=0) / self._minibatches
+        seconds = np.full(len(cuts), np.inf)
+        chosen = np.flatnonzero(least < below)
+        if len(chosen):
+            walls = self._play(table if len(chosen) == len(cuts) else table[:, chosen])
+            wall = walls[-1] if len(walls) == 1 else walls[1] - walls[0]
+            seconds[chosen] = np.maximum(wall / self._minibatches, least[chosen])
+        return seconds
+
+    def _play(self, table: _Matrix) -> list[_Matrix]:
+        """By run, (K,): when the last action of each variant ends."""
+        rows = list(table)
+        clocks = _Clocks.at_zero(self._tracks, self._links, table.shape[1])
+        clocks.play(self._common, rows)
+        ends = []
+        for run in self._runs:
+            own = clocks if run is self._runs[-1] else clocks.copy()
+            own.play(run.nodes, rows)
+            ends.append(np.maximum.reduce(own.now))
+        return ends
 
     def _table(self, sums: LayerSums, cuts: Cuts) -> _Matrix:
         """(rows, K): the seconds of every kind of action and message."""
@@ -231,6 +270,8 @@ class _Sorter:
     """Sorts the instructions of all ranks such that each comes after all that it waits for."""
 
     written: Mapping[int, Instructions]
+    marked: Mapping[int, set[int]]
+    """By rank: the indices of the actions with which an all-reduce may begin, in any run."""
     members: Sequence[Sequence[int]]
     """By stage: the simulated ranks."""
     stages: int
@@ -242,40 +283,63 @@ class _Sorter:
     actions: dict[tuple[int, float], int] = field(default_factory=dict)
     """By effect and seconds of an action: its row."""
     nodes: list[tuple[Any, ...]] = field(default_factory=list)
-    occupied: defaultdict[tuple[str, int], defaultdict[int, int]] = field(
+    occupied: defaultdict[_Place, defaultdict[int, int]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(int))
     )
+    position: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """By rank: the next instruction."""
+    passed: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """By rank: how many messages come before that."""
+    queues: defaultdict[int, deque[int]] = field(default_factory=lambda: defaultdict(deque))
+    """By edge: the messages that were sent and not received."""
+    arrived: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    """By stage and version of an all-reduce that has not begun: the ranks that it may begin with."""
+    reducing: set[int] = field(default_factory=set)
+    """The ranks that wait for an all-reduce to begin."""
+    sent: int = 0
 
-    def sort(self, edges: int, links: int) -> _Run:
-        """The run of all instructions; `edges` and `links` are counts."""
+    def end(self, written: Mapping[int, Instructions]) -> _Run:
+        """What is left of the run `written`, which begins with all that was sorted. It leaves this sorter as it is."""
+        counts = {place: defaultdict(int, rows) for place, rows in self.occupied.items()}
+        last = replace(
+            self,
+            written=written,
+            nodes=[],
+            occupied=defaultdict(lambda: defaultdict(int), counts),
+            position=self.position.copy(),
+            passed=self.passed.copy(),
+            queues=defaultdict(deque, {edge: queue.copy() for edge, queue in self.queues.items()}),
+            arrived={reduce: joined.copy() for reduce, joined in self.arrived.items()},
+            reducing=self.reducing.copy(),
+        )
+        last.sort({rank: len(own.kinds) for rank, own in written.items()})
+        return _Run(last.nodes, last.occupied)
+
+    def sort(self, stops: Mapping[int, int]) -> None:
+        """Sorts the instructions before the stop of each rank, as far as they wait for none behind the stops."""
         places = {rank: place for place, rank in enumerate(self.written)}
-        marked = {
-            rank: {what.backward for kind, what in zip(own.kinds, own.details, strict=True) if kind == REDUCE}
-            for rank, own in self.written.items()
-        }
         cuts = {rank: self._cuts_of(own) for rank, own in self.written.items()}
-        queues: list[deque[int]] = [deque() for _ in range(edges)]
+        position, passed, queues = self.position, self.passed, self.queues
         waiting: dict[int, int] = {}
-        arrived: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        position, passed = dict.fromkeys(self.written, 0), dict.fromkeys(self.written, 0)
-        ready, sent = list(self.written)[::-1], 0
+        ready = [rank for rank in list(self.written)[::-1] if rank not in self.reducing]
         while ready:
             rank = ready.pop()
-            own, place = self.written[rank], places[rank]
+            own, place, stop, marked = self.written[rank], places[rank], stops[rank], self.marked[rank]
             index = position[rank]
-            while index < len(own.kinds):
+            while index < stop:
                 kind, what = own.kinds[index], own.details[index]
                 if kind == COMPUTE:
-                    self._add_compute(place, own, index, rank, marks=index in marked[rank])
+                    self._add_compute(place, own, index, rank, marks=index in marked)
                 elif kind == SEND:
                     cut = cuts[rank][passed[rank]]
                     row = self._row(("cut", cut, what.seconds))
                     self._add_fixed(place, rank, what.handling_seconds)
-                    self.nodes.append((_SEND, place, what.link, row, what.latency_seconds, sent))
+                    self.nodes.append((_SEND, place, what.link, row, what.latency_seconds, self.sent))
                     self._add_copying(place, rank, cut, what.copying_seconds)
                     self.occupied["link", what.link][row] += 1
-                    queues[what.edge].append(sent)
-                    sent, passed[rank] = sent + 1, passed[rank] + 1
+                    queues[what.edge].append(self.sent)
+                    self.sent += 1
+                    passed[rank] += 1
                     if what.edge in waiting:
                         ready.append(waiting.pop(what.edge))
                 elif kind == RECEIVE:
@@ -289,20 +353,22 @@ class _Sorter:
                 elif kind == REDUCE:
                     if self.handles_reduces:
                         self._add_busy(place, rank, ("reduce handling", what.stage))
-                    joined = arrived.setdefault((what.stage, what.version), [])
+                    joined = self.arrived.setdefault((what.stage, what.version), [])
                     joined.append((place, what.backward if self.overlap_reduce else -1))
                     if len(joined) < len(self.members[what.stage]):
+                        self.reducing.add(rank)
                         position[rank] = index + 1
                         break
                     row = self._row(("reduce", what.stage))
                     self.nodes.append((_REDUCE, tuple(joined), row))
                     self.occupied["reduce", what.stage][row] += 1
-                    ready += [other for other in self.members[what.stage] if other != rank]
+                    others = [other for other in self.members[what.stage] if other != rank]
+                    self.reducing.difference_update(others)
+                    ready += others
                 else:
                     raise PlanError("variants: expected no messages of norms or tied weights: use evaluate")
                 index += 1
                 position[rank] = index
-        return _Run(self.nodes, len(self.written), links, self.occupied)
 
     def _add_compute(self, place: int, own: Instructions, index: int, rank: int, *, marks: bool) -> None:
         key = own.effects[index], own.details[index]
@@ -339,31 +405,61 @@ class _Sorter:
         return cuts
 
 
-def _play(run: _Run, table: _Matrix) -> _Matrix:
-    """(K,): when the last action of each variant ends."""
-    zero = np.zeros(table.shape[1])
-    rows = list(table)
-    now, free = [zero] * run.tracks, [zero] * run.links
-    ring = [zero] * run.tracks
-    arrivals: dict[int, _Matrix] = {}
-    marks: dict[tuple[int, int], _Matrix] = {}
-    most = np.maximum
-    for node in run.nodes:
-        code, place = node[0], node[1]
-        if code == _COMPUTE:
-            now[place] = now[place] + rows[node[2]]
-        elif code == _SEND:
-            left = free[node[2]] = most(now[place], free[node[2]]) + rows[node[3]]
-            arrivals[node[5]] = left + node[4] if node[4] else left
-        elif code == _RECEIVE:
-            now[place] = most(now[place], arrivals.pop(node[2]))
-        elif code == _MARKED:
-            marks[place, node[3]] = now[place]
-            now[place] = now[place] + rows[node[2]]
-        else:
-            _reduce(place, rows[node[2]], now, ring, marks)
-    ends: _Matrix = np.maximum.reduce(now)
-    return ends
+def _common_lengths(one: Mapping[int, Instructions], other: Mapping[int, Instructions]) -> dict[int, int]:
+    """By rank: how many instructions two runs begin with alike."""
+    lengths = {}
+    for rank, own in one.items():
+        there = other[rank]
+
+        def differ(length: int, own: Instructions = own, there: Instructions = there) -> bool:
+            pairs = (own.kinds, there.kinds), (own.effects, there.effects), (own.details, there.details)
+            return any(here[:length] != others[:length] for here, others in pairs)
+
+        lengths[rank] = bisect_left(range(1, min(len(own.kinds), len(there.kinds)) + 1), True, key=differ)
+    return lengths
+
+
+@dataclass(slots=True, eq=False)
+class _Clocks:
+    """The times of all ranks and links, a vector of the variants each, while actions are played."""
+
+    now: list[_Matrix]
+    free: list[_Matrix]
+    """When each link is free."""
+    ring: list[_Matrix]
+    """When the last all-reduce of each rank ended."""
+    arrivals: dict[int, _Matrix]
+    marks: dict[tuple[int, int], _Matrix]
+    """The beginnings of the actions with which all-reduces may begin."""
+
+    @classmethod
+    def at_zero(cls, tracks: int, links: int, variants: int) -> "_Clocks":
+        """All at the beginning."""
+        zero = np.zeros(variants)
+        return cls([zero] * tracks, [zero] * links, [zero] * tracks, {}, {})
+
+    def copy(self) -> "_Clocks":
+        """The same times; the vectors, which never change, are shared."""
+        return _Clocks(self.now.copy(), self.free.copy(), self.ring.copy(), self.arrivals.copy(), self.marks.copy())
+
+    def play(self, nodes: Sequence[tuple[Any, ...]], rows: Sequence[_Matrix]) -> None:
+        """Moves the times on by `nodes`, which take the seconds in `rows`."""
+        now, free, ring, arrivals, marks = self.now, self.free, self.ring, self.arrivals, self.marks
+        most = np.maximum
+        for node in nodes:
+            code, place = node[0], node[1]
+            if code == _COMPUTE:
+                now[place] = now[place] + rows[node[2]]
+            elif code == _SEND:
+                left = free[node[2]] = most(now[place], free[node[2]]) + rows[node[3]]
+                arrivals[node[5]] = left + node[4] if node[4] else left
+            elif code == _RECEIVE:
+                now[place] = most(now[place], arrivals.pop(node[2]))
+            elif code == _MARKED:
+                marks[place, node[3]] = now[place]
+                now[place] = now[place] + rows[node[2]]
+            else:
+                _reduce(place, rows[node[2]], now, ring, marks)
 
 
 def _reduce(

@@ -69,9 +69,6 @@ class Losses:
 def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[Options]) -> Losses:
     """Where the time of `plan` goes in the steady state; keywords and errors as for `evaluate`."""
 
-    def seconds(profile: Profile, cluster: Cluster) -> float:
-        return evaluate(plan, profile, cluster, **options).minibatch_seconds
-
     silent = replace(
         profile, layers=tuple(replace(layer, cut_bytes=0.0, wire_bytes=None) for layer in profile.layers), crossings=()
     )
@@ -81,12 +78,10 @@ def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpac
     alone = evaluate(plan, silent, instant, **options)
     computation = alone.minibatch_seconds * (1 - alone.bubble)
     busiest = alone.bottleneck_seconds * plan.microbatches
-    whole, without_handling, without_latency, without_transfer = (
-        seconds(profile, cluster),
-        seconds(profile, free),
-        seconds(profile, prompt),
-        seconds(silent, prompt),
-    )
+    # Many clusters have no costs of messages and no latencies: then one simulation is enough.
+    known = {links: evaluate(plan, profile, links, **options).minibatch_seconds for links in {cluster, free, prompt}}
+    whole, without_handling, without_latency = known[cluster], known[free], known[prompt]
+    without_transfer = evaluate(plan, silent, prompt, **options).minibatch_seconds
     return Losses(
         computation=computation,
         bubble=alone.minibatch_seconds - busiest,

@@ -11,10 +11,12 @@ on random chains.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, pairwise
 from math import comb
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
@@ -211,13 +213,18 @@ def _positions(cuts: Counts, cut: int) -> Counts:
 
 def _shifts(cuts: Counts) -> Counts:
     """The given cuts, then those with adjacent cuts moved up or down by one layer; all without the last cut."""
-    rows = [cuts]
-    count = len(cuts) - 2
-    for length in {*(2**power for power in range(1, count.bit_length())), count} - {0, 1}:
-        for first in range(1, count - length + 2):
-            for step in (-1, 1):
-                moved = cuts.copy()
-                moved[first : first + length] += step
-                rows.append(moved)
-    every = np.array(rows)
+    moved = cuts + _steps(len(cuts) - 2)
+    every = np.concatenate([cuts[None], moved])
     return every[(np.diff(every, axis=1) > 0).all(axis=1), :-1]
+
+
+@cache
+def _steps(count: int) -> npt.NDArray[np.int8]:
+    """(K, count + 2): by how many layers each of `count` cuts moves, and the ends of the chain, which do not."""
+    rows = []
+    for length in sorted({*(2**power for power in range(1, count.bit_length())), count} - {0, 1}):
+        for first in range(1, count - length + 2):
+            row = np.zeros(count + 2, dtype=np.int8)
+            row[first : first + length] = 1
+            rows += [-row, row]
+    return np.array(rows, dtype=np.int8).reshape(len(rows), count + 2)

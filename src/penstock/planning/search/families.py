@@ -1,12 +1,13 @@
 """Families: the proposals of one kind, of which the local search makes the best plan of that kind.
 
-A family has one schedule, with or without replicas, with or without recomputation, one microbatch size and one number
-of stages per rank.
+A family has one schedule, with or without replicas, which split microbatches or not, with or without recomputation, one
+microbatch size and one number of stages per rank.
 
 Which layers and ranks go together depends little on the schedule. So the stages that are proposed for one schedule are
-tried under all others, too, and in the end those of the fastest families in the other families. In all else the search
-in a family does not depend on the others. So a wish that excludes families only takes stages away from the remaining
-ones.
+tried under all others, too, and in the end those of the fastest families in the other families. Structures that cannot
+be as fast as the best plan of any family are not searched (`lower_bounds`). In all else the search in a family does not
+depend on the others. So a wish that excludes families takes stages away from the remaining ones, and adds only
+structures that are slower than the best plan without the wish.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ class Family:
 
     schedule: ScheduleDefinition | str
     straight: bool
+    splits: bool
+    """Whether replicas split every microbatch."""
     recompute: bool
     microbatch_size: int | None
     stages_per_rank: int
@@ -41,7 +44,15 @@ class Family:
 def family_of(plan: Plan) -> Family:
     """The family of `plan`."""
     straight = max(plan.replicas) == 1
-    return Family(plan.schedule, straight, plan.recompute, plan.microbatch_size, plan.stages_per_rank)
+    splits = not straight and plan.routing == "split"
+    return Family(
+        plan.schedule,
+        straight,
+        splits=splits,
+        recompute=plan.recompute,
+        microbatch_size=plan.microbatch_size,
+        stages_per_rank=plan.stages_per_rank,
+    )
 
 
 def share_stages(

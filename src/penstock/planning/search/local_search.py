@@ -6,33 +6,41 @@ neighborhood. The moves are:
   1. one cut to any place between its neighbors, or adjacent cuts by the same few layers. `PlanVariants` times all of
      these in one pass, so that all are tried in every round;
   2. other replicas: one moves to another stage, two stages become one, a stage becomes two, one device more or fewer is
-     used. Each needs a simulation of its own. They are ordered by the closed form of their best cuts, and the first few
-     are timed.
+     used. Each needs a simulation of its own. Those whose bound is above the best plan are left out (`lower_bounds`),
+     the others are ordered by it, and the first few are timed, with cuts like those before the move and with others.
 
 The result is the same in every run: effort is counted in simulated actions, not in seconds.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.predictions import count_rounds
-from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Matrix, replicated_seconds
+from penstock.planning.search.lower_bounds import LowerBounds
+from penstock.planning.stage_costs import ChainCosts, Counts
 from penstock.scheduling.definitions import PipelineShape
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.cut_variants import LayerSums, PlanVariants, estimate_actions
-from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["Effort", "LocalSearch", "Timed", "shape_of"]
+__all__ = ["Effort", "LocalSearch", "Timed", "cuts_of", "shape_of"]
 
 _PLACES = 400
 """The most moves of single cuts in a round; on longer chains, places far from a cut are left out."""
+
+_ALL_LENGTHS = 32
+"""Of more cuts than these, only runs of 2, 4, 8 and so on are moved together."""
+
+_LONG = 400
+"""The bounds of all proposals for a chain of more layers would take too long."""
 
 _SORTING = 4
 """Sorting the actions of a new structure costs as much as this number of passes over them."""
@@ -45,8 +53,8 @@ _ROUNDS = 2
 
 _MOST_ROUNDS = 100
 
-_KEPT_NUMBERS = 4_000_000
-"""How many seconds of stages are kept, 32 MB."""
+_KEPT_ACTIONS = 1_000_000
+"""How many sorted actions are kept, about 100 MB."""
 
 _PROMISING = 1.1
 """A structure that takes this many times as long as the best one is not searched further."""
@@ -89,30 +97,48 @@ class LocalSearch:
         profile: Profile,
         costs: ChainCosts,
         cluster: Cluster,
-        allreduce: AllReduce,
         assumptions: Assumptions,
     ) -> None:
         self._profile = profile
         self._costs = costs
         self._cluster = cluster
-        self._allreduce = allreduce
         self._assumptions = assumptions
         self._sums = LayerSums.of(profile)
         self._links: dict[tuple[int, int], float] = {}
-        self._stage_tables: dict[tuple[int, float, float], Matrix] = {}
+        self._bounds = LowerBounds(costs, self._sums, cluster, assumptions)
+        self._variants: dict[object, PlanVariants | None] = {}
+        """By structure; None if it cannot run."""
+        self._kept_actions = 0
 
-    def time(self, plan: Plan, *alike: Plan, effort: Effort) -> Timed | None:
-        """`plan` with the best of its own cuts, those of plans that are `alike` but for the cuts, and those that
-        balance it; None if there is no effort left, or if nothing fits.
+    def time(self, plan: Plan, *, cuts: Sequence[tuple[int, ...]], effort: Effort) -> Timed | None:
+        """`plan` with the best of `cuts` and of those with the least bound; None if there is no effort left, or if
+        nothing fits.
         """
         if effort.actions <= 0:
             return None
-        try:
-            variants = PlanVariants(plan, self._cluster, self._assumptions)
-        except (PlanError, ScheduleError):
+        variants = self._variants_of(plan, effort)
+        if variants is None:
             return None
-        effort.spend(_SORTING * variants.actions)
-        return self._best(plan, variants, [*map(_cuts, (plan, *alike)), *self._balanced(plan)], effort, np.inf)
+        every = dict.fromkeys(cuts)
+        if not plan.definition.layout.has_several:
+            every |= dict.fromkeys(filter(None, [self._bounds.cuts(plan)]))
+        return self._best(plan, variants, np.array(list(every)), effort, np.inf)
+
+    def _variants_of(self, plan: Plan, effort: Effort) -> PlanVariants | None:
+        """What times other cuts of `plan`; None if it cannot run."""
+        key = _structure_of(plan)
+        if key not in self._variants:
+            if self._kept_actions > _KEPT_ACTIONS:
+                self._variants.clear()
+                self._kept_actions = 0
+            try:
+                self._variants[key] = made = PlanVariants(plan, self._cluster, self._assumptions)
+            except (PlanError, ScheduleError):
+                self._variants[key] = None
+            else:
+                self._kept_actions += made.actions
+                effort.spend(_SORTING * made.actions)
+        return self._variants[key]
 
     def adopt(self, plan: Plan, other: Plan) -> Plan | None:
         """`plan` with the ranks of the stages of `other`, and with its cuts if it has one stage per rank; None if the
@@ -122,53 +148,95 @@ class LocalSearch:
             return None
         shape = shape_of(other)
         changed = self._arrange(plan, shape)
-        return changed if changed is None or len(other.stages) > len(shape) else _moved(changed, _cuts(other))
+        return changed if changed is None or len(other.stages) > len(shape) else _moved(changed, cuts_of(other))
 
-    def slowest_seconds(self, plan: Plan) -> float:
-        """The seconds per microbatch of the slowest rank or link, where links carry both directions at once."""
+    def least_seconds(self, plan: Plan) -> float:
+        """The seconds for a sample that `plan` takes at least, whatever its cuts.
+
+        Where a rank holds several stages, and on long chains, these are the seconds of its slowest rank or link with
+        its own cuts, which are chosen to make it least; with replicas, an equal share of the work.
+        """
+        if not plan.definition.layout.has_several and len(self._profile) <= _LONG:
+            return self._least_of_structure(plan)
+        if max(plan.replicas) > 1:
+            return self._profile.seconds / plan.ranks / self._profile.microbatch_size
+        return self._slowest_seconds(plan) / self._profile.microbatch_size
+
+    def _least_of_structure(self, plan: Plan) -> float:
+        return self._bounds.least_seconds(plan) / (plan.microbatches * self._profile.microbatch_size)
+
+    def estimate_seconds(self, plan: Plan) -> float:
+        """The seconds for a sample of `plan` with its own cuts, if every round takes as long as its slowest part."""
+        return self._slowest_seconds(plan) * count_rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
+
+    def _slowest_seconds(self, plan: Plan) -> float:
+        """The seconds per microbatch of the slowest rank, link or all-reduce, where links carry both directions at once
+        and messages of replicas have links of their own.
+        """
         ranks: dict[tuple[int, ...], float] = {}
         links: dict[tuple[int, int], float] = {}
+        split = plan.placement.split
+        longest = 0.0
         for stage in plan.stages:
-            ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + float(self._costs.seconds[stage.start, stage.stop])
+            count = len(stage.ranks)
+            work = float(self._costs.seconds[stage.start, stage.stop]) / count
+            ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + work
+            if count > 1:
+                turns = count if plan.definition.updates_per_microbatch else plan.microbatches
+                longest = max(longest, self._bounds.reduce_seconds(stage) / turns)
         for one, other in pairwise(plan.stages):
-            pair = one.ranks[-1], other.ranks[0]
-            if pair[0] != pair[1]:
-                sent = float(self._sums.crossing[other.start]) / self._bandwidth(pair)
+            if one.ranks != other.ranks:
+                counts = len(one.ranks), len(other.ranks)
+                ways = counts[0] * counts[1] if split else max(counts)
+                pair = one.ranks[-1], other.ranks[0]
+                sent = float(self._sums.crossing[other.start]) / (self._bandwidth(pair) * ways)
                 links[pair] = links.get(pair, 0.0) + sent
-        return max(*ranks.values(), *links.values(), 0.0)
+        return max(*ranks.values(), *links.values(), longest)
 
     def move_cuts(self, timed: Timed, effort: Effort, most_rounds: int = _MOST_ROUNDS) -> Timed:
         """The plan after moves of cuts, as long as they make it faster."""
         for _ in range(most_rounds):
             if effort.actions <= 0:
                 break
-            moves = _moves(np.array(_cuts(timed.plan)))
-            found = self._best(timed.plan, timed.variants, moves, effort, timed.seconds)
-            if found is None or found.seconds >= timed.seconds * _BETTER:
+            moves = _moves(np.array(cuts_of(timed.plan)))
+            found = self._best(timed.plan, timed.variants, moves, effort, timed.seconds * _BETTER)
+            if found is None:
                 break
             timed = found
         return timed
 
     def move_replicas(
-        self, timed: Timed, effort: Effort, *, straight: bool, stages: int | None = None, ranks: int | None = None
+        self,
+        timed: Timed,
+        effort: Effort,
+        *,
+        below: float,
+        straight: bool,
+        stages: int | None = None,
+        ranks: int | None = None,
     ) -> Timed:
         """The plan after moves of replicas and of cuts, as long as they make it faster; it keeps to `stages` and
-        `ranks`.
+        `ranks`, and to structures that can take less than `below` seconds for a sample.
         """
         tried: set[tuple[tuple[int, ...], ...]] = set()
         here = timed
         while effort.actions > 0:
-            every = self._structures(here.plan, straight)
+            below = min(below, timed.seconds)
+            every = self._structures(here.plan, straight, below)
             changed = [each for each in every if stages in (None, len(each.stages)) and ranks in (None, each.ranks)]
             fresh = list(
                 islice((each for each in changed if shape_of(each) not in tried and effort.covers(each)), _TRIED)
             )
             tried.update(map(shape_of, fresh))
-            cut = [_moved(each, self._balance(each, 1.0)[1]) for each in fresh]
-            timings = [found for each in cut if (found := self.time(each, effort=effort)) is not None]
+            before = cuts_of(here.plan)
+            timings = [
+                found
+                for each in fresh
+                if (found := self.time(each, cuts=_adapted(before, len(each.stages)), effort=effort)) is not None
+            ]
             if not timings:
                 break
-            # The closed form's cuts may be far from the best, so each is improved before they are compared.
+            # These cuts may be far from the best, so each is improved before they are compared.
             here = min((self.move_cuts(each, effort, _ROUNDS) for each in timings), key=lambda found: found.seconds)
             if here.seconds < _PROMISING * timed.seconds:
                 here = self.move_cuts(here, effort)
@@ -179,21 +247,22 @@ class LocalSearch:
                 timed = here
         return timed
 
-    def _best(
-        self, plan: Plan, variants: PlanVariants, cuts: Sequence[Sequence[int]], effort: Effort, before: float
-    ) -> Timed | None:
-        """The fastest of `cuts` that fits; of equally fast ones that with the most equal stages."""
-        table = np.array(sorted(set(map(tuple, cuts))), dtype=np.int64)
-        table = table[self._fit(plan, table)]
-        if not len(table):
+    def _best(self, plan: Plan, variants: PlanVariants, cuts: Counts, effort: Effort, below: float) -> Timed | None:
+        """The fastest of `cuts` that fits and takes less than `below` seconds for a sample; of equally fast ones that
+        with the most equal stages.
+        """
+        table = cuts[self._fit(plan, cuts)]
+        samples = plan.microbatches * self._profile.microbatch_size
+        seconds = variants.minibatch_seconds(self._sums, table, below * samples)
+        played = int(np.isfinite(seconds).sum())
+        if not played:
             return None
-        effort.spend(variants.actions * (1 + len(table) / 500))
-        seconds = variants.minibatch_seconds(self._sums, table)
-        work = self._costs.seconds[table[:, :-1], table[:, 1:]] / np.array(plan.replicas)
-        near = seconds <= seconds.min() * (1 + 1e-9)
-        best = int(np.where(near, (work**2).sum(axis=1), np.inf).argmin())
-        each = float(seconds[best]) / (plan.microbatches * self._profile.microbatch_size)
-        return Timed(_moved(plan, table[best]), each, variants) if each <= before else None
+        effort.spend(variants.actions * (1 + played / 500))
+        near = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-9))
+        work = self._costs.seconds[table[near, :-1], table[near, 1:]] / np.array(plan.replicas)
+        best = near[(work**2).sum(axis=1).argmin()]
+        each = float(seconds[best]) / samples
+        return Timed(_moved(plan, table[best]), each, variants) if each < below else None
 
     def _fit(self, plan: Plan, cuts: Counts) -> Counts:
         """The indices of the cuts with which every rank has enough memory, by the planners' formula."""
@@ -215,90 +284,27 @@ class LocalSearch:
             fitting &= own <= limit
         return np.flatnonzero(fitting)
 
-    def _balanced(self, plan: Plan) -> list[tuple[int, ...]]:
-        """The cuts with the fastest slowest part, where a cut counts not at all, one way, and both ways."""
-        if plan.definition.layout.has_several:
-            return []
-        found = [self._balance(plan, ways)[1] for ways in (0.0, 1.0, 2.0)]
-        return [cuts for cuts in found if cuts]
-
-    def _balance(self, plan: Plan, ways: float) -> tuple[float, tuple[int, ...]]:
-        """The seconds per microbatch of the slowest part, and the cuts with which it is fastest."""
-        limit, seconds, exchange = self._bottleneck(plan, ways)
-        return limit, cut_evenly(seconds, exchange, limit) if limit < np.inf else ()
-
-    def _bottleneck(self, plan: Plan, ways: float) -> tuple[float, StageSeconds, list[Matrix]]:
-        """The seconds per microbatch of the slowest part with the best cuts, and of every stage and cut."""
-        exchange = self._exchange(plan, ways)
-
-        def seconds(stage: int, starts: Counts) -> Matrix:
-            return self._stage_seconds(plan, stage, starts)
-
-        return least_bottleneck(seconds, exchange), seconds, exchange
-
-    def _exchange(self, plan: Plan, ways: float) -> list[Matrix]:
-        """By cut: the seconds that it takes at each position, over the links of all replicas."""
-        exchange = []
-        for one, other in pairwise(plan.stages):
-            counts = len(one.ranks), len(other.ranks)
-            links = counts[0] * counts[1] if plan.placement.split else max(counts)
-            exchange.append(np.append(self._sums.crossing[:-1] * (ways / self._link(one, other) / links), np.inf))
-        return exchange
-
-    def _stage_seconds(self, plan: Plan, stage: int, starts: Counts) -> Matrix:
-        """The seconds per microbatch of a stage from each of `starts` up to every layer."""
-        own = plan.stages[stage]
-        replicas = len(own.ranks)
-        # A stage sums its gradients once for all microbatches of an update.
-        turns = plan.microbatches / (1 if plan.placement.split else replicas)
-        shared = 1.0 if plan.definition.updates_per_microbatch else max(1.0, turns)
-        key = replicas, self._link(own, own), shared
-        if key not in self._stage_tables:
-            if len(self._stage_tables) * self._costs.seconds.size > _KEPT_NUMBERS:
-                self._stage_tables.clear()
-            weights = self._costs.parameter_bytes / shared
-            self._stage_tables[key] = replicated_seconds(self._costs.seconds, weights, *key[:2], self._allreduce)
-        return self._stage_tables[key][starts]
-
-    def estimate_seconds(self, plan: Plan) -> float:
-        """The seconds for a sample by closed form, where messages of replicas have links of their own."""
-        if plan.definition.layout.has_several:
-            slowest = self.slowest_seconds(plan) / max(plan.replicas)
-        else:
-            parts = [
-                float(self._stage_seconds(plan, index, np.array([stage.start]))[0, stage.stop])
-                for index, stage in enumerate(plan.stages)
-            ]
-            sent = zip(self._exchange(plan, 1.0), plan.stages[1:], strict=True)
-            slowest = max(*parts, *(float(seconds[stage.start]) for seconds, stage in sent), 0.0)
-        return slowest * count_rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
-
-    def _link(self, one: Stage, other: Stage) -> float:
-        """The bandwidth of the slowest link between the first and last ranks of two stages."""
-        ends = [(a, b) for a in (one.ranks[0], one.ranks[-1]) for b in (other.ranks[0], other.ranks[-1]) if a != b]
-        return min(map(self._bandwidth, ends), default=np.inf)
-
     def _bandwidth(self, pair: tuple[int, int]) -> float:
         if pair not in self._links:
             here, there = pair
             self._links[pair] = min(self._cluster.bandwidth(here, there), self._cluster.bandwidth(there, here))
         return self._links[pair]
 
-    def _structures(self, plan: Plan, straight: bool) -> list[Plan]:
-        """Plans with other replicas, the fastest with its best cuts by closed form first; their own cuts are any."""
+    def _structures(self, plan: Plan, straight: bool, below: float) -> list[Plan]:
+        """Plans with other replicas that can take less than `below` seconds for a sample, those with the least bound
+        first.
+        """
         if plan.definition.layout.has_several:
             return []
         scored = []
-        devices = self._cluster.devices
-        for replicas in dict.fromkeys(_neighbors(plan.replicas, devices, straight)):
+        for replicas in dict.fromkeys(_neighbors(plan.replicas, self._cluster.devices, straight)):
             changed = self._rearrange(plan, replicas)
-            if changed is None:
-                continue
-            limit = self._bottleneck(changed, 1.0)[0]
-            if limit < np.inf:
-                scored.append((count_rounds(changed) * limit, changed))
-        scored.sort(key=lambda pair: pair[0])
-        return [changed for _, changed in scored]
+            if changed is not None:
+                least = self._least_of_structure(changed)
+                # Deeper pipelines, and those on fewer devices, are further from their bounds.
+                scored += [(least * count_rounds(changed), -changed.ranks, changed)] if least < below else []
+        scored.sort(key=lambda each: each[:2])
+        return [changed for *_, changed in scored]
 
     def _rearrange(self, plan: Plan, replicas: Sequence[int]) -> Plan | None:
         """`plan` with other replicas, on ranks in the same order; None if its schedule cannot run them."""
@@ -354,28 +360,54 @@ def _neighbors(replicas: tuple[int, ...], devices: int, straight: bool) -> Itera
                 yield (width,) * depth
 
 
-def _moves(cuts: Counts) -> list[tuple[int, ...]]:
-    """The cuts and all that differ by one move."""
-    count, layers = len(cuts) - 2, int(cuts[-1])
-    rows = [tuple(cuts.tolist())]
+def _adapted(cuts: tuple[int, ...], stages: int) -> list[tuple[int, ...]]:
+    """`cuts` for another number of stages: without one of them, or with one more in the middle of a stage."""
+    if stages == len(cuts) - 1:
+        return [cuts]
+    if stages == len(cuts) - 2:
+        return [cuts[:index] + cuts[index + 1 :] for index in range(1, len(cuts) - 1)]
+    if stages == len(cuts):
+        middles = [(index, (start + stop) // 2) for index, (start, stop) in enumerate(pairwise(cuts), start=1)]
+        return [(*cuts[:index], cut, *cuts[index:]) for index, cut in middles if cuts[index - 1] < cut]
+    return []
+
+
+def _moves(cuts: Counts) -> Counts:
+    """All cuts that differ by one move."""
+    count = len(cuts) - 2
     far = max(1, _PLACES // max(1, count) // 2)
-    for cut in range(1, count + 1):
-        low, high = int(cuts[cut - 1]) + 1, int(cuts[cut + 1])
-        here = int(cuts[cut])
-        for place in range(max(low, here - far), min(high, here + far + 1)):
-            if place != here:
-                rows.append((*rows[0][:cut], place, *rows[0][cut + 1 :]))
-    for length in range(2, count + 1):
+    here = cuts[1:-1]
+    lows, highs = np.maximum(cuts[:-2] + 1, here - far), np.minimum(cuts[2:], here + far + 1)
+    widths = highs - lows
+    places = np.arange(widths.sum()) + np.repeat(lows - np.cumsum(widths) + widths, widths)
+    moved = np.repeat(np.arange(1, count + 1), widths)
+    other = places != cuts[moved]
+    rows = np.repeat(cuts[None], other.sum(), axis=0)
+    rows[np.arange(len(rows)), moved[other]] = places[other]
+    shifted = cuts + _shifts(count)
+    return np.concatenate([rows, shifted[(np.diff(shifted, axis=1) > 0).all(axis=1)]])
+
+
+@cache
+def _shifts(count: int) -> npt.NDArray[np.int8]:
+    """(K, count + 2): by how many layers each of `count` cuts moves, and the ends of the chain, which do not."""
+    rows = []
+    lengths = range(2, count + 1)
+    for length in lengths if count <= _ALL_LENGTHS else (length for length in lengths if length & (length - 1) == 0):
         for first in range(1, count - length + 2):
-            for step in (-2, -1, 1, 2):
-                moved = cuts.copy()
-                moved[first : first + length] += step
-                if (np.diff(moved) > 0).all() and moved[0] == 0 and moved[-1] == layers:
-                    rows.append(tuple(moved.tolist()))
-    return rows
+            row = np.zeros(count + 2, dtype=np.int8)
+            row[first : first + length] = 1
+            rows += [step * row for step in (-2, -1, 1, 2)]
+    return np.array(rows, dtype=np.int8).reshape(len(rows), count + 2)
 
 
-def _cuts(plan: Plan) -> tuple[int, ...]:
+def _structure_of(plan: Plan) -> object:
+    """Equal for plans that differ only in their cuts."""
+    ranks = tuple(stage.ranks for stage in plan.stages)
+    return plan.schedule, ranks, plan.microbatches, plan.vertical_sync, plan.recompute, plan.routing
+
+
+def cuts_of(plan: Plan) -> tuple[int, ...]:
     return (0, *(stage.stop for stage in plan.stages))
 
 

@@ -1,11 +1,12 @@
 """Refinement: from the proposals of the planners to the best plan of every family, by local search."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import inf
 
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.families import Family, family_of, fastest, share_stages
-from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
+from penstock.planning.search.local_search import Effort, LocalSearch, Timed, cuts_of, shape_of
 from penstock.planning.stage_costs import chain_costs, simulator_options
 from penstock.progress import progress_line
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -46,6 +47,9 @@ _ATTEMPTS = 16
 
 _BUFFERS = 2
 """Messages on either side of a stage that memory is reserved for, where it is limited."""
+
+_ROUNDING = 1 + 1e-9
+"""Bounds add in another order than the simulator."""
 
 _NEAR = 1.2
 """A family that takes this many times as long as the best one after the first look is not searched further."""
@@ -90,37 +94,38 @@ class Refiner:
         looked: dict[Family, list[Timed]] = {}
         best = inf
         bounds = {family: min(map(self._least_seconds, plans)) for family, plans in families.items()}
-        order = sorted(families, key=bounds.__getitem__)
+        # The bounds of several stages per rank are too low, so that these would be looked at too closely.
+        order = sorted(families, key=lambda family: (family.stages_per_rank > 1, bounds[family]))
         for family in progress_line(order, lambda family: str(family.schedule), "comparing", progress):
             looked[family] = self._look(family, families[family], best)
             best = min([best, *(timed.seconds for timed in looked[family][:1])])
         order.sort(key=lambda family: looked[family][0].seconds if looked[family] else inf)
         improved: dict[Family, Timed] = {}
+        near = _NEAR * best
         for family in progress_line(order[:_RANKED], lambda family: str(family.schedule), "improving", progress):
             own = looked[family]
-            if own and own[0].seconds <= _NEAR * best:
-                improved[family] = self._improve(family, own[0])
-        adopted = self._adopt(improved)
+            if own and own[0].seconds <= near:
+                improved[family] = self._improve(family, own[0], best)
+                best = min(best, improved[family].seconds)
+        timings = {family: [*self._adopt(family, families[family], improved), *looked[family]] for family in order}
+        order.sort(key=lambda family: timings[family][0].seconds if timings[family] else inf)
+        if self._cluster.memory_bytes is None:
+            order = [family for family in order if timings[family]] or order
         found = []
         for family in order[:_RANKED]:
-            own = [*adopted.get(family, ()), *looked[family]]
+            own = timings[family]
             others = fastest(families[family], _ATTEMPTS if self._cluster.memory_bytes is not None else 2)
             found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
         return found
 
     def _least_seconds(self, plan: Plan) -> float:
-        """The least seconds for a sample that any cuts of `plan` can take; without replicas, that is what the slowest
-        stage or link takes, if `plan` has the cuts that make this least.
-        """
-        profile = self._profiles[plan.microbatch_size or 0]
-        if max(plan.replicas) > 1:
-            return profile.seconds / plan.ranks / profile.microbatch_size
-        return self._search(family_of(plan)).slowest_seconds(plan) / profile.microbatch_size
+        return self._search(family_of(plan)).least_seconds(plan)
 
     def _look(self, family: Family, plans: Sequence[Plan], best: float) -> list[Timed]:
         """The first proposals of a family, timed, with the best of them improved a little; fastest first.
 
-        Those that cannot be as fast as `best` seconds a sample are left out, unless there are no others.
+        Those that cannot be as fast as `best` seconds a sample are left out, unless there are no others; then the best
+        is looked at if it can be nearly as fast.
         """
         search = self._search(family)
         effort = Effort(_QUICK * self._cluster.devices)
@@ -128,8 +133,17 @@ class Refiner:
         for plan in sorted(plans, key=search.estimate_seconds):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
         seeds = list(shapes.values())
-        seeds = [alike for alike in seeds if min(map(self._least_seconds, alike)) <= best] or seeds[:1]
-        timed = [found for alike in seeds[:_SEEDS] if (found := search.time(*alike, effort=effort)) is not None]
+        bounds = [min(map(search.least_seconds, alike)) for alike in seeds]
+        by_bound = sorted(range(len(seeds)), key=bounds.__getitem__)
+        # The closed form is too pessimistic for some structures and the bound too optimistic for others.
+        both = list(dict.fromkeys(chain.from_iterable(enumerate(by_bound))))
+        chosen = [seed for seed in both if bounds[seed] <= best * _ROUNDING]
+        chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEAR * best]
+        timed = [
+            found
+            for alike in map(seeds.__getitem__, chosen[:_SEEDS])
+            if (found := search.time(alike[0], cuts=list(map(cuts_of, alike)), effort=effort)) is not None
+        ]
         timed.sort(key=lambda found: found.seconds)
         if not timed or timed[0].seconds > _HOPELESS * best:
             return timed
@@ -139,32 +153,38 @@ class Refiner:
         first = min(moved, key=lambda found: found.seconds)
         return [search.move_cuts(first, effort), *sorted(timed, key=lambda found: found.seconds)]
 
-    def _improve(self, family: Family, timed: Timed) -> Timed:
+    def _improve(self, family: Family, timed: Timed, best: float) -> Timed:
+        """The plan of a family after a local search, among structures that can be faster than `best`."""
         search = self._search(family)
         effort = Effort(max(_LEAST, _DEEP * self._cluster.devices))
         timed = search.move_cuts(timed, effort)
         ranks = self._cluster.devices if self._constraints.every_device else None
         return search.move_replicas(
-            timed, effort, straight=family.straight, stages=self._constraints.stages, ranks=ranks
+            timed, effort, below=best, straight=family.straight, stages=self._constraints.stages, ranks=ranks
         )
 
-    def _adopt(self, improved: Mapping[Family, Timed]) -> dict[Family, list[Timed]]:
-        """The best plan of every family, after a try of the stages of the fastest families; and its own, behind it."""
+    def _adopt(self, family: Family, plans: Sequence[Plan], improved: Mapping[Family, Timed]) -> list[Timed]:
+        """The best plans of a family after a try of the stages of the fastest families, with its own improved one;
+        fastest first.
+        """
+        fastest_first = sorted(improved.values(), key=lambda timed: timed.seconds)
         shapes: dict[object, Plan] = {}
-        for timed in sorted(improved.values(), key=lambda timed: timed.seconds):
+        for timed in fastest_first:
             shapes.setdefault(shape_of(timed.plan), timed.plan)
-        adopted = {}
-        for family, own in improved.items():
-            search, found = self._search(family), [own]
-            for shape, plan in list(shapes.items())[:_ADOPTED]:
-                made = search.adopt(own.plan, plan) if shape != shape_of(own.plan) else None
-                if made is None or family_of(made) != family or not self._constraints.accepts(made):
-                    continue
-                effort = Effort(_QUICK * self._cluster.devices)
-                other = search.time(made, effort=effort)
-                found += [search.move_cuts(other, effort)] if other is not None else []
-            adopted[family] = sorted(found, key=lambda timed: timed.seconds)
-        return adopted
+        search = self._search(family)
+        found = [improved[family]] if family in improved else []
+        own = found[0].plan if found else plans[0]
+        for shape, plan in list(shapes.items())[:_ADOPTED]:
+            known = found and shape == shape_of(own)
+            made = None if known else search.adopt(own, plan)
+            if made is None or family_of(made) != family or not self._constraints.accepts(made):
+                continue
+            if search.least_seconds(made) > fastest_first[0].seconds * _ROUNDING:
+                continue
+            effort = Effort(_QUICK * self._cluster.devices)
+            other = search.time(made, cuts=[cuts_of(made)], effort=effort)
+            found += [search.move_cuts(other, effort)] if other is not None else []
+        return sorted(found, key=lambda timed: timed.seconds)
 
     def _search(self, family: Family) -> LocalSearch:
         profile = self._profiles[family.microbatch_size or 0]
@@ -173,8 +193,7 @@ class Refiner:
             # Moves leave room for messages, which the proposals do not.
             buffers = 0 if self._cluster.memory_bytes is None else _BUFFERS
             costs = chain_costs(profile, recompute=family.recompute, buffers=buffers)
-            allreduce = self._constraints.allreduce
-            self._searches[key] = LocalSearch(profile, costs, self._cluster, allreduce, self._assumptions)
+            self._searches[key] = LocalSearch(profile, costs, self._cluster, self._assumptions)
         return self._searches[key]
 
     def _microbatches(self, profile: Profile) -> dict[ScheduleDefinition | str, int]:

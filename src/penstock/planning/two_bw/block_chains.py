@@ -138,7 +138,7 @@ class BlockChain:
         """(Slowest seconds, cuts); no cuts if nothing fits. `hop`, `reduced`: (seconds per byte, seconds). `ranks`: of
         every stage, where devices differ.
         """
-        key = (counts, hop, reduced, ranks)
+        key = (counts if self._memory_bytes < np.inf else len(counts), hop, reduced, ranks)
         if key not in self._balanced:
             edges = self.costs.exchanged_bytes * hop[0] + hop[1]
             edges[[0, -1]] = 0.0

@@ -71,14 +71,14 @@ class LinkTable:
                 ranks = numbers.reshape(replicas, stages).T
             case _:
                 assert_never(consecutive)
-        there, there_latency = self._links(ranks[:-1], ranks[1:])
-        back, back_latency = self._links(ranks[1:], ranks[:-1])
+        there, there_latency = self.links(ranks[:-1], ranks[1:])
+        back, back_latency = self.links(ranks[1:], ranks[:-1])
         ring, ring_latency = np.zeros((stages, 1)), np.zeros((stages, 1))
         if replicas > 1:
-            ring, ring_latency = self._links(ranks, np.roll(ranks, -1, axis=1))
+            ring, ring_latency = self.links(ranks, np.roll(ranks, -1, axis=1))
         return Orientation(consecutive, ranks, (there + back) / 2, there_latency + back_latency, ring, ring_latency)
 
-    def _links(self, a: _Ranks, b: _Ranks) -> tuple[_Numbers, _Numbers]:
+    def links(self, a: _Ranks, b: _Ranks) -> tuple[_Numbers, _Numbers]:
         """(Seconds per byte, latency in seconds) from the ranks `a` to the ranks `b`, pair by pair."""
         if not self._sizes:
             return self._slowness[a, b], self._latency[a, b]

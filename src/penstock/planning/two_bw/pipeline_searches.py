@@ -18,6 +18,7 @@ as follows:
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 
 from penstock.errors import PlanError
@@ -196,18 +197,33 @@ def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
 
 
 def _block_chains(profile: Profile, cluster: Cluster, request: Request) -> tuple[BlockChain, ...]:
-    blocks = find_blocks(profile)
     depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
-    positions = cut_positions(profile, blocks, max(3 * depth, _EFFORT // depth))
+    recompute = (True,) if request.recompute else (False, True)
     return tuple(
-        BlockChain(
+        _block_chain(
             profile,
-            blocks,
-            positions,
-            recompute=recompute,
+            cluster,
+            depth,
+            recompute=again,
             optimizer_copies=request.optimizer_copies,
-            cluster=cluster,
             buffers=request.buffers,
         )
-        for recompute in ((True,) if request.recompute else (False, True))
+        for again in recompute
+    )
+
+
+@lru_cache(maxsize=8)
+def _block_chain(
+    profile: Profile, cluster: Cluster, depth: int, *, recompute: bool, optimizer_copies: float, buffers: int
+) -> BlockChain:
+    """Kept, since all schedules are planned with the same chains."""
+    blocks = find_blocks(profile)
+    return BlockChain(
+        profile,
+        blocks,
+        cut_positions(profile, blocks, max(3 * depth, _EFFORT // depth)),
+        recompute=recompute,
+        optimizer_copies=optimizer_copies,
+        cluster=cluster,
+        buffers=buffers,
     )
