@@ -41,12 +41,16 @@ class OperatorCall:
 
 
 class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators of its body, layer after layer of one run of a model."""
+    """Counts the operators of its body, layer after layer of one run of a model. `watched`: tensors of which it notes
+    that an operator reads or writes them.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = {id(tensor) for tensor in watched}
+        self._read: list[Tensor] = []
         self._noted: list[OperatorCall] = []
         self._trained: TensorNotes[bool] = TensorNotes()
         """Tensors whose gradient a backward computes, by id. Capture runs without autograd: nothing else says so."""
@@ -68,8 +72,15 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted, self._noted = tuple(self._noted), []
         return noted
 
+    def take_read(self) -> list[Tensor]:
+        """The watched tensors that operators have read since the last call."""
+        found, self._read = self._read, []
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._watched:
+            self._read += [each for each in _tensors((*args, *kwargs.values())) if id(each) in self._watched]
         result = func(*args, **kwargs)
         kind = self._kinds.get(func)
         if kind is None:

@@ -26,7 +26,11 @@ from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
 
-__all__ = ["EagerLayer", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
+__all__ = ["EagerLayer", "Flag", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
+
+
+class Flag:
+    """Stands in a `Form` for a bool that a tensor holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +39,9 @@ class Form:
 
     structure: pytree.TreeSpec
     constants: tuple[Any, ...]
-    """For every leaf: its constant; the class `Tensor` where it is a tensor, `torch.SymInt` where it is a size that may
-    change; an `Anew` where every call gets a copy of its own; the class `object` where it may be anything."""
+    """For every leaf: its constant; the class `Tensor` where it is a tensor, `Flag` where it is a bool that a tensor
+    holds, `torch.SymInt` where it is a size that may change; an `Anew` where every call gets a copy of its own; the
+    class `object` where it may be anything."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Form":
         # It never changes, and a TreeSpec cannot be copied without a warning.
@@ -56,13 +61,16 @@ class Form:
 
     def fill(self, values: Sequence[Any]) -> Any:
         """The nested value. `values`: all of its tensors, and after these its sizes that may change."""
-        tensors, sizes = iter(values), islice(values, self.constants.count(Tensor), None)
+        count = sum(constant is Tensor or constant is Flag for constant in self.constants)
+        tensors, sizes = iter(values), islice(values, count, None)
         return pytree.tree_unflatten([_leaf(constant, tensors, sizes) for constant in self.constants], self.structure)
 
 
 def _leaf(constant: Any, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
     if constant is Tensor:
         return next(tensors)
+    if constant is Flag:
+        return bool(next(tensors))
     if constant is torch.SymInt:
         return next(sizes)
     return constant.make() if isinstance(constant, Anew) else constant
@@ -71,7 +79,8 @@ def _leaf(constant: Any, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
 class EagerLayer(nn.Module):
     """Runs one of the user's own modules between tensors.
 
-    `evaluates`: in evaluation mode, whatever mode it is in. `gradients`: if not, under `torch.no_grad`.
+    `evaluates`: in evaluation mode, whatever mode it is in. `gradients`: if not, under `torch.no_grad`. `by_forward`:
+    as ``body.forward(x)``, which runs no hooks, and not as ``body(x)``.
     """
 
     def __init__(
@@ -83,8 +92,10 @@ class EagerLayer(nn.Module):
         *,
         evaluates: bool = False,
         gradients: bool = True,
+        by_forward: bool = False,
     ) -> None:
         super().__init__()
+        self.by_forward = by_forward
         self.evaluates = evaluates
         self.gradients = gradients
         self.name = name
@@ -107,6 +118,8 @@ class EagerLayer(nn.Module):
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Attributes that are modules are looked for last, and then in a slower way.
         body: Any = self._modules["body"]
+        if self.by_forward:
+            body = body.forward
         if self._takes_tensors:
             result = body(*tensors)
         else:
@@ -218,6 +231,40 @@ def _trains(named: Sequence[tuple[str, nn.Module]]) -> bool:
     return any(inner.training for _, module in named for inner in module.modules())
 
 
+class _Held:
+    """Which layer holds which parameters and buffers, and which layers read those of another one.
+
+    A layer may hold another one in a list or in a closure, where no stage sees it.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        self._names: dict[int, str] = {}
+        self.tensors: list[Tensor] = []
+        for layer, body in named:
+            own = (*body.named_parameters(), *body.named_buffers())
+            self._names.update({id(tensor): f"{layer}.{name}" for name, tensor in own})
+            self.tensors += [tensor for _, tensor in own]
+        self._borrowed: list[tuple[str, Tensor]] = []
+
+    def note(self, name: str, body: nn.Module, arguments: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+        """Notes what the layer `name` has `read`. `arguments`: of its call."""
+        own = {id(tensor) for tensor in (*body.parameters(), *body.buffers(), *arguments)}
+        layer = f"{name} ({type(body).__name__})"
+        self._borrowed += [(layer, tensor) for tensor in read if id(tensor) not in own]
+
+    def check(self, observations: Sequence[Observation]) -> None:
+        """Raises `CaptureError` if a layer reads what the stage of another one changes."""
+        written = {id(buffer) for observation in observations for buffer in observation.mutated_buffers}
+        for layer, tensor in self._borrowed:
+            if isinstance(tensor, nn.Parameter) or id(tensor) in written:
+                raise CaptureError(
+                    f"layer {layer} reads {self._names[id(tensor)]}, which is registered in another layer only: in "
+                    "another stage it would not see its updates, and its gradients would be lost. Expected parameters "
+                    "and buffers of its own. Register the module that holds it in both layers (self.shared = ...), or "
+                    "pass both as one layer"
+                )
+
+
 def _run_once(
     named: Sequence[tuple[str, nn.Module]],
     spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
@@ -233,7 +280,8 @@ def _run_once(
     observations: list[Observation] = []
     result: Any = None
     returns, tensors = Form.of(None)
-    counter = OperatorCounter()
+    held = _Held(named)
+    counter = OperatorCounter(held.tensors)
     for name, body in named:
         takes, arguments = Form.of((args, kwargs))
         with observed(body, arguments, counter) as observation:
@@ -244,6 +292,7 @@ def _run_once(
                     f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. Every "
                     "layer must accept what the layer before it returns, the first one the sample"
                 ) from error
+        held.note(name, body, arguments, counter.take_read())
         returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
@@ -253,6 +302,7 @@ def _run_once(
         observations.append(observation)
         names = outputs
         args, kwargs = spread(result)
+    held.check(observations)
     rest = iter(names)
     leaves = tuple(next(rest) if constant is Tensor else None for constant in returns.constants)
     constants = tuple(None if constant is Tensor else constant for constant in returns.constants)
