@@ -17,9 +17,7 @@ from model_cases.pages import WAYS_OUT
 
 __all__ = ["CASES"]
 
-REFUSED = {
-    case.name: case for case in (*transformers_text.CASES, *transformers_other.CASES, *other_libraries.CASES)
-}
+REFUSED = {case.name: case for case in (*transformers_text.CASES, *transformers_other.CASES, *other_libraries.CASES)}
 
 
 # What the code between blocks decided, passed as an argument
@@ -247,7 +245,14 @@ HF = ("transformers",)
 CASES: tuple[Case, ...] = (
     case("reformer", "the encoder as operators", reformer, HF),
     case("fsmt", "decoder_attention_mask", REFUSED["fsmt"].build, HF, draw=with_decoder_mask),
-    case("clip, return_loss", "the loss in loss_fn", REFUSED["clip"].build, HF, draw=REFUSED["clip"].draw, loss=contrastive),
+    case(
+        "clip, return_loss",
+        "the loss in loss_fn",
+        REFUSED["clip"].build,
+        HF,
+        draw=REFUSED["clip"].draw,
+        loss=contrastive,
+    ),
     case("llava", "images in one piece", llava, HF),
     case("idefics3", "a method without decisions", idefics3, HF),
     case(

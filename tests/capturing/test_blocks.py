@@ -625,7 +625,7 @@ def test_blocks_whose_forward_is_called(kind: Callable[[], Block], schedule: str
 
 
 def test_what_a_block_hands_on_in_an_attribute_is_seen_where_its_forward_is_called() -> None:
-    with pytest.raises(CaptureError, match="its forward changes blocks.0.seen"):
+    with pytest.raises(CaptureError, match=r"its forward changes blocks\.0\.seen"):
         capture(TakingFromForward(), (batches((6,))[0][0].float(),))
 
 

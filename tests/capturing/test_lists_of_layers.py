@@ -55,7 +55,9 @@ def test_a_layer_that_reads_the_parameters_of_another_one_is_refused(reading: An
     if wrapped and isinstance(reader, nn.Module):
         layers = nn.Sequential(nn.Sequential(*layers))
 
-    with pytest.raises(CaptureError, match=r"layer \S*2 \(.*reads \S*0.weight, which is registered in another layer only"):
+    with pytest.raises(
+        CaptureError, match=r"layer \S*2 \(.*reads \S*0.weight, which is registered in another layer only"
+    ):
         capture(layers, (SAMPLE,))
 
 

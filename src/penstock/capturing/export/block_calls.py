@@ -80,8 +80,8 @@ def record_calls(
 ) -> RecordedCalls:
     """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample.
 
-    `free`: with ``"doubles"`` there are runs with twice the sizes, too; with ``"samples"`` only their number is changed,
-    and all other dimensions are fixed.
+    `free`: with ``"doubles"`` there are runs with twice the sizes, too; with ``"samples"`` only their number is
+    changed, and all other dimensions are fixed.
     """
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
     _check_repeatable(first, again)
@@ -142,9 +142,7 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in zip(inputs.names, leaves, strict=True) if isinstance(leaf, Tensor)}
 
 
-def _record(
-    sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()
-) -> ModuleCalls:
+def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
     watch = Watch(sampled.model, paths, by_forward=by_forward)
     with sampled.preserved(), torch.no_grad():
         watch.run(call)

@@ -139,14 +139,16 @@ class OpaqueBlocks:
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
         leaves, structure = flatten((args, kwargs))
-        flags = {index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.SymBool) and is_data_dependent(leaf)}
+        flags = {
+            index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.SymBool) and is_data_dependent(leaf)
+        }
         # What the block decides by values it is given as a tensor. Decisions by sizes hold for those that decide alike.
         leaves = [
             _as_tensor(leaf) if index in flags else bool(leaf) if isinstance(leaf, torch.SymBool) else leaf
             for index, leaf in enumerate(leaves)
         ]
         unrecorded = _unrecorded(leaves, found, path, flags)
-        constants = enumerate(map(_constant, leaves, found.lasting))
+        constants = enumerate(_constant(path, *each) for each in zip(leaves, found.lasting, strict=True))
         takes = Form(structure, tuple(Flag if index in flags else constant for index, constant in constants))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
@@ -235,12 +237,22 @@ def _described(leaves: Iterable[Any]) -> str:
     return ", ".join("a tensor" if leaf is Tensor or isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
-def _constant(leaf: Any, lasting: bool) -> Any:
+def _constant(path: str, leaf: Any, lasting: bool) -> Any:
     if isinstance(leaf, Tensor):
         return Tensor
     if isinstance(leaf, torch.SymInt):
         return torch.SymInt
-    return leaf if lasting or is_plain(leaf) else Anew(leaf)
+    if lasting or is_plain(leaf):
+        return leaf
+    try:
+        return Anew(leaf)
+    except Exception as error:
+        raise CaptureError(
+            f"block {path} is called with a {type(leaf).__name__} that cannot be copied for every call "
+            f"({type(error).__name__}), as one with tensors in it that the code between blocks has computed. Expected "
+            "tensors, constants, or an object that holds neither. Make it in each block, pass the tensors in it, or "
+            "pass the model as a list of layers"
+        ) from error
 
 
 @torch.library.impl(_LIBRARY, "block", "CompositeExplicitAutograd")
