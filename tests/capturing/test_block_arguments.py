@@ -1,5 +1,7 @@
 """Blocks that are given modules, sizes or decisions, and a beginning without gradients."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -162,7 +164,7 @@ class DecidingByResults(DecidingByValues):
 @pytest.mark.parametrize("kind", [DecidingByValues, DecidingByResults])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 2), ("zb-h1", 3)])
 def test_a_decision_by_values_that_is_passed_to_blocks_is_made_for_every_batch(
-    kind: type[Model], schedule: str, stages: int
+    kind: Callable[[], Model], schedule: str, stages: int
 ) -> None:
     def made() -> Model:
         torch.manual_seed(5)

@@ -598,7 +598,7 @@ class TakingFromForward(ByForward):
         super().__init__(Handing)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + sum(block.seen.mean() for block in self.blocks)  # type: ignore[union-attr,operator]
+        return super().forward(x) + sum(block.seen.mean() for block in self.blocks)  # type: ignore[union-attr,operator,misc]
 
 
 @pytest.mark.parametrize("kind", [Block, Counted, Marked])

@@ -68,7 +68,7 @@ def test_a_statistic_that_another_layer_writes_is_refused_and_one_that_nobody_wr
     def center(x: Tensor) -> Tensor:
         return x - norm.running_mean  # type: ignore[operator]
 
-    layers = [norm, nn.Linear(4, 4), center]
+    layers: list[Any] = [norm, nn.Linear(4, 4), center]
     if evaluates:
         assert len(capture(layers, (SAMPLE,)).layers) == 3
     else:
@@ -81,7 +81,7 @@ def test_a_parameter_that_a_layer_hands_on_is_an_input_of_the_next_one() -> None
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return super().forward(x), self.weight
 
-    layers = [Handing(4, 4), lambda x, weight: x @ weight]
+    layers: list[Any] = [Handing(4, 4), lambda x, weight: x @ weight]
 
     assert [layer.inputs for layer in capture(layers, (SAMPLE,)).layers][1] == ("0[0]", "0[1]")
 
@@ -94,7 +94,7 @@ def test_a_module_that_both_layers_register_is_trained_by_both() -> None:
 
     data = [(torch.randn(4, 4).double(), torch.randn(4, 4).double()) for _ in range(3)]
     plain, staged = build(), build()
-    optimizer = sgd(plain.parameters())
+    optimizer = sgd(list(plain.parameters()))
     for x, target in data:
         loss = sum(squares(plain(part), wanted) / 2 for part, wanted in zip(x.chunk(2), target.chunk(2), strict=True))
         loss.backward()  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ Here nothing is traced. Each layer runs as the Python that it is, so its control
 the sample shows what passes from layer to layer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.fresh_objects import Anew
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
+from penstock.capturing.module_state import ModuleState
 from penstock.capturing.observation import Observation, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
@@ -207,8 +209,9 @@ def _capture(
 ) -> LayerChain:
     if not named:
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
-    with preserved([model]), torch.no_grad():
-        layers, output, observations = _run_once(named, spread, call, inputs, evaluates)
+    state = ModuleState([model])
+    with preserved([model], state), torch.no_grad():
+        layers, output, observations = _run_once(named, spread, call, inputs, evaluates, state)
     chain = LayerChain(
         layers=join_layers(layers, output.values, observations),
         inputs=inputs,
@@ -245,9 +248,19 @@ class _Held:
             self._names.update({id(tensor): f"{layer}.{name}" for name, tensor in own})
             self.tensors += [tensor for _, tensor in own]
         self._borrowed: list[tuple[str, Tensor]] = []
+        holders = Counter(id(parameter) for _, body in named for parameter in body.parameters())
+        self._shared = {key for key, count in holders.items() if count > 1}
 
-    def note(self, name: str, body: nn.Module, arguments: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-        """Notes what the layer `name` has `read`. `arguments`: of its call."""
+    def note(
+        self, name: str, body: nn.Module, arguments: Sequence[Tensor], counter: OperatorCounter, observed: Observation
+    ) -> None:
+        """Notes what the layer `name` has read of other ones, and what it has written of the parameters that it shares.
+
+        `arguments`: of its call, which `counter` has seen.
+        """
+        read = counter.take_read()
+        shared = {id(each): each for each in counter.take_written() if id(each) in self._shared}
+        observed.mutated_buffers += tuple(shared.values())
         own = {id(tensor) for tensor in (*body.parameters(), *body.buffers(), *arguments)}
         layer = f"{name} ({type(body).__name__})"
         self._borrowed += [(layer, tensor) for tensor in read if id(tensor) not in own]
@@ -271,8 +284,9 @@ def _run_once(
     call: Call,
     inputs: ModelInputs,
     evaluates: bool,
+    state: ModuleState,
 ) -> tuple[list[Layer], ModelOutput, list[Observation]]:
-    """One run of the layers on the sample."""
+    """One run of the layers on the sample. `state`: what is given back afterwards."""
     own = call.copied()
     args, kwargs = own.args, dict(own.kwargs)
     names = tuple(name for name in inputs.names if name not in inputs.constants)
@@ -281,7 +295,7 @@ def _run_once(
     result: Any = None
     returns, tensors = Form.of(None)
     held = _Held(named)
-    counter = OperatorCounter(held.tensors)
+    counter = OperatorCounter(held.tensors, lambda parameter: state.save_content("", parameter))
     for name, body in named:
         takes, arguments = Form.of((args, kwargs))
         with observed(body, arguments, counter) as observation:
@@ -292,7 +306,7 @@ def _run_once(
                     f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. Every "
                     "layer must accept what the layer before it returns, the first one the sample"
                 ) from error
-        held.note(name, body, arguments, counter.take_read())
+        held.note(name, body, arguments, counter, observation)
         returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))

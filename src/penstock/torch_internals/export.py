@@ -70,7 +70,7 @@ def fixed_sizes_noted(note: Callable[[str, FrameType], None]) -> Iterator[None]:
                 note(name, sys._getframe(1))
         return own(env, symbol, target, *rest, **options)
 
-    ShapeEnv._set_replacement = set_replacement  # type: ignore[method-assign]
+    ShapeEnv._set_replacement = set_replacement  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:

@@ -209,7 +209,7 @@ def _stand_in(blocks: OpaqueBlocks, path: str) -> Any:
 
 
 def _as_tensor(flag: torch.SymBool) -> Tensor:
-    return torch.scalar_tensor(torch.sym_ite(flag, 1, 0), dtype=torch.bool)
+    return torch.scalar_tensor(torch.sym_ite(flag, 1, 0), dtype=torch.bool)  # type: ignore[no-untyped-call]
 
 
 def _unrecorded(leaves: Sequence[Any], found: BlockCall, path: str, flags: Collection[int]) -> dict[int, Any]:
@@ -294,9 +294,9 @@ class _Sizes:
         for constant, its in zip(call.takes.constants, call.recorded.objects, strict=True):
             found = next(recorded) if type(its) is int else None
             # Numbers that do not follow from sizes are constants of the trace.
-            number = next(traced) if constant is torch.SymInt else None
-            if found is not None and number is not None:
-                self._note(found, number)
+            size = next(traced) if constant is torch.SymInt else None
+            if found is not None and size is not None:
+                self._note(found, size)
 
     def _note(self, recorded: Sizes, traced: Any) -> None:
         if len(set(recorded)) > 1:
