@@ -17,10 +17,11 @@ from model_cases.transformers_other import CASES as OTHER
 from model_cases.transformers_text import CASES as TEXT
 from model_cases.vision_libraries import CASES as VISION
 from model_cases.ways_out import CASES as WAYS
+from model_cases.ways_out_of_libraries import CASES as WAYS_OF_LIBRARIES
 
 __all__ = ["CASES", "missing_packages", "versions", "warm_up"]
 
-CASES: tuple[Case, ...] = (*HABITS, *WAYS, *TEXT, *OTHER, *VISION, *LIBRARIES_OTHER)
+CASES: tuple[Case, ...] = (*HABITS, *WAYS, *WAYS_OF_LIBRARIES, *TEXT, *OTHER, *VISION, *LIBRARIES_OTHER)
 NEEDS = {
     "transformers": ("transformers",),
     "peft": ("transformers", "peft"),

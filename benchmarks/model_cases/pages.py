@@ -30,12 +30,14 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"Python control flow depends on the values|it leaves PyTorch for NumPy",
         "the code between its blocks decides by the values in a tensor",
-        "move the decision into a block, use `torch.where`, or pass a list of layers",
+        "move the decision into a block, pass what it decides as an argument, use `torch.where`, or pass a list of "
+        "layers",
     ),
     (
         r"fixes the batch size",
         "the code between its blocks fixes the number of samples",
-        "compute sizes from `x.shape[0]`, or pass a list of layers",
+        "compute sizes from `x.shape[0]` and not from `len(x)`, loop over no samples, compute such a loss in "
+        "`loss_fn`, or pass a list of layers",
     ),
     (
         r"another tensor was assigned|requires_grad is",
@@ -56,6 +58,11 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         r"does not follow from the sizes",
         "a block returns a size that its arguments do not explain",
         "pass a list of layers",
+    ),
+    (
+        r"cannot be copied for every call",
+        "the code between its blocks puts tensors in an object that it passes to blocks",
+        "make the object in each block, pass the tensors, or pass a list of layers",
     ),
     (
         r"cannot be traced",
@@ -136,7 +143,12 @@ def page(records: Sequence[Record], versions: str) -> str:
     libraries = [record for record in usable if _is_library(record)]
     habits = [record for record in usable if not _is_library(record) and record not in ways]
     text = [
-        _TOP.format(versions=versions, counts=_counts(libraries, habits), trained=_trained(libraries, habits)),
+        _TOP.format(
+            versions=versions,
+            counts=_counts(libraries, habits),
+            trained=_trained(libraries, habits),
+            share=_share([*libraries, *habits]),
+        ),
         _refusals([*libraries, *habits], ways),
     ]
     text += [f"## {family}\n\n{_table(found)}" for family, found in families.items()]
@@ -149,8 +161,8 @@ This page is made by `python benchmarks/models.py --save docs/models.md`; do not
 and has random weights. A case is a process of its own. It trains the model for three steps of SGD with momentum: by a
 plain loop of PyTorch, and by `Pipeline` under `1f1b-flush` on 2 stages and `zb-h1` on 3. Models whose capture takes
 less than half a second are also trained under `1f1b-flush` on 3 stages and `zb-h1` on 2. `2bw` on 2 stages is compared
-with a plain loop that computes its gradients at the weights before the last update. For the quick ones it is compared
-with `penstock.reference_train`, too.
+with a plain loop that computes its gradients at the weights before the last update. The quick ones are also trained so
+on 3 stages, and are compared with `penstock.reference_train`, too.
 
 All losses, parameters, buffers and plain attributes of the modules are compared, and what `predict` returns after the
 training. Batches have other numbers of samples than the sample, and the second step has another length, where the
@@ -165,6 +177,8 @@ are four blocks of a kind between two linear layers, with a connection over all 
 {counts}
 
 {trained}
+
+{share}
 
 *Seconds* are processor seconds of building the first pipeline, which is mostly the capture, on a machine that was busy
 with other work.
@@ -190,6 +204,30 @@ def _trained(libraries: Sequence[Record], habits: Sequence[Record]) -> str:
             f"{three} of them have 3 layers or more and do so on 3 stages."
         )
     return "\n".join(parts)
+
+
+def _share(records: Sequence[Record]) -> str:
+    """The share of the models with blocks that train unchanged."""
+    asked = [record for record in records if record.get("blocks", 0) >= 2 and not record.get("changed")]
+    parts = []
+    for kind, found in (
+        ("All", asked),
+        ("models of libraries", [record for record in asked if _is_library(record)]),
+        ("models by hand", [record for record in asked if not _is_library(record)]),
+    ):
+        right = sum(map(_trains, found))
+        parts.append(f"{kind}: {right} of {len(found)}, {right / len(found):.1%}" if found else f"{kind}: none")
+    return (
+        "**Models with blocks.** These are all cases that run eagerly, of which a list or an `nn.Sequential` holds two "
+        "or more modules of one class with parameters, and in which nothing is changed between steps. Those count that "
+        "have the numbers of the plain loop in all trainings above, on 2 stages and on 3, under `1f1b-flush`, `zb-h1` "
+        f"and `2bw`. {'; '.join(parts)}."
+    )
+
+
+def _trains(record: Record) -> bool:
+    """Whether it has the right numbers in all trainings, on 2 and on 3 stages, where it has so many layers."""
+    return outcome_of(record) in ("equal", "close") and record.get("layers", 0) >= 3
 
 
 def _refusals(records: Sequence[Record], ways: Sequence[Record]) -> str:

@@ -2,10 +2,13 @@
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 import penstock
 from model_cases.cases import Case
@@ -13,7 +16,7 @@ from model_cases.comparison import compare, compare_outputs
 from model_cases.training import Batches, Outcome, build, train_by_oracle, train_plainly, train_staged
 from penstock.errors import PenstockError
 
-__all__ = ["QUICK_SECONDS", "try_case"]
+__all__ = ["QUICK_SECONDS", "count_blocks", "try_case"]
 
 QUICK_SECONDS = 0.5
 """Processor seconds of a capture under which a case is also trained on the other two pairs of schedule and stages, and
@@ -26,6 +29,7 @@ Record = dict[str, Any]
 def try_case(case: Case, keep: Callable[[Record], None]) -> Record:
     """The record of `case`; `keep` stores it whenever something is known, for a run that ends at a limit."""
     record: Record = {"case": case.name, "family": case.family, "trainings": [], "microbatches": case.microbatches}
+    record["changed"] = case.between is not None
     started = time.process_time()
     keep(record)
     for dtype in (torch.float64, torch.float32) if case.float64 else (torch.float32,):
@@ -64,13 +68,24 @@ def _sizes_of(case: Case) -> Iterator[tuple[list[tuple[int, int]], str]]:
 
 def _is_training(case: Case, batches: Batches, plain: Outcome, record: Record) -> bool:
     """Whether the case tells anything: its losses are finite, and it trains something."""
-    before = dict(build(case, batches.dtype).named_parameters())
+    model = build(case, batches.dtype)
+    before = dict(model.named_parameters())
+    record["blocks"] = count_blocks(model)
     trained = sum(name in before and not torch.equal(before[name], plain.state[name]) for name in before)
     record.update(trained=trained, parameters=len(before), losses=plain.losses)
     finite = all(abs(loss) < float("inf") for loss in plain.losses)
     if not finite or not trained:
         record["eager"] = "the loss is not finite" if not finite else "no parameter is trained"
     return finite and bool(trained)
+
+
+def count_blocks(model: nn.Module) -> int:
+    """The most modules of one class with parameters that a list or an `nn.Sequential` in `model` holds."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)]
+    found = [
+        Counter(type(child) for child in each.children() if any(True for _ in child.parameters())) for each in lists
+    ]
+    return max((count for each in found for count in each.values()), default=0)
 
 
 def _train(case: Case, batches: Batches, plain: Outcome, record: Record, keep: Callable[[Record], None]) -> bool:
@@ -114,6 +129,8 @@ def _train_delayed(case: Case, batches: Batches, record: Record) -> None:
         return
     if schedule == "2bw":
         _judge(entry, train_plainly(case, batches, delayed=True), found)
+        if record["layers"] >= 3 and record["seconds"] < QUICK_SECONDS and record["free"] != "none":
+            _train_delayed_on_three(replace(case, microbatches=3), batches, record)
         entry = {"schedule": schedule, "stages": 2, "against": "oracle"}
     if with_oracle:
         if schedule == "2bw":
@@ -122,6 +139,15 @@ def _train_delayed(case: Case, batches: Batches, record: Record) -> None:
             _judge(entry, train_by_oracle(case, batches, schedule=schedule, stages=2), found.saved())
         except Exception as error:
             entry.update(kind="oracle", phase="oracle", error=_described(error))
+
+
+def _train_delayed_on_three(case: Case, batches: Batches, record: Record) -> None:
+    """The same on 3 stages, which need 3 microbatches."""
+    entry: Record = {"schedule": "2bw", "stages": 3, "against": "plain loop"}
+    found = _staged(case, batches, entry, record)
+    record["trainings"].append(entry)
+    if found is not None:
+        _judge(entry, train_plainly(case, batches, delayed=True), found)
 
 
 def _staged(case: Case, batches: Batches, entry: Record, record: Record, predicts: bool = False) -> Outcome | None:

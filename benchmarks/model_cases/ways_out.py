@@ -349,18 +349,6 @@ class Tanh(Around):
         return self.layer(x).tanh()  # type: ignore[no-any-return]
 
 
-class Activated(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.activation = lambda x: nn.functional.gelu(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.activation(self.first(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 def weighted(weights: Iterable[Tensor]) -> nn.Module:
     return nn.Sequential(*map(Weighted, weights))
 
@@ -462,7 +450,6 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "MomentumTwin: reads a copy": lambda: Stack(CopyingTwin),
     "ParameterListModel: a module for each weight": lambda: weighted(ParameterListModel().weights),
     "StackedWeights: a module for each weight": lambda: weighted(StackedWeights().weights),
-    "Lambdas: block(x)": Activated,
     "OtherMethod: a module for each method": coders,
 }
 DRAWING: dict[str, Callable[[], nn.Module]] = {

@@ -1,5 +1,7 @@
 """Blocks that are given modules, sizes or decisions, and a beginning without gradients."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -151,10 +153,37 @@ class DecidingBySizes(DecidingByValues):
         return self.last(x)
 
 
-def test_a_decision_that_is_passed_to_blocks_is_kept_or_refused() -> None:
+class DecidingByResults(DecidingByValues):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, doubles=(x.mean() > 0).item())
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", [DecidingByValues, DecidingByResults])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 2), ("zb-h1", 3)])
+def test_a_decision_by_values_that_is_passed_to_blocks_is_made_for_every_batch(
+    kind: Callable[[], Model], schedule: str, stages: int
+) -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return kind().double()
+
+    data = [(x + 6 * (index % 2), target) for index, (x, target) in enumerate(batches((6, 5, 6, 8)))]
+    plain = made()
+    expected = train_plainly(plain, data)
+    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, schedule=schedule, stages=stages) as pipe:
+        losses = [pipe.step(x, target).loss.item() for x, target in data]
+        state = pipe.state_dict()["model"]
+
+    assert losses == expected
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_a_decision_by_sizes_that_is_passed_to_blocks_holds_for_sizes_that_decide_alike() -> None:
     x = batches((6,))[0][0]
-    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
-        capture(DecidingByValues().double(), (x,))
     model = DecidingBySizes().double()
     chain = capture(model, (x,))
     found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((x,), {}))

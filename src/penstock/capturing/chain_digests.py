@@ -123,7 +123,8 @@ def _of_layers(layers: Iterable[Layer]) -> Iterator[Any]:
             yield type(module).__qualname__
             if isinstance(module, EagerLayer):
                 # Its body is a module of the model.
-                yield module.name, _of_form(module.takes), _of_form(module.returns), module.evaluates, module.gradients
+                yield module.name, _of_form(module.takes), _of_form(module.returns)
+                yield module.evaluates, module.gradients, module.by_forward
                 continue
             if isinstance(module, GraphModule):
                 yield _DEVICE.sub(r"\1", module.code)

@@ -2,11 +2,12 @@
 
 A cut sends each value as a tensor of its own, to a process with buffers of its own. That changes what the model
 computes in two cases: a tensor and a view of it cross together and one of them is written in place later; or two layers
-write the same buffer, such as one BatchNorm that is called twice. There the layers on both sides become one.
+hold what one of them writes, such as one BatchNorm that is called twice, or a frozen weight that a layer moves. There
+the layers on both sides become one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -79,12 +80,17 @@ def _cuts_through_views(
 
 
 def _cuts_through_buffers(layers: Sequence[Layer], observations: Sequence[Observation]) -> set[int]:
-    """The cuts between two layers that hold the same buffer, if one of them writes it."""
+    """The cuts between two layers that hold the same buffer or frozen parameter, if one of them writes it."""
     forbidden: set[int] = set()
     for buffer in _distinct(buffer for observation in observations for buffer in observation.mutated_buffers):
-        holders = [i for i, layer in enumerate(layers) if any(held is buffer for held in layer.module.buffers())]
+        holders = [i for i, layer in enumerate(layers) if any(held is buffer for held in _held(layer.module))]
         forbidden.update(range(holders[0] + 1, holders[-1] + 1))
     return forbidden
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.buffers()
+    yield from module.parameters()
 
 
 def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:

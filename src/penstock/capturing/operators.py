@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from penstock.capturing.module_state import is_plain_memory
 from penstock.capturing.tensor_notes import TensorNotes
-from penstock.torch_internals.dispatch import TorchDispatchMode
+from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
+from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["OperatorCall", "OperatorCounter"]
 
@@ -41,12 +43,22 @@ class OperatorCall:
 
 
 class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators of its body, layer after layer of one run of a model."""
+    """Counts the operators of its body, layer after layer of one run of a model. `watched`: tensors of which it notes
+    that an operator reads or writes them. `save` is called with a parameter among these before it is written.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(
+        self, watched: Iterable[Tensor] = (), save: Callable[[nn.Parameter], None] = lambda parameter: None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = {id(tensor): tensor for tensor in watched}
+        parameters = [each for each in self._watched.values() if isinstance(each, nn.Parameter)]
+        self._by_memory = {storage_key(p.untyped_storage()): p for p in parameters if is_plain_memory(p)}
+        self._save = save
+        self._read: list[Tensor] = []
+        self._written: list[nn.Parameter] = []
         self._noted: list[OperatorCall] = []
         self._trained: TensorNotes[bool] = TensorNotes()
         """Tensors whose gradient a backward computes, by id. Capture runs without autograd: nothing else says so."""
@@ -68,17 +80,39 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted, self._noted = tuple(self._noted), []
         return noted
 
+    def take_read(self) -> list[Tensor]:
+        """The watched tensors that operators have read since the last call."""
+        found, self._read = self._read, []
+        return found
+
+    def take_written(self) -> list[nn.Parameter]:
+        """The watched parameters that operators have written since the last call."""
+        found, self._written = self._written, []
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func, self._formulas)
+        if self._watched:
+            self._look(kind.writes, _tensors((*args, *kwargs.values())), args)
+        result = func(*args, **kwargs)
         if kind.works:
             self._note(kind, args, kwargs, result)
         elif kind.has_gradient and args and isinstance(args[0], Tensor) and self._is_trained(args[0]):
             self._mark([result] if isinstance(result, Tensor) else _tensors((result,)))
         return result
+
+    def _look(self, writes: bool, given: Sequence[Tensor], args: Sequence[Any]) -> None:
+        self._read += [each for each in given if id(each) in self._watched]
+        for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if writes and args else ():
+            if (
+                is_plain_memory(tensor)
+                and (found := self._by_memory.get(storage_key(tensor.untyped_storage()))) is not None
+            ):
+                self._save(found)
+                self._written.append(found)
 
     def _mark(self, made: Sequence[Tensor]) -> None:
         self._trained.write((each for each in made if each.is_floating_point() or each.is_complex()), True)
@@ -117,6 +151,8 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Kind:
     """What is known of an operator before it is called."""
 
+    writes: bool
+    """Whether it writes its arguments."""
     works: bool
     """Whether it reads or writes elements; a view does not."""
     has_gradient: bool
@@ -137,6 +173,7 @@ class _Kind:
 def _kind_of(operator: Any, formulas: Mapping[str, Callable[..., int]]) -> _Kind:
     name = str(operator).rpartition(".")[0] or str(operator)
     return _Kind(
+        writes=bool((schema := schema_of(operator)) is not None and schema.is_mutable),
         works=name not in _FREE and not getattr(operator, "is_view", False),
         has_gradient=name != "aten.detach",
         gathers=name in _GATHERS,

@@ -4,6 +4,7 @@ Here nothing is traced. Each layer runs as the Python that it is, so its control
 the sample shows what passes from layer to layer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.fresh_objects import Anew
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
+from penstock.capturing.module_state import ModuleState
 from penstock.capturing.observation import Observation, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
@@ -26,7 +28,11 @@ from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
 
-__all__ = ["EagerLayer", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
+__all__ = ["EagerLayer", "Flag", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
+
+
+class Flag:
+    """Stands in a `Form` for a bool that a tensor holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +41,9 @@ class Form:
 
     structure: pytree.TreeSpec
     constants: tuple[Any, ...]
-    """For every leaf: its constant; the class `Tensor` where it is a tensor, `torch.SymInt` where it is a size that may
-    change; an `Anew` where every call gets a copy of its own; the class `object` where it may be anything."""
+    """For every leaf: its constant; the class `Tensor` where it is a tensor, `Flag` where it is a bool that a tensor
+    holds, `torch.SymInt` where it is a size that may change; an `Anew` where every call gets a copy of its own; the
+    class `object` where it may be anything."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Form":
         # It never changes, and a TreeSpec cannot be copied without a warning.
@@ -56,13 +63,16 @@ class Form:
 
     def fill(self, values: Sequence[Any]) -> Any:
         """The nested value. `values`: all of its tensors, and after these its sizes that may change."""
-        tensors, sizes = iter(values), islice(values, self.constants.count(Tensor), None)
+        count = sum(constant is Tensor or constant is Flag for constant in self.constants)
+        tensors, sizes = iter(values), islice(values, count, None)
         return pytree.tree_unflatten([_leaf(constant, tensors, sizes) for constant in self.constants], self.structure)
 
 
 def _leaf(constant: Any, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
     if constant is Tensor:
         return next(tensors)
+    if constant is Flag:
+        return bool(next(tensors))
     if constant is torch.SymInt:
         return next(sizes)
     return constant.make() if isinstance(constant, Anew) else constant
@@ -71,7 +81,8 @@ def _leaf(constant: Any, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
 class EagerLayer(nn.Module):
     """Runs one of the user's own modules between tensors.
 
-    `evaluates`: in evaluation mode, whatever mode it is in. `gradients`: if not, under `torch.no_grad`.
+    `evaluates`: in evaluation mode, whatever mode it is in. `gradients`: if not, under `torch.no_grad`. `by_forward`:
+    as ``body.forward(x)``, which runs no hooks, and not as ``body(x)``.
     """
 
     def __init__(
@@ -83,8 +94,10 @@ class EagerLayer(nn.Module):
         *,
         evaluates: bool = False,
         gradients: bool = True,
+        by_forward: bool = False,
     ) -> None:
         super().__init__()
+        self.by_forward = by_forward
         self.evaluates = evaluates
         self.gradients = gradients
         self.name = name
@@ -107,6 +120,8 @@ class EagerLayer(nn.Module):
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Attributes that are modules are looked for last, and then in a slower way.
         body: Any = self._modules["body"]
+        if self.by_forward:
+            body = body.forward
         if self._takes_tensors:
             result = body(*tensors)
         else:
@@ -194,8 +209,9 @@ def _capture(
 ) -> LayerChain:
     if not named:
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
-    with preserved([model]), torch.no_grad():
-        layers, output, observations = _run_once(named, spread, call, inputs, evaluates)
+    state = ModuleState([model])
+    with preserved([model], state), torch.no_grad():
+        layers, output, observations = _run_once(named, spread, call, inputs, evaluates, state)
     chain = LayerChain(
         layers=join_layers(layers, output.values, observations),
         inputs=inputs,
@@ -218,14 +234,59 @@ def _trains(named: Sequence[tuple[str, nn.Module]]) -> bool:
     return any(inner.training for _, module in named for inner in module.modules())
 
 
+class _Held:
+    """Which layer holds which parameters and buffers, and which layers read those of another one.
+
+    A layer may hold another one in a list or in a closure, where no stage sees it.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        self._names: dict[int, str] = {}
+        self.tensors: list[Tensor] = []
+        for layer, body in named:
+            own = (*body.named_parameters(), *body.named_buffers())
+            self._names.update({id(tensor): f"{layer}.{name}" for name, tensor in own})
+            self.tensors += [tensor for _, tensor in own]
+        self._borrowed: list[tuple[str, Tensor]] = []
+        holders = Counter(id(parameter) for _, body in named for parameter in body.parameters())
+        self._shared = {key for key, count in holders.items() if count > 1}
+
+    def note(
+        self, name: str, body: nn.Module, arguments: Sequence[Tensor], counter: OperatorCounter, observed: Observation
+    ) -> None:
+        """Notes what the layer `name` has read of other ones, and what it has written of the parameters that it shares.
+
+        `arguments`: of its call, which `counter` has seen.
+        """
+        read = counter.take_read()
+        shared = {id(each): each for each in counter.take_written() if id(each) in self._shared}
+        observed.mutated_buffers += tuple(shared.values())
+        own = {id(tensor) for tensor in (*body.parameters(), *body.buffers(), *arguments)}
+        layer = f"{name} ({type(body).__name__})"
+        self._borrowed += [(layer, tensor) for tensor in read if id(tensor) not in own]
+
+    def check(self, observations: Sequence[Observation]) -> None:
+        """Raises `CaptureError` if a layer reads what the stage of another one changes."""
+        written = {id(buffer) for observation in observations for buffer in observation.mutated_buffers}
+        for layer, tensor in self._borrowed:
+            if isinstance(tensor, nn.Parameter) or id(tensor) in written:
+                raise CaptureError(
+                    f"layer {layer} reads {self._names[id(tensor)]}, which is registered in another layer only: in "
+                    "another stage it would not see its updates, and its gradients would be lost. Expected parameters "
+                    "and buffers of its own. Register the module that holds it in both layers (self.shared = ...), or "
+                    "pass both as one layer"
+                )
+
+
 def _run_once(
     named: Sequence[tuple[str, nn.Module]],
     spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
     call: Call,
     inputs: ModelInputs,
     evaluates: bool,
+    state: ModuleState,
 ) -> tuple[list[Layer], ModelOutput, list[Observation]]:
-    """One run of the layers on the sample."""
+    """One run of the layers on the sample. `state`: what is given back afterwards."""
     own = call.copied()
     args, kwargs = own.args, dict(own.kwargs)
     names = tuple(name for name in inputs.names if name not in inputs.constants)
@@ -233,7 +294,8 @@ def _run_once(
     observations: list[Observation] = []
     result: Any = None
     returns, tensors = Form.of(None)
-    counter = OperatorCounter()
+    held = _Held(named)
+    counter = OperatorCounter(held.tensors, lambda parameter: state.save_content("", parameter))
     for name, body in named:
         takes, arguments = Form.of((args, kwargs))
         with observed(body, arguments, counter) as observation:
@@ -244,6 +306,7 @@ def _run_once(
                     f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. Every "
                     "layer must accept what the layer before it returns, the first one the sample"
                 ) from error
+        held.note(name, body, arguments, counter, observation)
         returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
@@ -253,6 +316,7 @@ def _run_once(
         observations.append(observation)
         names = outputs
         args, kwargs = spread(result)
+    held.check(observations)
     rest = iter(names)
     leaves = tuple(next(rest) if constant is Tensor else None for constant in returns.constants)
     constants = tuple(None if constant is Tensor else constant for constant in returns.constants)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from penstock.torch_internals.availability import missing
 
 __all__ = [
     "export_refusals",
+    "fixed_sizes_noted",
     "hidden_from_the_model",
+    "is_data_dependent",
     "shape_guards",
     "traced_by",
     "without_operator_cache",
@@ -30,6 +33,48 @@ def export_refusals() -> tuple[type[Exception], ...]:
     except ImportError:
         return (Exception,)
     return (UserError,)
+
+
+def is_data_dependent(number: torch.SymBool | torch.SymInt) -> bool:
+    """Whether `number`, of a trace, follows from values of tensors and not from sizes alone.
+
+    The function that tells is in a module without documentation. Where it is gone: no, and a trace that asks for the
+    number raises.
+    """
+    try:
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    except ImportError:
+        return False
+    return bool(free_unbacked_symbols(number))
+
+
+@contextmanager
+def fixed_sizes_noted(note: Callable[[str, FrameType], None]) -> Iterator[None]:
+    """Calls `note` when a trace in this block fixes a free size: with the name that errors give to the size, such as
+    ``L['tensors'][0].size()[1]``, and with the frame in which it happens.
+
+    Public: ``TORCH_LOGS=dynamic``, which prints it. Where the private name is gone, nothing is noted.
+    """
+    try:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        own = ShapeEnv._set_replacement
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def set_replacement(env: Any, symbol: Any, target: Any, *rest: Any, **options: Any) -> Any:
+        if getattr(target, "is_Integer", False):
+            for source in getattr(env, "var_to_sources", {}).get(symbol, ()):
+                name = source.name() if callable(source.name) else source.name
+                note(name, sys._getframe(1))
+        return own(env, symbol, target, *rest, **options)
+
+    ShapeEnv._set_replacement = set_replacement  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv._set_replacement = own  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -56,10 +56,10 @@ def runs_plainly(module: nn.Module) -> bool:
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Runs `forward` in place of what a call of `module` runs, its hooks included, for a block."""
-    tables = _hook_tables(module)
-    hooks = [dict(table) for table in tables]
+def replaced_forward(module: nn.Module, forward: Callable[..., Any], *, hooks: bool = False) -> Iterator[None]:
+    """Runs `forward` in place of what a call of `module` runs, for a block. `hooks`: whether it keeps its hooks."""
+    tables = [] if hooks else _hook_tables(module)
+    contents = [dict(table) for table in tables]
     own = vars(module).get("forward")
     for table in tables:
         table.clear()
@@ -71,7 +71,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         del vars(module)["forward"]
         if own is not None:
             vars(module)["forward"] = own
-        for table, content in zip(tables, hooks, strict=True):
+        for table, content in zip(tables, contents, strict=True):
             table.update(content)
 
 

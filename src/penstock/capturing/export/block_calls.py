@@ -56,6 +56,8 @@ class BlockCall:
     """For every leaf of the arguments: the class `Tensor` for a tensor, else the object in the first run."""
     lasting: tuple[bool, ...]
     """For every leaf of the arguments: whether it is the same object, or a tensor, in every run."""
+    by_forward: bool
+    """Whether it is ``block.forward(x)``, which runs no hooks, and not ``block(x)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,18 +73,22 @@ class RecordedCalls:
 
 
 def record_calls(
-    sampled: SampledModel, paths: Collection[str], run: ModelRun, free: Literal["sizes", "samples", "nothing"] = "sizes"
+    sampled: SampledModel,
+    paths: Collection[str],
+    run: ModelRun,
+    free: Literal["sizes", "doubles", "samples", "nothing"] = "sizes",
 ) -> RecordedCalls:
     """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample.
 
-    `free`: with ``"samples"`` only their number is changed, and all other dimensions are fixed.
+    `free`: with ``"doubles"`` there are runs with twice the sizes, too; with ``"samples"`` only their number is
+    changed, and all other dimensions are fixed.
     """
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
     _check_repeatable(first, again)
     runs, fixed, together = [first, again], set[Dimension](), []
     groups = list(_size_groups(sampled))
     samples = groups[0]
-    tried = {"sizes": len(groups), "samples": 1, "nothing": 0}[free]
+    tried = {"samples": 1, "nothing": 0}.get(free, len(groups))
     fixed.update(*groups[tried:])
     groups = groups[:tried]
     while groups:
@@ -96,6 +102,9 @@ def record_calls(
             fixed.update(group)
         else:
             runs.append(found)
+            if free == "doubles" and group != samples:
+                further = _record_resized(sampled, group, paths, first, ways=(_double, _halve))
+                runs += [further] if further is not None else []
             # That numbers of samples are equal is checked as such.
             names = {name for name, _ in group}
             if len(names) > 1 and group != samples:
@@ -133,8 +142,8 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in zip(inputs.names, leaves, strict=True) if isinstance(leaf, Tensor)}
 
 
-def _record(sampled: SampledModel, call: Call, paths: Collection[str]) -> ModuleCalls:
-    watch = Watch(sampled.model, paths)
+def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
+    watch = Watch(sampled.model, paths, by_forward=by_forward)
     with sampled.preserved(), torch.no_grad():
         watch.run(call)
     return watch.calls
@@ -145,12 +154,14 @@ def _record_resized(
     group: frozenset[Dimension],
     paths: Collection[str],
     expected: Mapping[str, Sequence[ModuleCall]],
+    ways: Sequence[Callable[[Tensor, int], Tensor]] = (),
 ) -> ModuleCalls | None:
     """The calls with other sizes of the dimensions in `group`; None if the model does not take them."""
     samples = any(name in sampled.inputs.batched and index == 0 for name, index in group)
-    for resize in (_grow,) if samples else (_shrink, _halve):
+    by_forward = {path for path, calls in expected.items() if any(call.by_forward for call in calls)}
+    for resize in ways or ((_grow,) if samples else (_shrink, _halve)):
         try:
-            found = _record(sampled, _resized(sampled, group, resize), paths)
+            found = _record(sampled, _resized(sampled, group, resize), paths, by_forward)
         except Exception:
             continue
         if _alike(expected, found):
@@ -183,6 +194,10 @@ def _grow(tensor: Tensor, index: int) -> Tensor:
     return torch.cat([tensor, tensor.narrow(index, 0, 1)], index)
 
 
+def _double(tensor: Tensor, index: int) -> Tensor:
+    return torch.cat([tensor, tensor], index)
+
+
 def _shrink(tensor: Tensor, index: int) -> Tensor:
     return tensor.narrow(index, 0, max(tensor.shape[index] - 1, 1))
 
@@ -198,6 +213,8 @@ def _alike(expected: Mapping[str, Sequence[ModuleCall]], found: Mapping[str, Seq
     for path, calls in expected.items():
         for one, other in zip(calls, found[path], strict=True):
             if one.structure != other.structure or len(one.objects) != len(other.objects):
+                return False
+            if one.by_forward != other.by_forward:
                 return False
             if [len(shape) for shape in one.arguments] != [len(shape) for shape in other.arguments]:
                 return False
@@ -237,6 +254,7 @@ def _merged(runs: Sequence[Sequence[ModuleCall]]) -> list[BlockCall]:
                 lasting=tuple(
                     all(other is each[0] for other in each) for each in zip(*(c.objects for c in calls), strict=True)
                 ),
+                by_forward=first.by_forward,
             )
         )
     return merged

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from penstock.capturing.chain import Layer
 from penstock.capturing.export.dependence import Dependence, size_bytes
 from penstock.capturing.export.guards import lost_check
-from penstock.capturing.export.opaque_blocks import call_of, is_block
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, call_of, is_block
 from penstock.capturing.export.traced_layers import TracedLayer
 from penstock.capturing.export.tracing import Trace
 from penstock.errors import CaptureError
@@ -29,7 +29,7 @@ _ROOT = "L__self__"
 _WRAPPER = "model"
 
 
-def call_stacks(steps: Sequence[Node]) -> list[list[tuple[str, str]]]:
+def call_stacks(steps: Sequence[Node], blocks: OpaqueBlocks) -> list[list[tuple[str, str]]]:
     """The module calls that each step ran in, outermost first, as (path, key of the call)."""
     stacks: list[list[tuple[str, str]]] = []
     last: list[tuple[str, str]] = []
@@ -39,8 +39,19 @@ def call_stacks(steps: Sequence[Node]) -> list[list[tuple[str, str]]]:
         ]
         # A step that PyTorch added itself has no stack: it belongs where it stands.
         last = [(path.removeprefix(_WRAPPER).removeprefix("."), key) for path, key in entries if path] or last
-        stacks.append(last)
+        # PyTorch does not note a call of a forward.
+        stacks.append([*last, *_forward_called(step, blocks)])
     return stacks
+
+
+def _forward_called(step: Node, blocks: OpaqueBlocks) -> list[tuple[str, str]]:
+    """The call that `step` belongs to, if it is of a block's forward."""
+    source = step.args[0] if step.target is operator.getitem else step
+    if not (isinstance(source, Node) and is_block(source)):
+        return []
+    call, _ = call_of(source)
+    traced = blocks.traced[call]
+    return [(traced.path, blocks.call_name(call))] if traced.recorded.by_forward else []
 
 
 def cut(
@@ -137,7 +148,8 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
         elif is_block(node):
             call, arguments = call_of(node)
             attributes[f"_blocks.{call}"] = trace.blocks.layer(call)
-            copies[node] = graph.call_module(f"_blocks.{call}", tuple(map(copies.__getitem__, arguments)))
+            given = tuple(copies[each] if isinstance(each, Node) else each for each in arguments)
+            copies[node] = graph.call_module(f"_blocks.{call}", given)
         else:
             if check := lost_check(node):
                 graph.call_function(check, (copies[node.all_input_nodes[0]],))

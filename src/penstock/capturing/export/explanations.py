@@ -9,18 +9,20 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.torch_internals.export import fixed_sizes_noted
 
 __all__ = ["explained"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _BATCH = "it fixes the batch size, which must stay free"
@@ -52,16 +54,26 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
     silent = logger.disabled
     # Before it raises, export logs the graph so far, often several times.
     logger.disabled = True
+    fixed: dict[str, tuple[str, int, str]] = {}
+
+    def note(size: str, frame: FrameType) -> None:
+        for each, number in traceback.walk_stack(frame):
+            file = each.f_code.co_filename
+            if not _is_library(file):
+                fixed.setdefault(size, (file, number, linecache.getline(file, number).strip()))
+                return
+
     try:
-        yield
+        with fixed_sizes_noted(note):
+            yield
     except CaptureError:
         raise
     except Exception as error:
-        where = _source_line(error.__traceback__) or _line_in_text(str(error))
+        where = _source_line(error.__traceback__) or _line_in_text(str(error)) or _fixed_line(str(error), fixed)
         reason = _reason(error, samples)
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {reason}. {_advice(reason)}, or "
+            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {reason}. {_advice(error, reason)}, or "
             "pass the model as nn.Sequential or as a list of layers, which run as they are"
         ) from error
     finally:
@@ -97,10 +109,26 @@ def _line_in_text(text: str) -> tuple[str, int, str] | None:
     return found
 
 
-def _advice(reason: str) -> str:
+def _fixed_line(text: str, fixed: Mapping[str, tuple[str, int, str]]) -> tuple[str, int, str] | None:
+    """The line that fixed one of the sizes that the message of an error names."""
+    return next((line for size, line in fixed.items() if size in text), None)
+
+
+def _advice(error: Exception, reason: str) -> str:
+    if any(frame.f_code.co_filename.startswith(_DISTRIBUTIONS) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return (
+            "torch.distributions checks values there: call "
+            "torch.distributions.Distribution.set_default_validate_args(False) first"
+        )
     if reason.startswith(_BATCH):
-        return "Write x.shape[0] there, the samples of what it was given, in place of a number"
-    return "Rewrite that line with tensor operations (torch.where, torch.cond)"
+        return (
+            "Write x.shape[0] there, the samples of what it was given, in place of a number or len(x), and operators "
+            "in place of a loop over samples; or move that line into a block, or into loss_fn if it computes a loss"
+        )
+    return (
+        "Rewrite that line with tensor operations (torch.where, torch.cond), move it into a block, pass what it "
+        "decides or makes as an argument of the model"
+    )
 
 
 def _reason(error: Exception, samples: str) -> str:

@@ -19,7 +19,7 @@ from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, opaque_paths
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, UnseenSize, opaque_paths
 from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
 from penstock.capturing.export.smallest import checks_for_one
 from penstock.capturing.export.tracing import Trace, trace
@@ -34,7 +34,7 @@ from penstock.errors import CaptureError
 
 __all__ = ["capture_exported"]
 
-_FREE: tuple[Literal["sizes", "samples", "nothing"], ...] = ("sizes", "samples", "nothing")
+_FREE: tuple[Literal["sizes", "doubles", "samples", "nothing"], ...] = ("sizes", "doubles", "samples", "nothing")
 
 
 def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> UncheckedChain:
@@ -74,7 +74,7 @@ def _capture(
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, run.written_buffers)
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
-    stacks = call_stacks(dependence.steps)
+    stacks = call_stacks(dependence.steps, traced.blocks)
     if partition is None:
         partition = _partition(model, stacks, run.blocks)
     layers = cut(traced, dependence, stacks, partition)
@@ -124,11 +124,16 @@ def _trace(
     sampled: SampledModel, paths: Collection[str], run: ModelRun, evaluates: bool
 ) -> tuple[Trace, RecordedCalls]:
     """The trace with as many free sizes as the blocks at `paths` allow."""
+    unseen = False
     for free in _FREE:
+        if free == "doubles" and not unseen:
+            continue
         recorded = record_calls(sampled, paths, run, free)
-        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates)
+        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates, doubled=free != "sizes")
         try:
             return trace(sampled, blocks, recorded.fixed), recorded
+        except UnseenSize:
+            unseen = True
         except UnknownSize:
             if free == _FREE[-1]:
                 raise

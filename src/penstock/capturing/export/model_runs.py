@@ -67,15 +67,25 @@ class ModelRun:
 def run_on_sample(sampled: SampledModel) -> ModelRun:
     """Runs the model on the sample. Raises `CaptureError` if it fails on it."""
     # To note who draws Python's and NumPy's numbers takes long, and few models do.
-    found = _run_twice(sampled, draws=False) or _run_twice(sampled, draws=True)
+    found = _run_twice(sampled, draws=False)
+    draws = found is None
+    found = found or _run_twice(sampled, draws=True)
     assert found is not None, "the second one notes who draws"
+    uncalled = frozenset(path for path in found.blocks if not found.calls[0][path])
+    if uncalled:
+        # Hooks do not see a call of a forward. So it is noted in a run of its own, for the few models that do this.
+        found = _run_twice(sampled, draws=draws, by_forward=uncalled)
+        assert found is not None, "it notes who draws, if someone does"
     return found
 
 
-def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
-    """None if, without `draws`, Python's or NumPy's generator was used."""
+def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str] = frozenset()) -> ModelRun | None:
+    """None if, without `draws`, Python's or NumPy's generator was used.
+
+    `by_forward`: the modules of which calls of the forward are noted, too.
+    """
     model, call = sampled.model, sampled.call
-    watch = Watch(model, draws=draws)
+    watch = Watch(model, draws=draws, by_forward=by_forward)
     with sampled.preserved(), torch.no_grad():
         before = python_generators()
         with _failures_explained(model):
@@ -90,7 +100,7 @@ def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
             state = ModuleState([model]) if dependence.written else sampled.state_now()
             for parameter in dependence.written:
                 state.save_content(names[id(parameter)], parameter)
-            again = Watch(model, blocks)
+            again = Watch(model, blocks, by_forward=by_forward)
             again.run(call.copied())
         changes = list(state.changes())
     leaves, structure = flatten(result)

@@ -22,8 +22,9 @@ from penstock.capturing.export.escapes import is_inside, leaky
 from penstock.capturing.export.model_runs import ModelRun
 from penstock.capturing.fresh_objects import Anew, is_plain
 from penstock.capturing.samples import flatten
-from penstock.capturing.sequential import EagerLayer, Form
+from penstock.capturing.sequential import EagerLayer, Flag, Form
 from penstock.errors import CaptureError
+from penstock.torch_internals.export import is_data_dependent
 from penstock.torch_internals.hidden_modules import HiddenModules
 from penstock.torch_internals.modules import hooks_of, replaced_forward
 from penstock.torch_internals.pytrees import tree_unflatten
@@ -33,6 +34,7 @@ __all__ = [
     "OpaqueBlocks",
     "TracedCall",
     "UnknownSize",
+    "UnseenSize",
     "UsedWeights",
     "call_of",
     "is_block",
@@ -46,6 +48,10 @@ _LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]
 
 class UnknownSize(CaptureError):
     """The sizes of what a block returns do not follow from those of its arguments."""
+
+
+class UnseenSize(CaptureError):
+    """A size in the arguments of a block follows from a free one, and is the same in all runs."""
 
 
 class UsedWeights(CaptureError):
@@ -67,7 +73,7 @@ class TracedCall:
 
     def tensor_leaves(self) -> list[int]:
         """The leaves of the arguments that are tensors in the trace."""
-        return [index for index, constant in enumerate(self.takes.constants) if constant is Tensor]
+        return [index for index, constant in enumerate(self.takes.constants) if constant in (Tensor, Flag)]
 
     def recorded_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The `tensors` of a call in the trace without those that the runs do not pass."""
@@ -88,6 +94,8 @@ class OpaqueBlocks:
     model: nn.Module
     evaluates: bool
     """Whether they run in evaluation mode, whatever mode they are in."""
+    doubled: bool = False
+    """Whether there were runs with twice the sizes, too."""
     hidden: HiddenModules | None = None
     """What the tracer sees nothing of, while it is hidden."""
     traced: list[TracedCall] = field(default_factory=list)
@@ -98,15 +106,25 @@ class OpaqueBlocks:
         found = self.traced[call]
         body = self.model.get_submodule(found.path)
         return EagerLayer(
-            found.path, body, found.takes, found.returns, evaluates=self.evaluates, gradients=found.gradients
+            found.path,
+            body,
+            found.takes,
+            found.returns,
+            evaluates=self.evaluates,
+            gradients=found.gradients,
+            by_forward=found.recorded.by_forward,
         )
 
     def result_name(self, call: int, index: int) -> str:
         """The name of one of the tensors that a call returns, such as ``layers.0`` or ``layers.0@1[2]``."""
+        results = sum(constant is Tensor for constant in self.traced[call].returns.constants)
+        return f"{self.call_name(call)}{f'[{index}]' if results > 1 else ''}"
+
+    def call_name(self, call: int) -> str:
+        """The name of a call, such as ``layers.0`` or ``layers.0@1``."""
         path = self.traced[call].path
         before = sum(other.path == path for other in self.traced[:call]) % len(self.calls[path])
-        results = sum(constant is Tensor for constant in self.traced[call].returns.constants)
-        return f"{path}{f'@{before}' if before else ''}{f'[{index}]' if results > 1 else ''}"
+        return f"{path}{f'@{before}' if before else ''}"
 
     def enter(self, path: str, args: Any, kwargs: Any) -> Any:
         """Stands for the call of a block in the trace."""
@@ -115,25 +133,32 @@ class OpaqueBlocks:
         recorded = self.calls[path]
         if not recorded:
             raise CaptureError(
-                f"block {path} is called by its forward: expected a call of the module, which runs its hooks. Call it "
-                "as block(x) and not as block.forward(x)"
+                f"block {path} is called in a trace and not in a run on the sample: expected the same calls. Call it "
+                "in both, or pass the model as a list of layers"
             )
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
         leaves, structure = flatten((args, kwargs))
-        # Decisions by sizes hold for the sizes that decide alike; those by values cannot be traced.
-        leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves]
-        unrecorded = _unrecorded(leaves, found, path)
-        takes = Form(structure, tuple(map(_constant, leaves, found.lasting)))
+        flags = {
+            index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.SymBool) and is_data_dependent(leaf)
+        }
+        # What the block decides by values it is given as a tensor. Decisions by sizes hold for those that decide alike.
+        leaves = [
+            _as_tensor(leaf) if index in flags else bool(leaf) if isinstance(leaf, torch.SymBool) else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+        unrecorded = _unrecorded(leaves, found, path, flags)
+        constants = enumerate(_constant(path, *each) for each in zip(leaves, found.lasting, strict=True))
+        takes = Form(structure, tuple(Flag if index in flags else constant for index, constant in constants))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
         call = len(self.traced)
-        constants = tuple(
+        returned = tuple(
             Tensor if isinstance(leaf, ResultTensor) else leaf if is_plain(leaf) else object for leaf in found.leaves
         )
-        self.traced.append(TracedCall(path, takes, Form(found.structure, constants), found, unrecorded))
+        self.traced.append(TracedCall(path, takes, Form(found.structure, returned), found, unrecorded))
         results = iter(torch.ops.penstock.block(tensors, numbers, call))
-        known = _Sizes(self.traced[call], tensors, numbers)
+        known = _Sizes(self, call, tensors, numbers)
         leaves = [
             next(results) if isinstance(leaf, ResultTensor) else known.of(leaf) if isinstance(leaf, tuple) else leaf
             for leaf in found.leaves
@@ -170,9 +195,9 @@ def is_block(node: Node) -> bool:
     return node.target is torch.ops.penstock.block.default
 
 
-def call_of(node: Node) -> tuple[int, tuple[Node, ...]]:
-    """The number of the call of a block, and its arguments."""
-    tensors, numbers, call = cast("tuple[Sequence[Node], Sequence[Node], int]", node.args)
+def call_of(node: Node) -> tuple[int, tuple[Node | int, ...]]:
+    """The number of the call of a block, and its arguments. A size that the trace has fixed is a number."""
+    tensors, numbers, call = cast("tuple[Sequence[Node], Sequence[Node | int], int]", node.args)
     return call, (*tensors, *numbers)
 
 
@@ -183,8 +208,12 @@ def _stand_in(blocks: OpaqueBlocks, path: str) -> Any:
     return forward
 
 
-def _unrecorded(leaves: Sequence[Any], found: BlockCall, path: str) -> dict[int, Any]:
-    """Leaves of the arguments that are tensors in the trace, and plain constants in all runs.
+def _as_tensor(flag: torch.SymBool) -> Tensor:
+    return torch.scalar_tensor(torch.sym_ite(flag, 1, 0), dtype=torch.bool)  # type: ignore[no-untyped-call]
+
+
+def _unrecorded(leaves: Sequence[Any], found: BlockCall, path: str, flags: Collection[int]) -> dict[int, Any]:
+    """Leaves of the arguments that are tensors in the trace, and plain constants in all runs; or flags.
 
     Models leave a mask out where they can see that it hides nothing, which they cannot in a trace.
     """
@@ -196,7 +225,7 @@ def _unrecorded(leaves: Sequence[Any], found: BlockCall, path: str) -> dict[int,
         )
     odd = {index: its for index, (leaf, its) in enumerate(pairs) if isinstance(leaf, Tensor) and its is not Tensor}
     for index, its in odd.items():
-        if not (is_plain(its) and found.lasting[index]):
+        if index not in flags and not (is_plain(its) and found.lasting[index]):
             raise CaptureError(
                 f"block {path} is called with a tensor in a trace where it is called with {its!r} in a run, at leaf "
                 f"{index} of its arguments. Call it in one way, or pass the model as a list of layers"
@@ -208,12 +237,22 @@ def _described(leaves: Iterable[Any]) -> str:
     return ", ".join("a tensor" if leaf is Tensor or isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
-def _constant(leaf: Any, lasting: bool) -> Any:
+def _constant(path: str, leaf: Any, lasting: bool) -> Any:
     if isinstance(leaf, Tensor):
         return Tensor
     if isinstance(leaf, torch.SymInt):
         return torch.SymInt
-    return leaf if lasting or is_plain(leaf) else Anew(leaf)
+    if lasting or is_plain(leaf):
+        return leaf
+    try:
+        return Anew(leaf)
+    except Exception as error:
+        raise CaptureError(
+            f"block {path} is called with a {type(leaf).__name__} that cannot be copied for every call "
+            f"({type(error).__name__}), as one with tensors in it that the code between blocks has computed. Expected "
+            "tensors, constants, or an object that holds neither. Make it in each block, pass the tensors in it, or "
+            "pass the model as a list of layers"
+        ) from error
 
 
 @torch.library.impl(_LIBRARY, "block", "CompositeExplicitAutograd")
@@ -224,7 +263,7 @@ def _never(tensors: Sequence[Tensor], numbers: Sequence[int], call: int) -> list
 @torch.library.register_fake("penstock::block", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _results(tensors: Sequence[Tensor], numbers: Sequence[Any], call: int) -> list[Tensor]:
     traced = TRACING[-1].traced[call]
-    known, made = _Sizes(traced, tensors, numbers), []
+    known, made = _Sizes(TRACING[-1], call, tensors, numbers), []
     for leaf in traced.recorded.leaves:
         if isinstance(leaf, ResultTensor):
             sizes = [known.of(size) for size in leaf.sizes]
@@ -235,21 +274,37 @@ def _results(tensors: Sequence[Tensor], numbers: Sequence[Any], call: int) -> li
 
 
 class _Sizes:
-    """The sizes in the trace that the sizes in the arguments of `call` have become."""
+    """The sizes in the trace that the sizes in the arguments of `call` have become.
 
-    def __init__(self, call: TracedCall, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
+    No run shows what follows from one that is free in the trace and the same in all runs, as where a model fills up its
+    batch to a multiple of something. `UnseenSize` asks for further runs; if there were some, it gets fixed.
+    """
+
+    def __init__(self, blocks: OpaqueBlocks, number: int, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
+        call = blocks.traced[number]
         self.path = call.path
+        self.doubled = blocks.doubled
         self.free: dict[Sizes, Any] = {}
         """Those that differ between the runs."""
         for dimensions, tensor in zip(call.recorded.arguments, call.recorded_tensors(tensors), strict=True):
             shape = tensor.shape
             for index, each in enumerate(dimensions):
-                if len(set(each)) > 1:
-                    self.free.setdefault(each, shape[index])
-        # Numbers that do not follow from sizes are constants of the trace.
-        varying = [each for each in call.recorded.numbers if len(set(each)) > 1]
-        for each, number in zip(varying, numbers, strict=False):
-            self.free.setdefault(each, number)
+                self._note(each, shape[index])
+        recorded, traced = iter(call.recorded.numbers), iter(numbers)
+        for constant, its in zip(call.takes.constants, call.recorded.objects, strict=True):
+            found = next(recorded) if type(its) is int else None
+            # Numbers that do not follow from sizes are constants of the trace.
+            size = next(traced) if constant is torch.SymInt else None
+            if found is not None and size is not None:
+                self._note(found, size)
+
+    def _note(self, recorded: Sizes, traced: Any) -> None:
+        if len(set(recorded)) > 1:
+            self.free.setdefault(recorded, traced)
+        elif isinstance(traced, torch.SymInt) and not is_data_dependent(traced):
+            if not self.doubled and not (traced.node.expr.is_symbol or traced.node.expr.is_number):
+                raise UnseenSize
+            int(traced)
 
     def of(self, size: Sizes) -> Any:
         """What `size`, of which the value in each run is known, is in the trace."""

@@ -14,6 +14,7 @@ from torch.fx import Node
 from penstock.capturing.export.dependence import is_random, node_memory
 from penstock.capturing.export.opaque_blocks import is_block
 from penstock.capturing.export.tracing import Trace, is_mutating
+from penstock.capturing.sequential import Flag
 from penstock.torch_internals.dispatch import schema_of
 
 __all__ = ["leave_out_optional_arguments"]
@@ -39,7 +40,7 @@ def leave_out_optional_arguments(trace: Trace) -> None:
         out = {
             leaf
             for leaf, tensor in zip(leaves, tensors, strict=True)
-            if leaf in found.unrecorded and tensor not in valued
+            if leaf in found.unrecorded and found.takes.constants[leaf] is not Flag and tensor not in valued
         }
         if out:
             kept = [tensor for leaf, tensor in zip(leaves, tensors, strict=True) if leaf not in out]

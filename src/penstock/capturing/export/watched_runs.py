@@ -3,7 +3,7 @@ sizes of the tensors in them.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.capturing.export.escapes import TensorOwners
 from penstock.capturing.preservation import python_generators
 from penstock.capturing.samples import Call, flatten
+from penstock.torch_internals.modules import replaced_forward
 from penstock.torch_internals.pytrees import TreeSpec
 
 __all__ = ["ModuleCall", "ModuleCalls", "ResultShape", "Watch"]
@@ -33,6 +34,8 @@ class ModuleCall:
     """A `ResultShape`, or what is not a tensor."""
     given: frozenset[int] = frozenset()
     """The ids of the parameters among the arguments."""
+    by_forward: bool = False
+    """Whether it was ``module.forward(x)``, which runs no hooks, and not ``module(x)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,12 +62,20 @@ class Watch:
     """Watches one run of a model.
 
     `paths`: the modules whose calls are noted; None for all. `draws`: whether to note who uses the generators of Python
-    and NumPy, which takes long.
+    and NumPy, which takes long. `by_forward`: the modules of which calls of ``module.forward(x)`` are noted, too.
     """
 
-    def __init__(self, model: nn.Module, paths: Collection[str] | None = None, *, draws: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Collection[str] | None = None,
+        *,
+        draws: bool = False,
+        by_forward: Collection[str] = (),
+    ) -> None:
         self.model = model
         self.paths = paths
+        self.by_forward = by_forward
         self._draws = draws
         self.calls: ModuleCalls = defaultdict(list)
         self.working: set[str] = set()
@@ -88,6 +99,8 @@ class Watch:
                     module.register_forward_hook(self._leave, with_kwargs=True),
                 ):
                     hooks.callback(handle.remove)
+                if path in self.by_forward:
+                    hooks.enter_context(replaced_forward(module, self._watched_forward(path, module), hooks=True))
             result = self.model(*call.args, **call.kwargs)
             self._note_draws()
         return result
@@ -104,6 +117,20 @@ class Watch:
             made = ModuleCall(tensors, [leaf for leaf in leaves if type(leaf) is int], objects, given=given)
         self.calls[path].append(made)
         self._stack.append((path, made))
+
+    def _watched_forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        run = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if any(own == path for own, _ in self._stack):
+                return run(*args, **kwargs)
+            self._enter(path, module, args, kwargs)
+            self._stack[-1][1].by_forward = True
+            result = run(*args, **kwargs)
+            self._leave(module, args, kwargs, result)
+            return result
+
+        return forward
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         self._note_draws()

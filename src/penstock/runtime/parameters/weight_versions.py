@@ -25,7 +25,7 @@ Laws of this file:
   4. It depends on no microbatch, peer or optimizer.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -91,7 +91,8 @@ class VersionedWeights:
     """Holds `versions` slots for the parameters of `module`, which are named by `parameters`.
 
     `lent`: the parameters that another stage of this process uses too and updates, with the weights of that stage,
-    which must have equally many versions.
+    which must have equally many versions. `beside`: the weights of other stages of this process that read some of the
+    frozen ones.
     `pointed`: whether the module's tables are pointed at leaves; if not, the module runs with the optimizer's
     parameters, one version and no replica.
     `compute_weights`: the weights that forwards read instead of the optimizer's parameters.
@@ -105,6 +106,7 @@ class VersionedWeights:
         lent: Mapping[str, "VersionedWeights"] | None = None,
         pointed: bool = True,
         compute_weights: ComputeWeights = AS_STEPPED,
+        beside: Iterable["VersionedWeights"] = (),
     ) -> None:
         lenders = lent or {}
         masters = frozenset(name for name, parameter in parameters.items() if compute_weights.differs(parameter))
@@ -128,7 +130,7 @@ class VersionedWeights:
             self._make(self._slots, module)
             # Stages that borrow from the same one share its module, too.
             self._sharing = list(
-                dict.fromkeys(each for lender in lenders.values() for each in (lender, *lender._sharing))
+                dict.fromkeys(each for other in (*lenders.values(), *beside) for each in (other, *other._sharing))
             )
             for other in self._sharing:
                 other._sharing.append(self)

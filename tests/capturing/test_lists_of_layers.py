@@ -1,0 +1,110 @@
+"""Layers of a list that hold another one where no stage sees it: what would be lost is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.capturing import capture
+from penstock.errors import CaptureError
+from support.blocks import sgd, squares
+
+SAMPLE = torch.randn(2, 4)
+
+
+class InList(nn.Module):
+    """Reads the weight of a layer that a list holds."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others, self.bias = [other], nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.others[0].weight
+        return torch.tanh(x @ weight.t() + self.bias)
+
+
+class Calling(InList):
+    """Calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](x) + self.bias
+
+
+class Registered(Calling):
+    """Registers it, too."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__(other)
+        self.other = other
+
+
+def in_closure(other: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: other(x).tanh()
+
+
+@pytest.mark.parametrize("reading", [InList, Calling, in_closure])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_layer_that_reads_the_parameters_of_another_one_is_refused(reading: Any, wrapped: bool) -> None:
+    first = nn.Linear(4, 4)
+    reader = reading(first)
+    layers: Any = [first, nn.Tanh(), reader]
+    if wrapped and isinstance(reader, nn.Module):
+        layers = nn.Sequential(nn.Sequential(*layers))
+
+    with pytest.raises(
+        CaptureError, match=r"layer \S*2 \(.*reads \S*0.weight, which is registered in another layer only"
+    ):
+        capture(layers, (SAMPLE,))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_statistic_that_another_layer_writes_is_refused_and_one_that_nobody_writes_is_read(evaluates: bool) -> None:
+    norm = nn.BatchNorm1d(4, affine=False).train(not evaluates)
+
+    def center(x: Tensor) -> Tensor:
+        return x - norm.running_mean  # type: ignore[operator]
+
+    layers: list[Any] = [norm, nn.Linear(4, 4), center]
+    if evaluates:
+        assert len(capture(layers, (SAMPLE,)).layers) == 3
+    else:
+        with pytest.raises(CaptureError, match=r"layer 2 .*reads 0.running_mean"):
+            capture(layers, (SAMPLE,))
+
+
+def test_a_parameter_that_a_layer_hands_on_is_an_input_of_the_next_one() -> None:
+    class Handing(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), self.weight
+
+    layers: list[Any] = [Handing(4, 4), lambda x, weight: x @ weight]
+
+    assert [layer.inputs for layer in capture(layers, (SAMPLE,)).layers][1] == ("0[0]", "0[1]")
+
+
+def test_a_module_that_both_layers_register_is_trained_by_both() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        first = nn.Linear(4, 4)
+        return nn.Sequential(first, nn.Tanh(), Registered(first)).double()
+
+    data = [(torch.randn(4, 4).double(), torch.randn(4, 4).double()) for _ in range(3)]
+    plain, staged = build(), build()
+    optimizer = sgd(list(plain.parameters()))
+    for x, target in data:
+        loss = sum(squares(plain(part), wanted) / 2 for part, wanted in zip(x.chunk(2), target.chunk(2), strict=True))
+        loss.backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    with penstock.Pipeline(staged, (data[0][0][:2],), squares, sgd, stages=2, microbatches=2) as pipe:
+        for x, target in data:
+            pipe.step(x, target)
+        state = pipe.state_dict()["model"]
+
+    # Gradients of the shared weight are added stage by stage.
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-14)
