@@ -226,7 +226,7 @@ def _share(records: Sequence[Record]) -> str:
 
 
 def _trains(record: Record) -> bool:
-    """Whether it has the right numbers in all trainings, on 2 and on 3 stages, where it has so many layers."""
+    """Whether it has the right numbers in all trainings, on 2 stages and, with as many layers, on 3."""
     return outcome_of(record) in ("equal", "close") and record.get("layers", 0) >= 3
 
 

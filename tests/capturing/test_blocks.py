@@ -760,17 +760,6 @@ def test_sizes_that_no_rule_explains_are_fixed() -> None:
         chain.inputs.bind((x[:, :5], x[:, :5]), {})
 
 
-class Reentrant(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpoints_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"the backward of Model fails on the sample: .* needs use_reentrant=False"):
-        capture(build(Reentrant), (batches((6,))[0][0],))
-
-
 @pytest.mark.parametrize(
     ("kind", "message", "recompute"),
     [

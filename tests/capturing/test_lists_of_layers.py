@@ -62,7 +62,7 @@ def test_a_layer_that_reads_the_parameters_of_another_one_is_refused(reading: An
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_statistic_that_another_layer_writes_is_refused_and_one_that_nobody_writes_is_read(evaluates: bool) -> None:
+def test_a_statistic_that_another_layer_writes_is_refused_and_a_constant_one_is_read(evaluates: bool) -> None:
     norm = nn.BatchNorm1d(4, affine=False).train(not evaluates)
 
     def center(x: Tensor) -> Tensor:

@@ -1,14 +1,18 @@
-"""Blocks that are refused with a way out: programs of torch.jit, and blocks that write what their backward reads."""
+"""Blocks that are refused with a way out: programs of torch.jit, reentrant checkpoints, and writers of what a backward
+reads.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.capturing import capture
 from penstock.errors import CaptureError
+from support import blocks
 from support.blocks import WIDTH, Block
 
 
@@ -88,3 +92,14 @@ def test_a_block_that_writes_what_its_backward_reads_trains_on_a_copy(schedule: 
     pipe = penstock.Pipeline(model, (data[0][0][:2],), squares, sgd, **shared)
     with pipe, pytest.raises(penstock.PenstockError, match=r"written in place after its forward.*self\.weight\.clone"):
         pipe.step(*data[0])
+
+
+class Reentrant(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the backward of Model fails on the sample: .* needs use_reentrant=False"):
+        capture(blocks.build(Reentrant), (blocks.batches((6,))[0][0],))

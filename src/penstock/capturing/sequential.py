@@ -211,7 +211,7 @@ def _capture(
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
     state = ModuleState([model])
     with preserved([model], state), torch.no_grad():
-        layers, output, observations = _run_once(named, spread, call, inputs, evaluates, state)
+        layers, output, observations = _run_once(named, spread, call, inputs, evaluates=evaluates, state=state)
     chain = LayerChain(
         layers=join_layers(layers, output.values, observations),
         inputs=inputs,
@@ -252,7 +252,13 @@ class _Held:
         self._shared = {key for key, count in holders.items() if count > 1}
 
     def note(
-        self, name: str, body: nn.Module, arguments: Sequence[Tensor], counter: OperatorCounter, observed: Observation
+        self,
+        name: str,
+        body: nn.Module,
+        arguments: Sequence[Tensor],
+        *,
+        counter: OperatorCounter,
+        observed: Observation,
     ) -> None:
         """Notes what the layer `name` has read of other ones, and what it has written of the parameters that it shares.
 
@@ -283,6 +289,7 @@ def _run_once(
     spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
     call: Call,
     inputs: ModelInputs,
+    *,
     evaluates: bool,
     state: ModuleState,
 ) -> tuple[list[Layer], ModelOutput, list[Observation]]:
@@ -306,7 +313,7 @@ def _run_once(
                     f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. Every "
                     "layer must accept what the layer before it returns, the first one the sample"
                 ) from error
-        held.note(name, body, arguments, counter, observation)
+        held.note(name, body, arguments, counter=counter, observed=observation)
         returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
