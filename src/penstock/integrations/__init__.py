@@ -7,12 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.integrations.lightning_module import PipelineModule, PipelineStrategy
     from penstock.integrations.transformers_trainer import PipelineTrainer
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["PipelineModule", "PipelineStrategy", "PipelineTrainer"]
+
+_FILES = {
+    "PipelineModule": "lightning_module",
+    "PipelineStrategy": "lightning_module",
+    "PipelineTrainer": "transformers_trainer",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _FILES:
         raise AttributeError(f"module 'penstock.integrations' has no attribute {name!r}")
-    return getattr(import_module("penstock.integrations.transformers_trainer"), name)
+    return getattr(import_module(f"penstock.integrations.{_FILES[name]}"), name)
