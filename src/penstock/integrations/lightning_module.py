@@ -7,6 +7,7 @@ Laws of this file:
   2. The pipeline has the optimizer and its scheduler. Lightning steps a stand-in for them, by which it counts.
 """
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ _STATE = ".pipeline"
 """The end of the name of the folder with the state of the pipeline, which lies beside a checkpoint."""
 
 
-class PipelineModule(LightningModule):
+class PipelineModule(LightningModule):  # type: ignore[misc]
     """Trains `pipe` by the Trainer of Lightning, whose strategy is a `PipelineStrategy`.
 
     A batch that is a tuple or a list of two is the inputs and the target; any other is the inputs, and the model
@@ -90,7 +91,7 @@ class PipelineModule(LightningModule):
         self.log(name, float(self.pipe.evaluate(inputs, target).loss), prog_bar=True)
 
 
-class PipelineStrategy(SingleDeviceStrategy):
+class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """All processes as one: each runs the whole loop on the same batches, and the first one writes.
 
     Checkpoints have the state of the pipeline beside them, in a folder of their name and ``.pipeline``. It is loaded by
@@ -112,10 +113,17 @@ class PipelineStrategy(SingleDeviceStrategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        found = [obj]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found, src)
-        return found[0]
+        """`obj` of process `src`: a plain value, such as a path or a flag. It travels as JSON, which runs no code."""
+        if not dist.is_initialized():
+            return obj
+        code = json.dumps(obj, default=str).encode() if self.global_rank == src else b""
+        size = torch.tensor(len(code), device=self.root_device)
+        dist.broadcast(size, src)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=self.root_device)
+        if code:
+            data.copy_(torch.frombuffer(bytearray(code), dtype=torch.uint8))
+        dist.broadcast(data, src)
+        return json.loads(data.cpu().numpy().tobytes())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -129,7 +137,8 @@ class PipelineStrategy(SingleDeviceStrategy):
                 "Keep the folder beside the checkpoint"
             )
         self._pipe().load(state)
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return found
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)

@@ -99,7 +99,7 @@ def fit(folder: Path, epochs: int = 3, resumes: str | None = None) -> Fit:
 
     with penstock.Pipeline(
         make_model(),
-        sample=torch.randn(2, WIDTH).double(),
+        sample=(torch.randn(2, WIDTH).double(),),
         loss_fn=loss_of,
         optimizer=momentum,
         stages=dist.get_world_size() if dist.is_initialized() else 2,
