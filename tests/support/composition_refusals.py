@@ -126,10 +126,47 @@ class Noisy(models.Perceptron):
         return result
 
 
+class Doubled(models.Perceptron):
+    """Has code between its blocks in evaluation only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.training else 2 * block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+class Scale(nn.Module):
+    """A block that takes a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        result: Tensor = factor * self.linear(x)
+        return result
+
+
+class Scaled(nn.Module):
+    """Passes its blocks another number in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scale() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, 1.0 if self.training else 0.5)
+        return x
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "tied in a stage": lambda: _tied(2),
     "tied over a cut": lambda: _tied(0),
     "traced": Noisy,
+    "traced in evaluation": Doubled,
+    "other numbers in evaluation": Scaled,
 }
 
 
@@ -155,8 +192,7 @@ def said_of(run: Run, hook: str | None, model: str = "", counts: tuple[int, ...]
     chosen = {**run.options, "plan": plan, "parallelize": hook and HOOKS[hook], **options}
     if model:
         module = MODELS[model]()
-        width = 6 if model == "traced" else 4
-        layers = 8 if model == "traced" else 4
+        width, layers = (4, 4) if model.startswith("tied") else (6, 8)
         parts = penstock.Plan.uniform(layers, 2).stages
         stages = [replace(part, ranks=stage.ranks) for part, stage in zip(parts, plan.stages, strict=True)]
         chosen |= {"plan": replace(plan, stages=tuple(stages)), "sample": (torch.zeros(2, width),)}

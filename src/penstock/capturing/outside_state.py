@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.export.traced_layers import TracedLayer
 from penstock.capturing.read_names import names_read
-from penstock.capturing.sequential import EagerLayer
+from penstock.capturing.sequential import EagerLayer, is_plain_sequential
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
 
@@ -51,7 +50,6 @@ class OutsideState:
             if isinstance(inner, EagerLayer)
         ]
         inside = {id(inner) for body in bodies for inner in body.modules()}
-        traced = any(isinstance(layer.module, TracedLayer) for layer in chain.layers)
         for path, module in model.named_modules():
             if id(module) in inside:
                 continue
@@ -73,7 +71,7 @@ class OutsideState:
             self._registered += [(path, module, name, found) for name, found in named]
             self._keys.append((path, module, frozenset(held)))
             self._hooks.append((path, module, hooks_of(module)))
-            if traced:
+            if not is_plain_sequential(model):
                 self._modes.append((path, module, module.training))
 
     def check(self) -> None:

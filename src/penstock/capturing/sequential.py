@@ -107,28 +107,36 @@ class EagerLayer(nn.Module):
         # Tensors in, a tensor out: nearly every layer, and a hundred times as fast as to look through nested values.
         self._takes_tensors = takes.stands_for((tuple(range(len(takes.constants))), {}))
         self._returns_tensor = returns.stands_for(0)
+        self._plain = self._takes_tensors and gradients and not evaluates and not by_forward
+
+    @property
+    def result_count(self) -> int:
+        """How many tensors it returns."""
+        return sum(constant is Tensor for constant in self.returns.constants)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self.gradients and not self.evaluates:
-            return self._run(tensors)
-        with (
-            evaluating([self.get_submodule("body")]) if self.evaluates else nullcontext(),
-            nullcontext() if self.gradients else torch.no_grad(),
-        ):
-            return self._run(tensors)
-
-    def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        # Attributes that are modules are looked for last, and then in a slower way.
-        body: Any = self._modules["body"]
-        if self.by_forward:
-            body = body.forward
-        if self._takes_tensors:
+        if self._plain:
+            # Attributes that are modules are looked for last, and then in a slower way.
+            body: Any = self._modules["body"]
             result = body(*tensors)
         else:
-            args, kwargs = self.takes.fill(tensors)
-            result = body(*args, **kwargs)
-        if self._returns_tensor and isinstance(result, Tensor):
-            return (result,)
+            with (
+                evaluating([self.get_submodule("body")]) if self.evaluates else nullcontext(),
+                nullcontext() if self.gradients else torch.no_grad(),
+            ):
+                result = self._call(tensors)
+        return (result,) if self._returns_tensor and isinstance(result, Tensor) else self._results(result)
+
+    def _call(self, tensors: Sequence[Tensor]) -> Any:
+        body: Any = self.get_submodule("body")
+        called = body.forward if self.by_forward else body
+        if self._takes_tensors:
+            return called(*tensors)
+        args, kwargs = self.takes.fill(tensors)
+        return called(*args, **kwargs)
+
+    def _results(self, result: Any) -> tuple[Tensor, ...]:
+        """The tensors of `result`. Raises `CaptureError` if it has another form than it had in the capture."""
         found, results = Form.of(result)
         if found.structure != self.returns.structure:
             raise CaptureError(

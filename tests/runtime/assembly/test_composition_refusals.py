@@ -43,6 +43,16 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "compiled": ("Leave torch.compile out", (TWO_TP_RANKS, "compile_layers"), {}),
     "an error on one process": ("this hook is broken here", (TWO_TP_RANKS, "fail_on_one"), {}),
     "another trace in evaluation": ("something else in evaluation", (TWO_TP_RANKS, "nothing", "traced"), {}),
+    "a trace in evaluation only": (
+        "something else in evaluation",
+        (TWO_TP_RANKS, "nothing", "traced in evaluation"),
+        {},
+    ),
+    "other numbers for blocks in evaluation": (
+        "something else in evaluation",
+        (TWO_TP_RANKS, "nothing", "other numbers in evaluation"),
+        {},
+    ),
     "tied over a cut": ("Untie the weights", (TWO_TP_RANKS, "nothing", "tied over a cut"), {}),
     "tied in a stage": ("is shared by several modules", (TWO_TP_RANKS, "split_shared", "tied in a stage"), {}),
     "DTensor over replicas": ("is a DTensor over dp", (TWO_REPLICAS, "spread_over_replicas"), {}),
@@ -193,7 +203,11 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     "`tensor_parallel` > 1 without `parallelize=`": ("no hook",),
     "processes that are not ranks x `tensor_parallel`": ("too few processes",),
     "`tensor_parallel=` that differs from the plan's": ("another tensor-parallel size",),
-    "a traced model whose code between blocks differs in evaluation, with a hook": ("another trace in evaluation",),
+    "a traced model whose code between blocks differs in evaluation, with a hook": (
+        "another trace in evaluation",
+        "a trace in evaluation only",
+        "other numbers for blocks in evaluation",
+    ),
     "a hook that returns another module": ("another module",),
     "a hook that adds, removes or renames parameters, or changes their whole shape": (
         "more parameters",

@@ -2,7 +2,7 @@
 
 The run of a model is a sequence of steps, and the calls of its blocks are intervals in it. Between two neighbouring
 blocks the cut falls where the fewest bytes cross. Each interval becomes a graph of its own over the model's own
-parameters, and brings along the free operators that it reads.
+parameters, and brings along the free operators that it reads. Where it is the call of one block, it is that block.
 """
 
 import operator
@@ -18,6 +18,7 @@ from penstock.capturing.export.guards import lost_check
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, call_of, is_block
 from penstock.capturing.export.traced_layers import TracedLayer
 from penstock.capturing.export.tracing import Trace
+from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
 __all__ = ["Partition", "call_stacks", "cut", "result_names"]
@@ -158,9 +159,23 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
     for node in graph.nodes:
         # The traced tensors are of no use any more, and a copy of the layer would copy them.
         node.meta = {}
-    return Layer(
-        name, TracedLayer(attributes, graph), tuple(inputs.values()), tuple(_value_name(node, trace) for node in sent)
-    )
+    module = _block_alone(graph, attributes) or TracedLayer(attributes, graph)
+    return Layer(name, module, tuple(inputs.values()), tuple(_value_name(node, trace) for node in sent))
+
+
+def _block_alone(graph: Graph, attributes: Mapping[str, Tensor | nn.Module]) -> EagerLayer | None:
+    """The block that `graph` calls, if it does nothing else: takes its arguments and returns all that it returns."""
+    *steps, output = graph.nodes
+    calls = [node for node in steps if node.op == "call_module"]
+    if len(calls) != 1:
+        return None
+    call, block = calls[0], attributes[str(calls[0].target)]
+    results = [node for node in steps if node.target is operator.getitem and node.args[0] is call]
+    given = [node for node in steps if node.op == "placeholder"]
+    if not isinstance(block, EagerLayer) or len(steps) != len(given) + 1 + len(results):
+        return None
+    whole = [node.args[1] for node in results] == list(range(block.result_count))
+    return block if whole and list(call.args) == given and list(output.args[0]) == results else None
 
 
 def _attribute(graph: Graph, node: Node, trace: Trace, attributes: dict[str, Tensor | nn.Module]) -> Node:

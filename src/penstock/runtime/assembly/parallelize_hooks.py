@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.module_state import same_content
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
@@ -31,6 +32,7 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled
+from penstock.torch_internals.pytrees import TreeSpec
 from penstock.values.plans import Plan
 
 __all__ = ["InPlace", "ParallelStages", "Parallelize", "parallelize_stages", "sharded_modules"]
@@ -144,11 +146,8 @@ def _check_evaluation(chain: LayerChain) -> None:
     A module that a hook has changed is not captured again, so that the trace of the training evaluates, too. Blocks
     know their mode.
     """
-    traced = [layer for layer in chain.layers if isinstance(layer.module, GraphModule)]
-    if not traced:
-        return
     evaluated = {layer.name: layer.module for layer in chain.evaluation().layers}
-    for layer in traced:
+    for layer in chain.layers:
         if not _compute_alike(layer.module, evaluated.get(layer.name)):
             raise PlanError(
                 f"parallelize= is given, and the code between the blocks of the model does something else in "
@@ -159,13 +158,23 @@ def _check_evaluation(chain: LayerChain) -> None:
 
 
 def _compute_alike(layer: nn.Module, other: nn.Module | None) -> bool:
-    """Whether two traced layers have the same operators, over the same tensors."""
-    if not isinstance(layer, GraphModule) or not isinstance(other, GraphModule) or layer.code != other.code:
+    """Whether two layers call the same blocks alike, by the same operators over the same tensors."""
+    if other is None or type(layer).__qualname__ != type(other).__qualname__ or _calls(layer) != _calls(other):
+        return False
+    if not isinstance(layer, GraphModule) or not isinstance(other, GraphModule):
+        return True
+    if layer.code != other.code:
         return False
     own, its = (_tensors_outside_blocks(each) for each in (layer, other))
     return own.keys() == its.keys() and all(
         tensor is its[name] or same_content(tensor, its[name]) for name, tensor in own.items()
     )
+
+
+def _calls(layer: nn.Module) -> list[tuple[str, TreeSpec, list[Any]]]:
+    """The blocks that `layer` calls, and the constants among their arguments."""
+    blocks = [inner for inner in layer.modules() if isinstance(inner, EagerLayer)]
+    return [(each.name, each.takes.structure, list(filter(is_plain, each.takes.constants))) for each in blocks]
 
 
 def _tensors_outside_blocks(layer: GraphModule) -> dict[str, Tensor]:
