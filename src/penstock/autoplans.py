@@ -30,7 +30,7 @@ from penstock.planning.planners import plan as plan_on
 from penstock.profiling.device_speeds import measure_speeds
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
-from penstock.profiling.training_loops import as_in_training
+from penstock.profiling.training_loops import as_in_training, measure_rounds
 from penstock.runtime.assembly.stages import make_schedule
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
@@ -115,19 +115,16 @@ def plan_automatically(
     def measure_layers() -> None:
         profiles.append(measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype))
 
-    def scale_layers() -> None:
-        profiles[0] = as_in_training(profiles[0], chain, sample, choices.autocast)
-
     gather_results(world, context, measure_layers)
     # All begin together: a process that measures while the others are done has the host to itself.
-    gather_results(world, context, scale_layers)
+    rounds = gather_results(world, context, lambda: measure_rounds(profiles[0], chain, sample, choices.autocast))
     if speeds := measure_speeds(world, chain, sample, choices.autocast):
         cluster = cluster.with_kinds([DeviceKind(speed=speed) for speed in speeds])
 
     def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         if world.rank != 0:
             return None
-        (profile,) = profiles
+        profile = as_in_training(profiles[0], rounds)
         made = fastest_plan(profile, cluster, chain, choices)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.

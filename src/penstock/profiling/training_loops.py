@@ -3,12 +3,16 @@
 The profiler runs the backward of a layer right after its forward, so that weights and activations are in the cache, and
 calls every layer from Python by itself. A stage runs the forwards of its layers, and then their backwards: caches are
 colder, and calls between layers cheaper. On a CPU the two differ by a tenth or more, either way.
+
+Besides, the times of a process vary, and stages wait for each other: a pipeline is as fast as the slowest process in
+each microbatch, and not as the mean of them. So the mean of each round's slowest process counts, where every process is
+compared with its own mean.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor
@@ -22,35 +26,54 @@ from penstock.training.precisions import autocasting
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.profiles import Profile
 
-__all__ = ["as_in_training"]
+__all__ = ["as_in_training", "measure_rounds"]
 
 _MOST_BYTES = 2**28
 """Of the activations and gradients of the layers that run together: many times a cache, and little of a host."""
-_ROUNDS, _LEAST_SECONDS = 7, 0.2
-"""How many rounds are measured, and for how long at least."""
+_ROUNDS, _LEAST_SECONDS = 7, 1.0
+"""How many rounds are measured, and for how long at least: the speed of a shared machine changes within a second."""
+_HELD_UP = 1.5
+"""A round takes at most so many medians; what lies above is other work of the machine."""
 
 
-def as_in_training(profile: Profile, chain: LayerChain, sample: Sample, autocast: torch.dtype | None) -> Profile:
-    """`profile` with the seconds of all layers scaled by what the first layers of `chain` take together. Where the
-    device is no CPU, it stays as it is: kernels take the same time in any order.
+def measure_rounds(profile: Profile, chain: LayerChain, sample: Sample, autocast: torch.dtype | None) -> list[float]:
+    """The seconds of each round, a forward and a backward, of the first layers of `chain` together. None where the
+    device is no CPU: kernels take the same time in any order.
     """
+    count = _together(profile)
+    call, _ = read_sample(sample, chain.inputs.microbatch_size)
+    inputs = chain.inputs.bind(call.args, call.kwargs)
+    if not count or any(value.device.type != "cpu" for value in inputs.values()):
+        return []
+    modules = [layer.module for layer in chain.layers]
+    with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+        return _seconds(chain.stage(0, count), inputs, autocast)
+
+
+def as_in_training(profile: Profile, rounds: Sequence[Sequence[float]]) -> Profile:
+    """`profile` with the seconds of all layers scaled to those of a training. `rounds`: by rank, what each has measured
+    at the same time as the others; the first rank has measured `profile`, too.
+    """
+    apart = sum(layer.seconds for layer in profile.layers[: _together(profile)])
+    if not apart or not all(rounds):
+        return profile
+    cut = [[min(each, _HELD_UP * median(own)) for each in own] for own in rounds]
+    relative = [[each / mean(own) for each in own] for own in cut]
+    together = mean(cut[0]) * mean(map(max, zip(*relative, strict=False)))
+    return profile.on(DeviceKind(profile.device, speed=apart / together))
+
+
+def _together(profile: Profile) -> int:
+    """How many layers run together: as many of the first ones as need little memory."""
     held = count = 0
     for layer in profile.layers:
         held += int(layer.saved_bytes + layer.workspace_bytes + 2 * layer.parameter_bytes)
         count += held <= _MOST_BYTES
-    apart = sum(layer.forward_seconds + layer.backward_seconds for layer in profile.layers[:count])
-    call, _ = read_sample(sample, chain.inputs.microbatch_size)
-    inputs = chain.inputs.bind(call.args, call.kwargs)
-    if not apart or any(value.device.type != "cpu" for value in inputs.values()):
-        return profile
-    modules = [layer.module for layer in chain.layers]
-    with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
-        together = _seconds(chain.stage(0, count), inputs, autocast)
-    return profile.on(DeviceKind(profile.device, speed=apart / together))
+    return count
 
 
-def _seconds(stage: StageModule, inputs: Mapping[str, Tensor], autocast: torch.dtype | None) -> float:
-    """The median seconds of a forward and backward of `stage`, the first of its chain."""
+def _seconds(stage: StageModule, inputs: Mapping[str, Tensor], autocast: torch.dtype | None) -> list[float]:
+    """The seconds of each forward and backward of `stage`, the first of its chain."""
     needed = {name: inputs[name] for name in stage.model_inputs}
     computing = partial(autocasting, autocast, torch.device("cpu"))
     seconds, began = list[float](), 0.0
@@ -64,4 +87,4 @@ def _seconds(stage: StageModule, inputs: Mapping[str, Tensor], autocast: torch.d
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         seconds.append(time.perf_counter() - start)
     # The first one makes the gradients that the others add to.
-    return median(seconds[1:])
+    return seconds[1:]
