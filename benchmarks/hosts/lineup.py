@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 import penstock
 from contenders.contenders import GLOO, Absent, Entry, Running, pipeline, running_pipeline
 from contenders.jobs import Setting
@@ -9,6 +12,8 @@ from contenders.lineup import entries_of
 from penstock.values.plans import Routing
 
 AUTO, REPLICAS, SPLIT = 'penstock plan="auto"', "penstock replicas", "penstock split replicas"
+LAYERS = "layers"
+"""No contender: forwards and backwards of the whole model on all hosts at once, for what layers take in each round."""
 
 
 def lineup(setting: Setting, words: Sequence[str] | None = None) -> list[Entry | Absent]:
@@ -17,8 +22,9 @@ def lineup(setting: Setting, words: Sequence[str] | None = None) -> list[Entry |
     """
     # Between hosts everything goes through Gloo in any case.
     known = [entry for entry in entries_of(setting) if not entry.name.endswith(GLOO)]
-    known += [_replicas(REPLICAS, "round-robin", setting), _replicas(SPLIT, "split", setting), Entry(AUTO, _automatic)]
-    kept = (known[0].name, AUTO)
+    known += [_replicas(REPLICAS, "round-robin", setting), _replicas(SPLIT, "split", setting)]
+    known += [Entry(LAYERS, _layers), Entry(AUTO, _automatic)]
+    kept = (known[0].name, LAYERS, AUTO)
     return [
         entry for entry in known if words is None or entry.name in kept or any(word in entry.name for word in words)
     ]
@@ -37,3 +43,14 @@ def _replicas(name: str, routing: Routing, setting: Setting) -> Entry | Absent:
 def _automatic(setting: Setting) -> Running:
     made = pipeline(setting, plan="auto", microbatches=setting.microbatches)
     return running_pipeline(made, setting)
+
+
+def _layers(setting: Setting) -> Running:
+    job = setting.job
+    model, (inputs, target) = job.build(), job.batch(1)
+
+    def step() -> list[Tensor]:
+        torch.autograd.backward(job.loss(model(inputs), target))
+        return []
+
+    return Running(step, {})

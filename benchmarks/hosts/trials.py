@@ -3,7 +3,9 @@
     python -m hosts.trials REPORT --size big ...
 
 `compare.py` starts it on every host. The predictions are made of what ``plan="auto"`` has measured: the layers, and the
-links with what messages and actions cost. Nothing is fitted to the steps.
+links with what messages and actions cost. A shared machine is up to a tenth faster or slower in one minute than in the
+next. So the layers take their turns among the contenders, and their seconds are scaled to those of the rounds. Nothing
+is fitted to the steps of a pipeline.
 """
 
 import argparse
@@ -17,10 +19,11 @@ import torch
 
 from contenders.contenders import Entry, Running
 from contenders.jobs import JOBS, MICROBATCH_SIZE, Setting
-from hosts.lineup import AUTO, lineup
+from hosts.lineup import AUTO, LAYERS, lineup
 from measurement.launches import everywhere
 from measurement.rounds import Rounds, joined, measure
 from penstock.autoplans import AutoPlan
+from penstock.profiling.training_loops import as_in_training
 from penstock.simulating import evaluate
 
 
@@ -35,17 +38,21 @@ class Trial:
     plan: str
     """What `plan="auto"` has chosen, in words."""
     planned_seconds: float
-    """And what the planner predicted of it."""
+    """And what the planner predicted of it, by the layers before the rounds."""
     link: dict[str, float]
     """What the probe has found of the link from the first host to the second one, and of an action."""
     samples: int
     """Of a step."""
 
 
-def predictions(running: Mapping[str, Running], measured: AutoPlan) -> dict[str, float]:
-    """By contender of Penstock's: the seconds of a step, by the simulator and what ``plan="auto"`` has measured."""
+def predictions(running: Mapping[str, Running], measured: AutoPlan, layers: Sequence[float]) -> dict[str, float]:
+    """By contender of Penstock's: the seconds of a step, by the simulator and what ``plan="auto"`` has measured.
+
+    `layers`: the seconds of a forward and backward of the whole model, in each round.
+    """
+    profile = as_in_training(measured.profile, [layers])
     return {
-        name: evaluate(one.pipe.plan, measured.profile, measured.cluster).minibatch_seconds
+        name: evaluate(one.pipe.plan, profile, measured.cluster).minibatch_seconds
         for name, one in running.items()
         if one.pipe is not None and one.pipe.plan.ranks == measured.cluster.devices
     }
@@ -58,9 +65,11 @@ def take_part(entries: Sequence[Entry], setting: Setting, rounds: int, turn_seco
         automatic = running[AUTO].pipe
         assert automatic is not None and automatic.auto_plan is not None and automatic.plan.predicted is not None
         links = automatic.auto_plan.cluster
+        walls = {name: times.wall for name, times in found.times.items()}
+        layers = walls.pop(LAYERS)
         made = Trial(
-            {name: times.wall for name, times in found.times.items()},
-            predictions(running, automatic.auto_plan),
+            walls,
+            predictions(running, automatic.auto_plan, layers),
             str(automatic.plan),
             automatic.plan.predicted.minibatch_seconds,
             {

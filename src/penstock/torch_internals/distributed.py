@@ -3,16 +3,47 @@
 Tried on torch 2.11 and 2.13; NCCL's backend on a GPU, where there was one.
 """
 
+import os
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from penstock.torch_internals.availability import missing
 
-__all__ = ["end_coalescing", "gather_into", "local_tensor", "start_coalescing"]
+__all__ = ["end_coalescing", "gather_into", "gloo_backend", "local_tensor", "start_coalescing"]
 
 _COALESCING = "to send and receive in one operation"
+
+
+def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A backend of Gloo. All of a process share the thread that reads and writes their connections.
+
+    Public: the backend without options, which starts such a thread of its own. Each wakes up a hundred times a second,
+    whether something has come or not: with 49 of them a step of two computing processes took 12 % longer.
+    """
+    made: Any = dist.ProcessGroupGloo
+    try:
+        options = made._Options()
+        options._devices = list(_gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")))
+        options._threads = 2 * len(options._devices)
+        options._timeout = timeout
+    except AttributeError:
+        return made(store, rank, size, timeout)
+    return made(store, rank, size, options)
+
+
+@cache
+def _gloo_devices(process: int, interfaces: str) -> tuple[Any, ...]:
+    """One for each of the `interfaces`, or for the one that Gloo chooses. A child of `process` needs its own."""
+    made = dist.ProcessGroupGloo
+    return tuple(made.create_device(interface=name) for name in interfaces.split(",") if name) or (
+        made.create_default_device(),
+    )
 
 
 def start_coalescing(backend: Any) -> None:

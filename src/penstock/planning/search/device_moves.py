@@ -76,7 +76,7 @@ def moved_stages(blocks: tuple[_Block, ...], cluster: Cluster, costs: ChainCosts
     yield from _moved_cuts(blocks)
     yield from _moved_devices(blocks, frozenset(range(cluster.devices)))
     yield from _joined(blocks)
-    yield from _divided(blocks, cluster, costs)
+    yield from _divided(blocks, costs)
 
 
 def _faster(plan: Plan, moves: Sequence[tuple[_Block, ...]], simulate: Callable[[Plan], Plan]) -> Iterator[Plan]:
@@ -134,7 +134,7 @@ def _joined(blocks: tuple[_Block, ...]) -> Iterator[tuple[_Block, ...]]:
             yield (*blocks[:index], (start, stop, devices), *blocks[index + 2 :])
 
 
-def _divided(blocks: tuple[_Block, ...], cluster: Cluster, costs: ChainCosts) -> Iterator[tuple[_Block, ...]]:
+def _divided(blocks: tuple[_Block, ...], costs: ChainCosts) -> Iterator[tuple[_Block, ...]]:
     """One stage as two, cut where both halves of its devices take equally long."""
     for index, (start, stop, devices) in enumerate(blocks):
         if len(devices) < 2 or stop - start < 2:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.torch_internals.distributed import end_coalescing, start_coalescing
+from penstock.torch_internals.distributed import end_coalescing, gloo_backend, start_coalescing
 
 __all__ = [
     "Communicator",
@@ -105,13 +105,8 @@ def coalesce(communicator: Communicator, calls: Sequence[Callable[[], Communicat
 
 def connect_gloo(members: Members) -> Communicator:
     """Makes a communicator of `members` on the host."""
-    made = dist.ProcessGroupGloo(
-        PrefixStore(members.name, members.store),
-        members.group_rank(members.rank),
-        len(members.ranks),
-        timedelta(seconds=members.seconds),
-    )
-    return cast(Communicator, made)
+    store, rank = PrefixStore(members.name, members.store), members.group_rank(members.rank)
+    return cast(Communicator, gloo_backend(store, rank, len(members.ranks), timedelta(seconds=members.seconds)))
 
 
 def break_gloo(communicator: Communicator, peer: int) -> None:
