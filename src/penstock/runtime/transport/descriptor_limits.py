@@ -9,7 +9,10 @@ import resource
 
 from penstock.errors import TransportError
 
-__all__ = ["descriptor_error"]
+__all__ = ["descriptor_error", "require_descriptors"]
+
+_SPARE = 8
+"""More than Gloo opens beside a connection to each rank."""
 
 
 def descriptor_error(context: str, error: BaseException) -> TransportError | None:
@@ -28,3 +31,18 @@ def descriptor_error(context: str, error: BaseException) -> TransportError | Non
         f"to other ranks, found a limit of {limit}, which it has reached. Raise the limit (ulimit -n, here up to "
         f"{'any number' if most == resource.RLIM_INFINITY else most}), or close what is open. The call says: {error}"
     )
+
+
+def require_descriptors(connections: int) -> None:
+    """Raises the `RuntimeError` of a call that could not make so many `connections`, if this process may not open their
+    files. Gloo would find that out in a thread of its own, where it ends the process.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(connections + _SPARE):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise RuntimeError(f"{connections} connections: {error}") from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)

@@ -34,6 +34,7 @@ from penstock.runtime.transport.backend_selection import (
     warn_of_shared_gpus,
 )
 from penstock.runtime.transport.connection_rounds import arrange
+from penstock.runtime.transport.descriptor_limits import require_descriptors
 from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
@@ -165,7 +166,12 @@ class Endpoints:
     def _gloo(self, members: Members) -> Communicator:
         """Makes a communicator on the host. That waits for all members."""
         peers = [member for member in members.ranks if member != self.rank]
-        group = self.timeout.run(lambda: connect_gloo(members), f"connecting {members.name}", peers)
+
+        def connect() -> Communicator:
+            require_descriptors(len(peers))
+            return connect_gloo(members)
+
+        group = self.timeout.run(connect, f"connecting {members.name}", peers)
         self._breaks.append(partial(break_gloo, group, members.group_rank(peers[0])))
         return group
 

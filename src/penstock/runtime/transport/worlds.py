@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.background_gathers import PatientGather
 from penstock.runtime.transport.default_groups import call_at_meeting, make_default_group
+from penstock.runtime.transport.descriptor_limits import require_descriptors
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
@@ -206,7 +207,7 @@ class Processes:
             limit = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
             # Tensors of the host need a group of their own: the default group may be NCCL's, which takes others only.
             self.group: dist.ProcessGroup | None = self.run(
-                lambda: dist.new_group(backend="gloo", timeout=limit), "making a group of all ranks"
+                lambda: _group_of_all(self.processes, limit), "making a group of all ranks"
             )
         except BaseException:
             self._board.close()
@@ -302,6 +303,11 @@ class Processes:
 
 def _read_all(store: Store, names: list[str]) -> Sequence[Sequence[float]] | None:
     return [decode_plain(store.get(name)) for name in names] if store.check(names) else None
+
+
+def _group_of_all(processes: int, timeout: timedelta) -> dist.ProcessGroup:
+    require_descriptors(processes - 1)
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
