@@ -33,7 +33,7 @@ _MOST_BYTES = 2**28
 _ROUNDS, _LEAST_SECONDS = 7, 1.0
 """How many rounds are measured, and for how long at least: the speed of a shared machine changes within a second."""
 _HELD_UP = 1.5
-"""Times the median, the most that a round takes; what lies above is other work of the machine."""
+"""The longest time that a round counts with, in medians. What is above is other work of the machine."""
 
 
 def measure_rounds(profile: Profile, chain: LayerChain, sample: Sample, autocast: torch.dtype | None) -> list[float]:

@@ -34,8 +34,8 @@ def descriptor_error(context: str, error: BaseException) -> TransportError | Non
 
 
 def require_descriptors(connections: int) -> None:
-    """Raises the `RuntimeError` of a call that could not make so many `connections`, if this process may not open their
-    files. Gloo would find that out in a thread of its own, where it ends the process.
+    """Raises the `RuntimeError` of a failed call if this process may not open the files of that number of connections.
+    Gloo would find that out in a thread of its own, where it ends the process.
     """
     opened: list[int] = []
     try:
