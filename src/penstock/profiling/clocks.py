@@ -18,13 +18,24 @@ import torch
 
 from penstock.errors import ProfileError
 
-__all__ = ["Clock", "CudaClock", "ScriptedClock", "WallClock", "calls_per_sample", "clock_of", "median_seconds"]
+__all__ = [
+    "Clock",
+    "CudaClock",
+    "ScriptedClock",
+    "WallClock",
+    "calls_per_sample",
+    "clock_of",
+    "median_seconds",
+    "windows",
+]
 
 SHORTEST_SAMPLE_SECONDS = 200e-6
 """Calls are timed in groups that take at least this long: a clock's own cost, some 0.1 us on a CPU and some 5 us on a
 CUDA device, then stays in the noise. A call under 50 us is timed in groups of four or more."""
 MOST_CALLS = 100
 """Calls in one group at most: their results are all alive until the group's backward."""
+WINDOW_SECONDS = 0.05
+"""Work runs at least this long for one time: a device that is held up in between shows it."""
 
 
 class Clock(Protocol):
@@ -104,3 +115,18 @@ def calls_per_sample(call_seconds: float) -> int:
 def median_seconds(samples: Iterable[float]) -> float:
     """The median of some timings: one that the machine disturbed does not move it."""
     return float(median(samples))
+
+
+def windows(work: Callable[[], object], seconds: float, least: int) -> list[float]:
+    """The mean wall time of `work` over each window, in which it runs again and again. As many windows as fit into
+    `seconds`, and `least` of them at least.
+    """
+    started = time.perf_counter()
+    found: list[float] = []
+    while len(found) < least or time.perf_counter() - started < seconds:
+        begun, runs = time.perf_counter(), 0
+        while not runs or time.perf_counter() - begun < WINDOW_SECONDS:
+            work()
+            runs += 1
+        found.append((time.perf_counter() - begun) / runs)
+    return found

@@ -5,7 +5,6 @@ The least of several times counts, since other work on a machine only ever adds 
 little from one measurement to the next. So devices count as different only if they differ by more than that.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.capturing.chain import LayerChain
+from penstock.profiling.clocks import windows
 from penstock.profiling.profiler import profile
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
@@ -25,9 +25,6 @@ _DIFFERENT = 1.3
 
 _ALIKE = 1.15
 """Up to this ratio two devices are of one class, where some are different."""
-
-_WINDOW_SECONDS = 0.05
-"""Layers run at least this long for one time: a device that is held up in between shows it."""
 
 _ROUND_SECONDS = (0.2, 0.6, 1.2)
 """How long all ranks measure. Where they seem to differ they measure again, at most so often."""
@@ -60,16 +57,8 @@ def measure_speeds(
 
 def _least_window(run: Callable[[], object], seconds: float) -> float:
     """The least mean time of a run over a window, of those that fit into `seconds`, and of eight at least."""
-    started = time.perf_counter()
-    windows: list[float] = []
-    while len(windows) < _WINDOWS or time.perf_counter() - started < seconds:
-        begun, runs = time.perf_counter(), 0
-        # The whole time counts, so that a device that stands still between two layers is slow, too.
-        while not runs or time.perf_counter() - begun < _WINDOW_SECONDS:
-            run()
-            runs += 1
-        windows.append((time.perf_counter() - begun) / runs)
-    return min(windows)
+    # The whole time of a window counts, so that a device that stands still between two layers is slow, too.
+    return min(windows(run, seconds, _WINDOWS))
 
 
 def compare_seconds(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -9,9 +9,7 @@ each microbatch, and not as the mean of them. So the mean of each round's slowes
 compared with its own mean.
 """
 
-import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import mean, median
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import read_sample
+from penstock.profiling.clocks import windows
 from penstock.profiling.devices import Sample
 from penstock.profiling.profiler import without_gradients
 from penstock.training.precisions import autocasting
@@ -37,7 +36,7 @@ _HELD_UP = 1.5
 
 
 def measure_rounds(profile: Profile, chain: LayerChain, sample: Sample, autocast: torch.dtype | None) -> list[float]:
-    """The seconds of each round, a forward and a backward, of the first layers of `chain` together. None where the
+    """The seconds of a forward and backward of the first layers of `chain` together, in each round. None where the
     device is no CPU: kernels take the same time in any order.
     """
     count = _together(profile)
@@ -47,7 +46,7 @@ def measure_rounds(profile: Profile, chain: LayerChain, sample: Sample, autocast
         return []
     modules = [layer.module for layer in chain.layers]
     with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
-        return _seconds(chain.stage(0, count), inputs, autocast)
+        return _rounds(chain.stage(0, count), inputs, autocast)
 
 
 def as_in_training(profile: Profile, rounds: Sequence[Sequence[float]]) -> Profile:
@@ -57,9 +56,11 @@ def as_in_training(profile: Profile, rounds: Sequence[Sequence[float]]) -> Profi
     apart = sum(layer.seconds for layer in profile.layers[: _together(profile)])
     if not apart or not all(rounds):
         return profile
-    cut = [[min(each, _HELD_UP * median(own)) for each in own] for own in rounds]
-    relative = [[each / mean(own) for each in own] for own in cut]
-    together = mean(cut[0]) * mean(map(max, zip(*relative, strict=False)))
+    longest = [_HELD_UP * median(own) for own in rounds]
+    cut = [[min(each, most) for each in own] for own, most in zip(rounds, longest, strict=True)]
+    means = [mean(own) for own in cut]
+    relative = [[each / whole for each in own] for own, whole in zip(cut, means, strict=True)]
+    together = means[0] * mean(map(max, zip(*relative, strict=False)))
     return profile.on(DeviceKind(profile.device, speed=apart / together))
 
 
@@ -72,19 +73,17 @@ def _together(profile: Profile) -> int:
     return count
 
 
-def _seconds(stage: StageModule, inputs: Mapping[str, Tensor], autocast: torch.dtype | None) -> list[float]:
-    """The seconds of each forward and backward of `stage`, the first of its chain."""
+def _rounds(stage: StageModule, inputs: Mapping[str, Tensor], autocast: torch.dtype | None) -> list[float]:
+    """The seconds of a forward and backward of `stage`, the first of its chain, in each round."""
     needed = {name: inputs[name] for name in stage.model_inputs}
-    computing = partial(autocasting, autocast, torch.device("cpu"))
-    seconds, began = list[float](), 0.0
-    while len(seconds) <= _ROUNDS or time.perf_counter() - began < _LEAST_SECONDS:
-        start = time.perf_counter()
-        began = began or start
-        with computing():
+
+    def run() -> None:
+        with autocasting(autocast, torch.device("cpu")):
             outputs = stage((), dict(needed))
         roots = [output for output in outputs if output.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        seconds.append(time.perf_counter() - start)
-    # The first one makes the gradients that the others add to.
-    return seconds[1:]
+
+    # The first run makes the gradients that the others add to.
+    run()
+    return windows(run, _LEAST_SECONDS, _ROUNDS)
