@@ -30,7 +30,7 @@ from penstock.capturing.sequential import EagerLayer, Form
 from penstock.torch_internals.modules import hooks_of, tensor_tables
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
-__all__ = ["digest_of"]
+__all__ = ["digest_of", "form_facts"]
 
 _OWN_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _FUNCTIONS = (FunctionType, MethodType, partial)
@@ -123,7 +123,7 @@ def _of_layers(layers: Iterable[Layer]) -> Iterator[Any]:
             yield type(module).__qualname__
             if isinstance(module, EagerLayer):
                 # Its body is a module of the model.
-                yield module.name, _of_form(module.takes), _of_form(module.returns)
+                yield module.name, form_facts(module.takes), form_facts(module.returns)
                 yield module.evaluates, module.gradients, module.by_forward
                 continue
             if isinstance(module, GraphModule):
@@ -135,7 +135,8 @@ def _of_layers(layers: Iterable[Layer]) -> Iterator[Any]:
             waiting += module.children()
 
 
-def _of_form(form: Form) -> tuple[str, list[str]]:
+def form_facts(form: Form) -> tuple[str, list[str]]:
+    """What two captures can compare `form` by."""
     return str(form.structure), list(map(_constant, form.constants))
 
 

@@ -55,6 +55,11 @@ class Form:
         constants = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(structure, constants), tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors the value has."""
+        return sum(constant is Tensor for constant in self.constants)
+
     def stands_for(self, tree: Any) -> bool:
         """Whether this is the form of `tree`, a nested value of the numbers 0, 1, ... in the places of tensors only."""
         return all(c is Tensor for c in self.constants) and tree == pytree.tree_unflatten(
@@ -107,36 +112,28 @@ class EagerLayer(nn.Module):
         # Tensors in, a tensor out: nearly every layer, and a hundred times as fast as to look through nested values.
         self._takes_tensors = takes.stands_for((tuple(range(len(takes.constants))), {}))
         self._returns_tensor = returns.stands_for(0)
-        self._plain = self._takes_tensors and gradients and not evaluates and not by_forward
-
-    @property
-    def result_count(self) -> int:
-        """How many tensors it returns."""
-        return sum(constant is Tensor for constant in self.returns.constants)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self._plain:
-            # Attributes that are modules are looked for last, and then in a slower way.
-            body: Any = self._modules["body"]
+        if self.gradients and not self.evaluates:
+            return self._run(tensors)
+        with (
+            evaluating([self.get_submodule("body")]) if self.evaluates else nullcontext(),
+            nullcontext() if self.gradients else torch.no_grad(),
+        ):
+            return self._run(tensors)
+
+    def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        # Attributes that are modules are looked for last, and then in a slower way.
+        body: Any = self._modules["body"]
+        if self.by_forward:
+            body = body.forward
+        if self._takes_tensors:
             result = body(*tensors)
         else:
-            with (
-                evaluating([self.get_submodule("body")]) if self.evaluates else nullcontext(),
-                nullcontext() if self.gradients else torch.no_grad(),
-            ):
-                result = self._call(tensors)
-        return (result,) if self._returns_tensor and isinstance(result, Tensor) else self._results(result)
-
-    def _call(self, tensors: Sequence[Tensor]) -> Any:
-        body: Any = self.get_submodule("body")
-        called = body.forward if self.by_forward else body
-        if self._takes_tensors:
-            return called(*tensors)
-        args, kwargs = self.takes.fill(tensors)
-        return called(*args, **kwargs)
-
-    def _results(self, result: Any) -> tuple[Tensor, ...]:
-        """The tensors of `result`. Raises `CaptureError` if it has another form than it had in the capture."""
+            args, kwargs = self.takes.fill(tensors)
+            result = body(*args, **kwargs)
+        if self._returns_tensor and isinstance(result, Tensor):
+            return (result,)
         found, results = Form.of(result)
         if found.structure != self.returns.structure:
             raise CaptureError(

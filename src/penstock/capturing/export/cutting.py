@@ -174,7 +174,7 @@ def _block_alone(graph: Graph, attributes: Mapping[str, Tensor | nn.Module]) -> 
     given = [node for node in steps if node.op == "placeholder"]
     if not isinstance(block, EagerLayer) or len(steps) != len(given) + 1 + len(results):
         return None
-    whole = [node.args[1] for node in results] == list(range(block.result_count))
+    whole = [node.args[1] for node in results] == list(range(block.returns.tensor_count))
     return block if whole and list(call.args) == given and list(output.args[0]) == results else None
 
 

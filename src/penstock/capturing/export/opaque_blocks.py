@@ -117,8 +117,8 @@ class OpaqueBlocks:
 
     def result_name(self, call: int, index: int) -> str:
         """The name of one of the tensors that a call returns, such as ``layers.0`` or ``layers.0@1[2]``."""
-        results = sum(constant is Tensor for constant in self.traced[call].returns.constants)
-        return f"{self.call_name(call)}{f'[{index}]' if results > 1 else ''}"
+        several = self.traced[call].returns.tensor_count > 1
+        return f"{self.call_name(call)}{f'[{index}]' if several else ''}"
 
     def call_name(self, call: int) -> str:
         """The name of a call, such as ``layers.0`` or ``layers.0@1``."""

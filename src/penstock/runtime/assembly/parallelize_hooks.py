@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import LayerChain, StageModule
-from penstock.capturing.fresh_objects import is_plain
+from penstock.capturing.chain_digests import form_facts
 from penstock.capturing.module_state import same_content
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
@@ -32,7 +32,6 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled
-from penstock.torch_internals.pytrees import TreeSpec
 from penstock.values.plans import Plan
 
 __all__ = ["InPlace", "ParallelStages", "Parallelize", "parallelize_stages", "sharded_modules"]
@@ -171,10 +170,9 @@ def _compute_alike(layer: nn.Module, other: nn.Module | None) -> bool:
     )
 
 
-def _calls(layer: nn.Module) -> list[tuple[str, TreeSpec, list[Any]]]:
-    """The blocks that `layer` calls, and the constants among their arguments."""
-    blocks = [inner for inner in layer.modules() if isinstance(inner, EagerLayer)]
-    return [(each.name, each.takes.structure, list(filter(is_plain, each.takes.constants))) for each in blocks]
+def _calls(layer: nn.Module) -> list[tuple[str, Any]]:
+    """The blocks that `layer` calls, and the form of their arguments."""
+    return [(inner.name, form_facts(inner.takes)) for inner in layer.modules() if isinstance(inner, EagerLayer)]
 
 
 def _tensors_outside_blocks(layer: GraphModule) -> dict[str, Tensor]:
