@@ -184,6 +184,13 @@ def even_cuts(layers: int, stages: int) -> list[int]:
     return list(accumulate((short + (stage < longer) for stage in range(stages)), initial=0))
 
 
+def plain_microbatch(job: Job) -> Callable[[], object]:
+    """A forward and backward of a microbatch of `job`, in a plain loop, which adds up gradients."""
+    model, (inputs, target) = job.build(), job.batch(1)
+    assert len(inputs) == MICROBATCH_SIZE
+    return lambda: job.loss(model(inputs), target).backward()
+
+
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Plain, as cheap as an optimizer can be."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE)

@@ -2,12 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 import penstock
 from contenders.contenders import GLOO, Absent, Entry, Running, pipeline, running_pipeline
-from contenders.jobs import Setting
+from contenders.jobs import Setting, plain_microbatch
 from contenders.lineup import entries_of
 from penstock.values.plans import Routing
 
@@ -46,11 +43,10 @@ def _automatic(setting: Setting) -> Running:
 
 
 def _layers(setting: Setting) -> Running:
-    job = setting.job
-    model, (inputs, target) = job.build(), job.batch(1)
+    run = plain_microbatch(setting.job)
 
-    def step() -> list[Tensor]:
-        torch.autograd.backward(job.loss(model(inputs), target))
-        return []
+    def step() -> tuple[()]:
+        run()
+        return ()
 
     return Running(step, {})

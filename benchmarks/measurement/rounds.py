@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from contenders.contenders import Entry, Running
-from contenders.jobs import MICROBATCH_SIZE, Setting
+from contenders.jobs import Setting, plain_microbatch
 from measurement.launches import everywhere
 from measurement.slowdowns import groups_up_to, seconds_in_company
 
@@ -113,10 +113,7 @@ def _steps_of_a_turn(contender: Running | None, turn_seconds: float) -> int:
 
 def _share_of(setting: Setting) -> Callable[[], object]:
     """A microbatch of a stage's share, forward and backward, in a plain loop."""
-    job = setting.job.share(setting.processes)
-    model, (inputs, target) = job.build(), job.batch(1)
-    assert len(inputs) == MICROBATCH_SIZE
-    return lambda: job.loss(model(inputs), target).backward()
+    return plain_microbatch(setting.job.share(setting.processes))
 
 
 def _warm_up(contender: Running | None, setting: Setting) -> float:

@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from penstock.torch_internals.availability import missing
 
-__all__ = ["end_coalescing", "gather_into", "gloo_backend", "local_tensor", "start_coalescing"]
+__all__ = ["INTERFACE", "end_coalescing", "gather_into", "gloo_backend", "local_tensor", "start_coalescing"]
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable by which Gloo takes an interface. It is Gloo's, and a user may set it."""
 
 _COALESCING = "to send and receive in one operation"
 
@@ -29,7 +32,7 @@ def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     made: Any = dist.ProcessGroupGloo
     try:
         options = made._Options()
-        options._devices = list(_gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")))
+        options._devices = list(_gloo_devices(os.getpid(), os.environ.get(INTERFACE, "")))
         options._threads = 2 * len(options._devices)
         options._timeout = timeout
     except AttributeError:

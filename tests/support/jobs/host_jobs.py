@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
-from penstock.runtime.transport.network_interfaces import INTERFACE
+from penstock.torch_internals.distributed import INTERFACE
 from penstock.values import Cluster
 
 __all__ = ["probe_links", "train", "train_until_the_link_ends"]

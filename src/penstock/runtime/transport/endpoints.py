@@ -165,13 +165,9 @@ class Endpoints:
 
     def _gloo(self, members: Members) -> Communicator:
         """Makes a communicator on the host. That waits for all members."""
-        peers = [member for member in members.ranks if member != self.rank]
-
-        def connect() -> Communicator:
-            require_descriptors(len(peers))
-            return connect_gloo(members)
-
-        group = self.timeout.run(connect, f"connecting {members.name}", peers)
+        peers, connecting = [member for member in members.ranks if member != self.rank], f"connecting {members.name}"
+        self.timeout.run(partial(require_descriptors, len(peers)), connecting, peers)
+        group = self.timeout.run(lambda: connect_gloo(members), connecting, peers)
         self._breaks.append(partial(break_gloo, group, members.group_rank(peers[0])))
         return group
 

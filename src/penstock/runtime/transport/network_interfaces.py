@@ -12,10 +12,10 @@ import sys
 from contextlib import suppress
 from ipaddress import ip_address
 
-__all__ = ["INTERFACE", "choose_interface"]
+from penstock.torch_internals.distributed import INTERFACE
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable by which Gloo takes an interface. It is Gloo's, and a user may set it."""
+__all__ = ["choose_interface"]
+
 _READ_ADDRESS = 0x8915
 """Linux's request for the address of an interface."""
 _NAME_BYTES = 16

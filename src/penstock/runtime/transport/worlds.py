@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Protocol, TypeAlias, TypeVar, cast
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -206,8 +206,10 @@ class Processes:
             # Our own error says more than one of a collective, so it must come first.
             limit = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
             # Tensors of the host need a group of their own: the default group may be NCCL's, which takes others only.
+            making = "making a group of all ranks"
+            self.run(partial(require_descriptors, self.processes - 1), making)
             self.group: dist.ProcessGroup | None = self.run(
-                lambda: _group_of_all(self.processes, limit), "making a group of all ranks"
+                lambda: dist.new_group(backend="gloo", timeout=limit), making
             )
         except BaseException:
             self._board.close()
@@ -303,11 +305,6 @@ class Processes:
 
 def _read_all(store: Store, names: list[str]) -> Sequence[Sequence[float]] | None:
     return [decode_plain(store.get(name)) for name in names] if store.check(names) else None
-
-
-def _group_of_all(processes: int, timeout: timedelta) -> dist.ProcessGroup:
-    require_descriptors(processes - 1)
-    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
