@@ -235,6 +235,13 @@ def sequential() -> nn.Sequential:
     )
 
 
+def shared_statistics() -> nn.Sequential:
+    normalization = nn.BatchNorm1d(WIDTH)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), normalization, nn.Linear(WIDTH, WIDTH), normalization, nn.Linear(WIDTH, 3)
+    )
+
+
 CASES: list[Any] = [
     pytest.param(sequential, lambda n: Call((data(n, WIDTH),), {}), id="sequential"),
     pytest.param(Images, lambda n: Call((data(n, 3, 6, 6),), {}), id="images"),
@@ -251,6 +258,7 @@ CASES: list[Any] = [
     pytest.param(Recurrent, lambda n: Call((data(n, 5, WIDTH),), {}), id="recurrent"),
     pytest.param(lambda: Shared(False), lambda n: Call((data(n, WIDTH),), {}), id="shared block"),
     pytest.param(lambda: Shared(True), lambda n: Call((data(n, WIDTH),), {}), id="shared statistics"),
+    pytest.param(shared_statistics, lambda n: Call((data(n, WIDTH),), {}), id="shared statistics of a list"),
 ]  # fmt: skip
 
 
@@ -291,6 +299,32 @@ def test_layers_are_named_after_blocks() -> None:
 
 def test_layers_that_write_the_same_statistics_are_one() -> None:
     assert names(capture(double(Shared(True)), (data(2, WIDTH),))) == ["blocks.0", "last"]
+    assert names(capture(double(shared_statistics()), (data(2, WIDTH),))) == ["0", "1", "4"]
+
+
+class CountsEvaluations(nn.Module):
+    """Writes a buffer in evaluation only."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.count += 1
+        return self.linear(x)
+
+
+def test_a_list_whose_layers_may_not_be_cut_in_evaluation_only_cannot_evaluate() -> None:
+    counts = CountsEvaluations()
+    chain = capture([counts, nn.Tanh(), counts, nn.Linear(WIDTH, 3)], (torch.zeros(2, WIDTH),))
+
+    assert names(chain) == ["0", "1", "2", "3"]
+    with pytest.raises(CaptureError, match=r"list of layers has other layers in evaluation .* \(1 is in one of them"):
+        chain.evaluation()
 
 
 def test_a_list_of_layers_passes_tuples_and_dicts_as_arguments() -> None:

@@ -126,6 +126,23 @@ class Noisy(models.Perceptron):
         return result
 
 
+class NoisyWithin(nn.Module):
+    """Drops out between two uses of a module that writes a buffer, and that one layer must hold for this reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *others = self.blocks
+        x = nn.functional.dropout(second(self.norm(first(x))), 0.1, self.training)
+        x = self.norm(x)
+        for block in others:
+            x = block(x)
+        return x
+
+
 class Doubled(models.Perceptron):
     """Has code between its blocks in evaluation only."""
 
@@ -161,12 +178,46 @@ class Scaled(nn.Module):
         return x
 
 
+class Exchanged(nn.Module):
+    """Passes a block its arguments in another order in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(7))
+        self.last = nn.Bilinear(6, 6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, before = block(x), x
+        result: Tensor = self.last(x, before) if self.training else self.last(before, x)
+        return result
+
+
+class Auxiliary(models.Perceptron):
+    """Returns more in training."""
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x), {"hidden": x}) if self.training else self.head(x)
+
+
+def shared_statistics() -> nn.Sequential:
+    """Two layers are one module, which only the training has to keep together."""
+    norm = nn.BatchNorm1d(6)
+    return nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm, *(nn.Linear(6, 6) for _ in range(6)))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "tied in a stage": lambda: _tied(2),
     "tied over a cut": lambda: _tied(0),
     "traced": Noisy,
+    "traced within a layer": NoisyWithin,
     "traced in evaluation": Doubled,
     "other numbers in evaluation": Scaled,
+    "another order in evaluation": Exchanged,
+    "returns less in evaluation": Auxiliary,
+    "shared statistics": shared_statistics,
 }
 
 

@@ -7,14 +7,15 @@ the layers on both sides become one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.observation import Observation, memory_of
+from penstock.errors import CaptureError
 
-__all__ = ["JoinedLayers", "join_layers"]
+__all__ = ["JoinedLayers", "check_same_layers", "join_layers"]
 
 
 class JoinedLayers(nn.Module):
@@ -36,11 +37,18 @@ class JoinedLayers(nn.Module):
 
 
 def join_layers(
-    layers: Sequence[Layer], returned: tuple[str, ...], observations: Sequence[Observation]
+    layers: Sequence[Layer],
+    returned: tuple[str, ...],
+    observations: Sequence[Observation],
+    starts: Collection[str] | None = None,
 ) -> tuple[Layer, ...]:
-    """`layers` with those joined that a cut would separate wrongly; `returned` is what the model returns."""
+    """`layers` with those joined that a cut would separate wrongly; `returned` is what the model returns. `starts`: the
+    only layers that a cut may fall before: those of the training, in evaluation, which may write less.
+    """
     needed = _needed(layers, returned)
     forbidden = _cuts_through_views(layers, needed, observations) | _cuts_through_buffers(layers, observations)
+    if starts is not None:
+        forbidden |= {index for index, layer in enumerate(layers) if layer.name not in starts}
     joined: list[Layer] = []
     start = 0
     for stop in range(1, len(layers) + 1):
@@ -48,6 +56,17 @@ def join_layers(
             joined.append(_join(layers[start:stop], needed[stop]))
             start = stop
     return tuple(joined)
+
+
+def check_same_layers(trained: Sequence[Layer], evaluated: Sequence[Layer], model: str) -> None:
+    """Raises `CaptureError` if `model` is not made of the same layers in both modes: a plan names them by position."""
+    own, others = ([layer.name for layer in layers] for layers in (trained, evaluated))
+    if own != others:
+        different = next(iter(sorted(set(own) ^ set(others))), own[0])
+        raise CaptureError(
+            f"{model} has other layers in evaluation mode than in training mode ({different} is in one of them only): "
+            "expected the same blocks, in the same order. Pass it as a list of layers that run in both modes"
+        )
 
 
 def _needed(layers: Sequence[Layer], returned: tuple[str, ...]) -> list[frozenset[str]]:

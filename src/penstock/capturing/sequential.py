@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.fresh_objects import Anew
-from penstock.capturing.joining import join_layers
+from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.module_state import ModuleState
 from penstock.capturing.observation import Observation, observed
@@ -210,15 +210,19 @@ def _capture(
     inputs: ModelInputs,
     model: nn.Module,
     *,
-    evaluates: bool = False,
+    trained: LayerChain | None = None,
 ) -> LayerChain:
+    """`trained`: the chain of the training, if this one is for evaluation."""
     if not named:
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
     state = ModuleState([model])
     with preserved([model], state), torch.no_grad():
-        layers, output, observations = _run_once(named, spread, call, inputs, evaluates=evaluates, state=state)
+        layers, output, observations = _run_once(
+            named, spread, call, inputs, evaluates=trained is not None, state=state
+        )
+    starts = None if trained is None else {layer.name for layer in trained.layers}
     chain = LayerChain(
-        layers=join_layers(layers, output.values, observations),
+        layers=join_layers(layers, output.values, observations, starts),
         inputs=inputs,
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
@@ -229,7 +233,8 @@ def _capture(
     @cache
     def evaluation() -> LayerChain:
         with evaluating([model]):
-            evaluated = _capture(named, spread, call, inputs, model, evaluates=True)
+            evaluated = _capture(named, spread, call, inputs, model, trained=chain)
+        check_same_layers(chain.layers, evaluated.layers, "the list of layers")
         return replace(evaluated, evaluation=lambda: evaluation())
 
     return chain

@@ -43,6 +43,11 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "compiled": ("Leave torch.compile out", (TWO_TP_RANKS, "compile_layers"), {}),
     "an error on one process": ("this hook is broken here", (TWO_TP_RANKS, "fail_on_one"), {}),
     "another trace in evaluation": ("something else in evaluation", (TWO_TP_RANKS, "nothing", "traced"), {}),
+    "another trace in evaluation within a layer": (
+        "something else in evaluation",
+        (TWO_TP_RANKS, "nothing", "traced within a layer"),
+        {},
+    ),
     "a trace in evaluation only": (
         "something else in evaluation",
         (TWO_TP_RANKS, "nothing", "traced in evaluation"),
@@ -51,6 +56,16 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "other numbers for blocks in evaluation": (
         "something else in evaluation",
         (TWO_TP_RANKS, "nothing", "other numbers in evaluation"),
+        {},
+    ),
+    "another order in evaluation": (
+        "something else in evaluation",
+        (TWO_TP_RANKS, "nothing", "another order in evaluation"),
+        {},
+    ),
+    "another result in evaluation": (
+        "Return the same in both modes",
+        (TWO_TP_RANKS, "nothing", "returns less in evaluation"),
         {},
     ),
     "tied over a cut": ("Untie the weights", (TWO_TP_RANKS, "nothing", "tied over a cut"), {}),
@@ -89,6 +104,10 @@ def _say(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
         return jobs.said_of(*arguments, **options)
     except ValueError as error:
         return f"TransportError: {error}"
+
+
+def test_a_list_with_shared_statistics_takes_a_hook(pool: Pool) -> None:
+    assert pool.run(4, _say, (TWO_TP_RANKS, "nothing", "shared statistics"), {}) == ["nothing"] * 4
 
 
 def test_a_single_process_has_no_mesh() -> None:
@@ -205,9 +224,12 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     "`tensor_parallel=` that differs from the plan's": ("another tensor-parallel size",),
     "a traced model whose code between blocks differs in evaluation, with a hook": (
         "another trace in evaluation",
+        "another trace in evaluation within a layer",
         "a trace in evaluation only",
         "other numbers for blocks in evaluation",
+        "another order in evaluation",
     ),
+    "a model that returns something else in evaluation, with a hook": ("another result in evaluation",),
     "a hook that returns another module": ("another module",),
     "a hook that adds, removes or renames parameters, or changes their whole shape": (
         "more parameters",

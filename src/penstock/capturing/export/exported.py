@@ -23,7 +23,7 @@ from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, U
 from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
 from penstock.capturing.export.smallest import checks_for_one
 from penstock.capturing.export.tracing import Trace, trace
-from penstock.capturing.joining import join_layers
+from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe
 from penstock.capturing.operators import OperatorCounter
@@ -50,22 +50,24 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
     @cache
     def evaluation() -> LayerChain:
         with evaluating([model]):
-            evaluated = _capture(model, call, inputs, partition, check)[0].checked()
-        if [layer.name for layer in evaluated.layers] != [layer.name for layer in chain.layers]:
-            raise CaptureError(
-                f"{type(model).__name__} has other layers in evaluation mode than in training mode: pass it as a list "
-                "of layers"
-            )
+            evaluated = _capture(model, call, inputs, (partition, chain.layers), check)[0].checked()
+        check_same_layers(chain.layers, evaluated.layers, type(model).__name__)
         return replace(evaluated, evaluation=lambda: evaluation())
 
     return replace(unchecked, chain=replace(chain, evaluation=evaluation))
 
 
 def _capture(
-    model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
+    model: nn.Module,
+    call: Call,
+    inputs: ModelInputs,
+    trained: tuple[Partition, Sequence[Layer]] | None,
+    check: bool,
 ) -> tuple[UncheckedChain, Partition]:
-    # The second trace, which is cut like the first one, is for evaluation.
-    trains = partition is None
+    """The chain, and what it was cut into before layers were joined. `trained`: the same of the training, if this trace
+    is for evaluation.
+    """
+    trains = trained is None
     sampled = SampledModel(model, call, inputs)
     run = run_on_sample(sampled)
     own = opaque_paths(model, run)
@@ -75,8 +77,8 @@ def _capture(
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
     stacks = call_stacks(dependence.steps, traced.blocks)
-    if partition is None:
-        partition = _partition(model, stacks, run.blocks)
+    partition = _partition(model, stacks, run.blocks) if trained is None else trained[0]
+    starts = None if trained is None else {layer.name for layer in trained[1]}
     layers = cut(traced, dependence, stacks, partition)
     _check_results(sampled, run, traced)
     names = iter(result_names(traced))
@@ -85,9 +87,8 @@ def _capture(
         leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in run.leaves),
         constants=tuple(None if leaf is torch.Tensor else leaf for leaf in run.leaves),
     )
-    joined = _observe(sampled, layers, output)
     chain = LayerChain(
-        layers=joined,
+        layers=_observe(sampled, layers, output, starts),
         inputs=replace(
             inputs,
             sizes=traced.sizes,
@@ -112,7 +113,7 @@ def _capture(
             *checks,
         ]
     unchecked = UncheckedChain(chain, sampled, tuple(checks), communicates=run.communicates)
-    return unchecked, _joined_partition(partition, joined)
+    return unchecked, partition
 
 
 def _is_checked(sampled: SampledModel, chain: LayerChain, trains: bool) -> bool:
@@ -177,22 +178,13 @@ def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Co
     return group_calls(model, list(calls)) if calls else ((type(model).__name__, ()),)
 
 
-def _observe(sampled: SampledModel, layers: list[Layer], output: ModelOutput) -> tuple[Layer, ...]:
+def _observe(
+    sampled: SampledModel, layers: list[Layer], output: ModelOutput, starts: Collection[str] | None
+) -> tuple[Layer, ...]:
     own = sampled.call.copied()
     values = sampled.inputs.bind(own.args, own.kwargs)
     counter = OperatorCounter()
     with sampled.preserved(), torch.no_grad():
         pairs = [observe(layer, values, counter) for layer in layers]
-    return join_layers([layer for layer, _ in pairs], output.values, [observation for _, observation in pairs])
-
-
-def _joined_partition(partition: Partition, layers: tuple[Layer, ...]) -> Partition:
-    """`partition` with the layers that were joined."""
-    kept = {layer.name for layer in layers}
-    joined: list[tuple[str, tuple[str, ...]]] = []
-    for name, keys in partition:
-        if name in kept:
-            joined.append((name, keys))
-        else:
-            joined[-1] = (joined[-1][0], joined[-1][1] + keys)
-    return tuple(joined)
+    observations = [observation for _, observation in pairs]
+    return join_layers([layer for layer, _ in pairs], output.values, observations, starts)

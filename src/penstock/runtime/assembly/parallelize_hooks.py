@@ -7,8 +7,9 @@ PyTorch's parallelism in place: `parallelize_module` over ``tp``, `fully_shard` 
 A combination that would give other numbers than one device, or hang, is refused: docs/composition.md lists them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -19,10 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
-from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.chain import Layer, LayerChain, StageModule
 from penstock.capturing.chain_digests import form_facts
+from penstock.capturing.joining import JoinedLayers
+from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.module_state import same_content
-from penstock.capturing.sequential import EagerLayer
+from penstock.capturing.sequential import EagerLayer, Form
 from penstock.errors import PlanError
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import VersionedWeights
@@ -140,45 +143,57 @@ def _apply(
 
 
 def _check_evaluation(chain: LayerChain) -> None:
-    """Raises `PlanError` if a traced layer computes something else in evaluation mode outside of its blocks.
+    """Raises `PlanError` if the model computes something else in evaluation mode outside of its blocks.
 
     A module that a hook has changed is not captured again, so that the trace of the training evaluates, too. Blocks
     know their mode.
     """
-    evaluated = {layer.name: layer.module for layer in chain.evaluation().layers}
-    for layer in chain.layers:
-        if not _compute_alike(layer.module, evaluated.get(layer.name)):
+    evaluated = chain.evaluation()
+    for layer, other in zip(chain.layers, evaluated.layers, strict=True):
+        if not _compute_alike(layer, other):
             raise PlanError(
                 f"parallelize= is given, and the code between the blocks of the model does something else in "
                 f"evaluation, around layer {layer.name}: expected code that is the same in both modes, since modules "
                 "that a hook has changed are not captured again. Move what depends on the mode (a dropout, a "
                 "BatchNorm) into a block, or pass the model as nn.Sequential or as a list of layers"
             )
+    if _returned(chain.output) != _returned(evaluated.output):
+        raise PlanError(
+            f"parallelize= is given, and the model returns {evaluated.output.structure} in evaluation and "
+            f"{chain.output.structure} in training, or other constants: expected the same, since modules that a hook "
+            "has changed are not captured again. Return the same in both modes"
+        )
 
 
-def _compute_alike(layer: nn.Module, other: nn.Module | None) -> bool:
-    """Whether two layers call the same blocks alike, by the same operators over the same tensors."""
-    if other is None or type(layer).__qualname__ != type(other).__qualname__ or _calls(layer) != _calls(other):
+def _compute_alike(layer: Layer, other: Layer) -> bool:
+    """Whether two layers call the same blocks alike, by the same operators over the same values and tensors."""
+    if list(_facts(layer)) != list(_facts(other)):
         return False
-    if not isinstance(layer, GraphModule) or not isinstance(other, GraphModule):
-        return True
-    if layer.code != other.code:
-        return False
-    own, its = (_tensors_outside_blocks(each) for each in (layer, other))
-    return own.keys() == its.keys() and all(
-        tensor is its[name] or same_content(tensor, its[name]) for name, tensor in own.items()
-    )
+    pairs = zip(_tensors_outside_blocks(layer.module), _tensors_outside_blocks(other.module), strict=True)
+    return all(own is its or same_content(own.detach(), its.detach()) for own, its in pairs)
 
 
-def _calls(layer: nn.Module) -> list[tuple[str, Any]]:
-    """The blocks that `layer` calls, and the form of their arguments."""
-    return [(inner.name, form_facts(inner.takes)) for inner in layer.modules() if isinstance(inner, EagerLayer)]
+def _facts(layer: Layer) -> Iterator[Any]:
+    yield layer.inputs, layer.outputs
+    for inner in layer.module.modules():
+        yield type(inner).__qualname__
+        match inner:
+            case JoinedLayers():
+                yield inner.reads, inner.writes
+            case EagerLayer():
+                yield inner.name, inner.by_forward, form_facts(inner.takes)
+            case GraphModule():
+                yield inner.code
 
 
-def _tensors_outside_blocks(layer: GraphModule) -> dict[str, Tensor]:
-    names = {str(node.target) for node in layer.graph.find_nodes(op="get_attr")}
-    tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
-    return {name: tensor.detach() for name, tensor in tensors if name in names}
+def _tensors_outside_blocks(layer: nn.Module) -> list[Tensor]:
+    graphs = [inner for inner in layer.modules() if isinstance(inner, GraphModule)]
+    held = [attrgetter(str(node.target))(inner) for inner in graphs for node in inner.graph.find_nodes(op="get_attr")]
+    return [each for each in held if isinstance(each, Tensor)]
+
+
+def _returned(output: ModelOutput) -> tuple[Any, ...]:
+    return output.leaves, form_facts(Form(output.structure, output.constants))
 
 
 def _blocks_of(stage: StageModule) -> dict[str, nn.Module]:
