@@ -242,6 +242,62 @@ def shared_statistics() -> nn.Sequential:
     )
 
 
+def writing_through_views() -> nn.Sequential:
+    """What crosses its cuts is written in place a layer later, through a view."""
+    return nn.Sequential(
+        nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Flatten(), nn.ReLU(inplace=True)
+    )
+
+
+class CountsCalls(nn.Module):
+    """Keeps a number in Python and a buffer that is another tensor after each call."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.linear = 0, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.average = 0.5 * self.average + 0.5 * x.detach().mean(0)
+        return self.linear(x) / (1 + self.calls) - self.average
+
+
+class SharedCount(nn.Module):
+    """Calls a block that counts its calls three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.counting = CountsCalls()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(self.counting(x))
+        return x
+
+
+def shared_count() -> list[nn.Module]:
+    counting = CountsCalls()
+    return [nn.Linear(WIDTH, WIDTH), counting, nn.Tanh(), counting, nn.Linear(WIDTH, 3)]
+
+
+class Table(nn.Module):
+    """Makes a table with its first call, which is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.table.numel():
+            self.table = torch.arange(WIDTH, dtype=x.dtype)
+        return self.linear(x) + self.table
+
+
 CASES: list[Any] = [
     pytest.param(sequential, lambda n: Call((data(n, WIDTH),), {}), id="sequential"),
     pytest.param(Images, lambda n: Call((data(n, 3, 6, 6),), {}), id="images"),
@@ -259,6 +315,7 @@ CASES: list[Any] = [
     pytest.param(lambda: Shared(False), lambda n: Call((data(n, WIDTH),), {}), id="shared block"),
     pytest.param(lambda: Shared(True), lambda n: Call((data(n, WIDTH),), {}), id="shared statistics"),
     pytest.param(shared_statistics, lambda n: Call((data(n, WIDTH),), {}), id="shared statistics of a list"),
+    pytest.param(writing_through_views, lambda n: Call((data(n, WIDTH),), {}), id="writes through views"),
 ]  # fmt: skip
 
 
@@ -300,6 +357,13 @@ def test_layers_are_named_after_blocks() -> None:
 def test_layers_that_write_the_same_statistics_are_one() -> None:
     assert names(capture(double(Shared(True)), (data(2, WIDTH),))) == ["blocks.0", "last"]
     assert names(capture(double(shared_statistics()), (data(2, WIDTH),))) == ["0", "1", "4"]
+
+
+def test_layers_that_change_one_module_are_one() -> None:
+    assert names(capture(double(SharedCount()), (data(2, WIDTH),))) == ["counting", "blocks.2"]
+    assert names(capture(shared_count(), (torch.zeros(2, WIDTH),))) == ["0", "1", "4"]
+    table = Table()
+    assert names(capture([table, nn.Tanh(), table, nn.Tanh()], (torch.zeros(2, WIDTH),))) == ["0", "1", "2", "3"]
 
 
 class CountsEvaluations(nn.Module):

@@ -25,7 +25,7 @@ from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
 from penstock.torch_internals.modules import runs_plainly
 
-__all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule", "TensorKind"]
+__all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule", "TensorKind", "follow_memory"]
 
 LayerRunner: TypeAlias = Callable[
     [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
@@ -56,11 +56,25 @@ class Layer:
     """The operators that its forward runs on the captured sample."""
     volatile: tuple[str, ...] = ()
     """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
+    views: tuple[tuple[str, str], ...] = ()
+    """Those of `outputs` that share memory with one of `inputs`, each with that one."""
 
     @property
     def output_bytes(self) -> tuple[float, ...]:
         """The sizes of `outputs` for the captured sample; empty where they are not known."""
         return tuple(float(math.prod(shape) * dtype.itemsize) for shape, dtype in self.output_kinds)
+
+
+def follow_memory(layers: Sequence[Layer]) -> tuple[dict[str, str], frozenset[str]]:
+    """The earliest value with the memory of each value that shares it, and the values that `layers` write in place,
+    themselves or through what shares memory with them.
+    """
+    roots: dict[str, str] = {}
+    mutated: set[str] = set()
+    for layer in layers:
+        mutated.update(roots.get(name, name) for name in layer.mutates)
+        roots.update({output: roots.get(source, source) for output, source in layer.views})
+    return roots, frozenset(mutated)
 
 
 class StageModule(nn.Module):
@@ -90,7 +104,7 @@ class StageModule(nn.Module):
         self.written = tuple(layer.mutates for layer in layers)
         self._volatile = frozenset(name for layer in layers for name in layer.volatile)
         written = {name for layer in layers for name in layer.outputs}
-        self.mutates = frozenset(name for layer in layers for name in layer.mutates) - written
+        self.mutates = follow_memory(layers)[1] - written
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
         self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
         self._dead = _last_reads(self.reads, keep=frozenset(sent))

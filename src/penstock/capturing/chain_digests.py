@@ -116,7 +116,7 @@ def _of_layers(layers: Iterable[Layer]) -> Iterator[Any]:
     constants: dict[int, str] = {}
     for layer in layers:
         yield layer.name, layer.inputs, layer.outputs, layer.output_kinds
-        yield layer.random, layer.mutates, layer.volatile
+        yield layer.random, layer.mutates, layer.volatile, layer.views
         waiting: list[nn.Module] = [layer.module]
         while waiting:
             module = waiting.pop()

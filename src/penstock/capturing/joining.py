@@ -1,17 +1,17 @@
 """Joining layers that no cut may separate.
 
-A cut sends each value as a tensor of its own, to a process with buffers of its own. That changes what the model
+A cut sends each value as a tensor of its own, to a process with modules of its own. That changes what the model
 computes in two cases: a tensor and a view of it cross together and one of them is written in place later; or two layers
-hold what one of them writes, such as one BatchNorm that is called twice, or a frozen weight that a layer moves. There
-the layers on both sides become one.
+hold what one of them changes, such as one BatchNorm that is called twice, a module that counts its calls, or a frozen
+weight that a layer moves. There the layers on both sides become one.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from penstock.capturing.chain import Layer
+from penstock.capturing.chain import Layer, follow_memory
 from penstock.capturing.observation import Observation, memory_of
 from penstock.errors import CaptureError
 
@@ -46,7 +46,7 @@ def join_layers(
     only layers that a cut may fall before: those of the training, in evaluation, which may write less.
     """
     needed = _needed(layers, returned)
-    forbidden = _cuts_through_views(layers, needed, observations) | _cuts_through_buffers(layers, observations)
+    forbidden = _cuts_through_views(layers, needed, observations) | _cuts_through_state(layers, observations)
     if starts is not None:
         forbidden |= {index for index, layer in enumerate(layers) if layer.name not in starts}
     joined: list[Layer] = []
@@ -98,18 +98,21 @@ def _cuts_through_views(
     return forbidden
 
 
-def _cuts_through_buffers(layers: Sequence[Layer], observations: Sequence[Observation]) -> set[int]:
-    """The cuts between two layers that hold the same buffer or frozen parameter, if one of them writes it."""
+def _cuts_through_state(layers: Sequence[Layer], observations: Sequence[Observation]) -> set[int]:
+    """The cuts between two layers that hold the same buffer, frozen parameter or module, if one of them changes it."""
+    changed = {id(each) for seen in observations for each in (*seen.mutated_buffers, *seen.changed_modules)}
+    first: dict[int, int] = {}
     forbidden: set[int] = set()
-    for buffer in _distinct(buffer for observation in observations for buffer in observation.mutated_buffers):
-        holders = [i for i, layer in enumerate(layers) if any(held is buffer for held in _held(layer.module))]
-        forbidden.update(range(holders[0] + 1, holders[-1] + 1))
+    for index, layer in enumerate(layers):
+        for key in changed.intersection(map(id, _held(layer.module))):
+            forbidden.update(range(first.setdefault(key, index) + 1, index + 1))
     return forbidden
 
 
-def _held(module: nn.Module) -> Iterator[Tensor]:
+def _held(module: nn.Module) -> Iterator[Tensor | nn.Module]:
     yield from module.buffers()
     yield from module.parameters()
+    yield from module.modules()
 
 
 def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
@@ -118,6 +121,7 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
     written = dict.fromkeys(name for layer in layers for name in layer.outputs)
     inputs = tuple(dict.fromkeys(name for layer in layers for name in layer.inputs if name not in written))
     outputs = tuple(name for name in written if name in needed)
+    roots, mutated = follow_memory(layers)
     kinds = {name: kind for layer in layers for name, kind in zip(layer.outputs, layer.output_kinds, strict=True)}
     return Layer(
         name=layers[0].name,
@@ -125,12 +129,9 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
         inputs=inputs,
         outputs=outputs,
         random=any(layer.random for layer in layers),
-        mutates=tuple(dict.fromkeys(name for layer in layers for name in layer.mutates if name in inputs)),
+        mutates=tuple(name for name in inputs if name in mutated),
         output_kinds=tuple(kinds[name] for name in outputs),
         operators=tuple(operator for layer in layers for operator in layer.operators),
         volatile=tuple(name for layer in layers for name in layer.volatile if name in outputs),
+        views=tuple((name, roots[name]) for name in outputs if roots.get(name) in inputs),
     )
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())

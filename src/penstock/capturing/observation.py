@@ -1,10 +1,11 @@
-"""What one run of a layer shows: whether it draws random numbers and what it writes in place.
+"""What one run of a layer shows: whether it draws random numbers, what it writes in place, and which modules change.
 
 Reading it off the code would mean to trust the code's annotations; a generator that moved, a version counter that rose
 and a buffer that holds other numbers are facts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
-from penstock.capturing.module_state import same_content
+from penstock.capturing.module_state import ModuleState, is_plain_memory, same_content
 from penstock.capturing.operators import OperatorCall, OperatorCounter
 from penstock.torch_internals.tensors import storage_key, times_written
 
-__all__ = ["Observation", "memory_of", "observe", "observed"]
+__all__ = ["Observation", "SharedModules", "memory_of", "observe", "observed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,8 @@ class Observation:
     mutated: tuple[int, ...] = ()
     """Positions of the `arguments` that it wrote in place."""
     mutated_buffers: tuple[Tensor, ...] = field(default=())
+    changed_modules: tuple[nn.Module, ...] = ()
+    """Modules of other layers, too, whose state in Python it changed."""
     operators: tuple[OperatorCall, ...] = ()
 
     def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:
@@ -36,8 +39,9 @@ class Observation:
         mutates = tuple(dict.fromkeys(inputs[position] for position in self.mutated))
         kinds = tuple((tuple(result.shape), result.dtype) for result in self.results)
         written = {memory_of(buffer) for buffer in self.mutated_buffers}
-        pairs = zip(outputs, self.results, strict=True) if written else ()
-        volatile = tuple(name for name, result in pairs if memory_of(result) in written)
+        memories = [(name, memory_of(result)) for name, result in zip(outputs, self.results, strict=True)]
+        pairs = zip(inputs, self.arguments, strict=True)
+        given = {memory_of(argument): name for name, argument in pairs if is_plain_memory(argument)}
         return Layer(
             name,
             module,
@@ -47,8 +51,39 @@ class Observation:
             mutates=mutates,
             output_kinds=kinds,
             operators=self.operators,
-            volatile=volatile,
+            volatile=tuple(name for name, memory in memories if memory in written),
+            views=tuple((name, given[memory]) for name, memory in memories if memory in given),
         )
+
+
+class SharedModules:
+    """Modules that several of `layers` hold, during one run of them."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        holders = Counter(id(inner) for layer in layers for inner in layer.modules())
+        self._shared = {key for key, count in holders.items() if count > 1}
+        self._called: set[nn.Module] = set()
+
+    @contextmanager
+    def watched(self, layer: nn.Module, observation: Observation) -> Iterator[None]:
+        """Notes in `observation` which of them the body changes, a run of `layer`.
+
+        What their first call changes does not count: a table that it makes, each process can make. What every call
+        changes is a count, an average or a memory, and processes with a copy each would go apart.
+        """
+        states = [(each, ModuleState([each])) for each in self._outermost(layer)]
+        yield
+        observation.changed_modules = tuple(
+            each for each, state in states if each in self._called and any(state.changes())
+        )
+        self._called.update(each for each, _ in states)
+
+    def _outermost(self, module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) in self._shared:
+            yield module
+            return
+        for child in module.children():
+            yield from self._outermost(child)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -85,10 +120,12 @@ def observed(
     )
 
 
-def observe(layer: Layer, values: dict[str, Tensor], counter: OperatorCounter) -> tuple[Layer, Observation]:
+def observe(
+    layer: Layer, values: dict[str, Tensor], counter: OperatorCounter, shared: SharedModules
+) -> tuple[Layer, Observation]:
     """Runs `layer` on `values`, adds its outputs to them, and completes it with what was seen."""
     arguments = tuple(values[name] for name in layer.inputs)
-    with observed(layer.module, arguments, counter) as observation:
+    with observed(layer.module, arguments, counter) as observation, shared.watched(layer.module, observation):
         observation.results = tuple(layer.module(*arguments))
     values.update(zip(layer.outputs, observation.results, strict=True))
     return observation.layer(layer.name, layer.module, layer.inputs, layer.outputs), observation

@@ -20,7 +20,7 @@ from penstock.capturing.fresh_objects import Anew
 from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.module_state import ModuleState
-from penstock.capturing.observation import Observation, observed
+from penstock.capturing.observation import Observation, SharedModules, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
@@ -313,9 +313,10 @@ def _run_once(
     returns, tensors = Form.of(None)
     held = _Held(named)
     counter = OperatorCounter(held.tensors, lambda parameter: state.save_content("", parameter))
+    shared = SharedModules(body for _, body in named)
     for name, body in named:
         takes, arguments = Form.of((args, kwargs))
-        with observed(body, arguments, counter) as observation:
+        with observed(body, arguments, counter) as observation, shared.watched(body, observation):
             try:
                 result = body(*args, **kwargs)
             except Exception as error:

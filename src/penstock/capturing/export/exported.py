@@ -25,7 +25,7 @@ from penstock.capturing.export.smallest import checks_for_one
 from penstock.capturing.export.tracing import Trace, trace
 from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
-from penstock.capturing.observation import observe
+from penstock.capturing.observation import SharedModules, observe
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.sampled_models import SampledModel
@@ -183,8 +183,8 @@ def _observe(
 ) -> tuple[Layer, ...]:
     own = sampled.call.copied()
     values = sampled.inputs.bind(own.args, own.kwargs)
-    counter = OperatorCounter()
+    counter, shared = OperatorCounter(), SharedModules(layer.module for layer in layers)
     with sampled.preserved(), torch.no_grad():
-        pairs = [observe(layer, values, counter) for layer in layers]
+        pairs = [observe(layer, values, counter, shared) for layer in layers]
     observations = [observation for _, observation in pairs]
     return join_layers([layer for layer, _ in pairs], output.values, observations, starts)
