@@ -354,6 +354,28 @@ def test_layers_are_named_after_blocks() -> None:
     assert shared.readers["blocks.0.0.weight"] == (0, 2)
 
 
+class Repeated(nn.Module):
+    """Calls one block four times, which a list holds in four places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())] * 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_a_list_holds_several_times_is_cut_at_every_call() -> None:
+    repeated = capture(double(Repeated()), (data(2, WIDTH),))
+
+    assert names(repeated) == ["stem", "blocks.0", "blocks.0@1", "blocks.0@2", "blocks.0@3"]
+    assert repeated.readers["blocks.0.0.weight"] == (1, 2, 3, 4)
+
+
 def test_layers_that_write_the_same_statistics_are_one() -> None:
     assert names(capture(double(Shared(True)), (data(2, WIDTH),))) == ["blocks.0", "last"]
     assert names(capture(double(shared_statistics()), (data(2, WIDTH),))) == ["0", "1", "4"]

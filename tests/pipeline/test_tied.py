@@ -25,6 +25,9 @@ RUNS = [
     *(Run(subject, "interleaved", 4, stages_per_rank=2) for subject in ("gpt2-tied", "bert-tied")),
     *(Run("three-sharing", schedule, 3, cuts=(2, 4)) for schedule in ("1f1b-flush", "gpipe", "zb-h1")),
     Run("gpt2-tied", "zb-h1", 2),
+    # Which gradients there are depends on the data.
+    Run("shared-experts", "1f1b-flush", 3, cuts=(2, 4)),
+    Run("shared-experts", "gpipe", 2, cuts=(3,)),
     *(Run(subject, "zb-v", 4, stages_per_rank=2, cuts=(2, 3, 4)) for subject in ("every-second", "three-sharing")),
     *(
         Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4))
@@ -36,6 +39,7 @@ REPLICATED = [
     *(Run("gpt2-tied", schedule, 2, replicas=(2, 2)) for schedule in ("gpipe", "1f1b-flush")),
     Run("bert-tied", "1f1b-flush", 2, replicas=(2, 2), split=True),
     Run("three-sharing", "gpipe", 2, cuts=(4,), replicas=(2, 2)),
+    Run("shared-experts", "1f1b-flush", 2, cuts=(3,), replicas=(2, 2)),
     *(
         Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4), replicas=(2, 2), split=split)
         for subject, split in (("three-sharing", False), ("every-second", False), ("three-sharing", True))
@@ -75,7 +79,7 @@ def test_one_process_without_a_flush(run: Run) -> None:
 
 
 def test_parallel_pipelines_in_several_processes(pool: Pool) -> None:
-    runs = [REPLICATED[1], *(run for run in REPLICATED if run.subject == "three-sharing")]
+    runs = [REPLICATED[1], *(run for run in REPLICATED if run.subject in ("three-sharing", "shared-experts"))]
     outcomes = pool.run(4, run_these, runs)
     for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
         expected = run_reference(run)

@@ -262,6 +262,42 @@ class Sharing(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(logits=self.head(hidden))
 
 
+class Experts(nn.Module):
+    """Sends each token to one of many linear layers, so that some get none; which ones depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 24)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(24))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shares, chosen = self.router(hidden).softmax(-1).max(-1)
+        result = hidden.clone()
+        for index in chosen.unique().tolist():
+            here = chosen == index
+            result[here] = hidden[here] + shares[here][:, None] * self.experts[index](hidden[here])
+        return result
+
+
+class SharedExperts(nn.Module):
+    """Two blocks of experts that are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        experts = Experts()
+        others = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList([experts, others[0], experts, others[1]])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        result: Tensor = self.head(hidden)
+        return result
+
+
 _WORDS = {"classes": VOCABULARY, "positions": (LENGTH,)}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -280,6 +316,7 @@ SUBJECTS = {
     "neighbours": Subject(lambda: Sharing(4, (2, 3)), _text, **_WORDS),
     "three-sharing": Subject(lambda: Sharing(4, (0, 2, 3)), _text, **_WORDS),
     "every-second": Subject(lambda: Sharing(4, (0, 2)), _text, **_WORDS),
+    "shared-experts": Subject(SharedExperts, _text, **_WORDS),
     # With six layers or more, for two stages on each of three ranks, and with dropout where the model has it.
     "GPT2LMHeadModel": Subject(lambda: _gpt2(tied=True, layers=4, dropout=0.1), _text, **_WORDS),
     "LlamaForCausalLM": Subject(lambda: _llama(key_value_heads=2, layers=4, dropout=0.1), _padded, **_WORDS),
@@ -294,5 +331,5 @@ SUBJECTS = {
     "PeftModel": Subject(_lora, _text, **_WORDS),
 }
 
-LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6}
+LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6, "shared-experts": 6}
 """Of the subjects that are planned by hand."""

@@ -30,16 +30,23 @@ _ROOT = "L__self__"
 _WRAPPER = "model"
 
 
-def call_stacks(steps: Sequence[Node], blocks: OpaqueBlocks) -> list[list[tuple[str, str]]]:
-    """The module calls that each step ran in, outermost first, as (path, key of the call)."""
+def call_stacks(steps: Sequence[Node], blocks: OpaqueBlocks, model: nn.Module) -> list[list[tuple[str, str]]]:
+    """The module calls that each step ran in, outermost first, as (path, key of the call).
+
+    A module that `model` holds in several places, such as ``ModuleList([block] * 12)``, has the path of the first.
+    """
+    places: dict[nn.Module, str] = {}
+    first = {path: places.setdefault(module, path) for path, module in model.named_modules(remove_duplicate=False)}
     stacks: list[list[tuple[str, str]]] = []
     last: list[tuple[str, str]] = []
     for step in steps:
         entries = [
-            (value[0], key) for key, value in step.meta.get("nn_module_stack", {}).items() if key.startswith(_ROOT)
+            (value[0].removeprefix(_WRAPPER).removeprefix("."), key)
+            for key, value in step.meta.get("nn_module_stack", {}).items()
+            if key.startswith(_ROOT) and value[0]
         ]
         # A step that PyTorch added itself has no stack: it belongs where it stands.
-        last = [(path.removeprefix(_WRAPPER).removeprefix("."), key) for path, key in entries if path] or last
+        last = [(first.get(path, path), key) for path, key in entries] or last
         # PyTorch does not note a call of a forward.
         stacks.append([*last, *_forward_called(step, blocks)])
     return stacks

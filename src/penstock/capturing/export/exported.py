@@ -76,7 +76,7 @@ def _capture(
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, run.written_buffers)
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
-    stacks = call_stacks(dependence.steps, traced.blocks)
+    stacks = call_stacks(dependence.steps, traced.blocks, model)
     partition = _partition(model, stacks, run.blocks) if trained is None else trained[0]
     starts = None if trained is None else {layer.name for layer in trained[1]}
     layers = cut(traced, dependence, stacks, partition)

@@ -124,13 +124,33 @@ class Gradients:
         self._own[stage, update] = self._stages[stage].weights.take_gradients(version)
 
     def tied(self, stage: int, update: int, target: int) -> Message:
-        """The gradients that `stage` sends `target`: those of the weights that both use."""
-        own = self._own.get((stage, update), {})
-        return tuple(own.get(name) for name in self._stages[stage].ties[target])
+        """The gradients that `stage` sends `target`: those of the weights that both use, with zeros for absent ones;
+        then a one or zero for each, whether it is present. All are None where this replica has no microbatch.
+
+        A gradient may depend on the data, such as that of an expert to which no token was sent.
+        """
+        names = self._stages[stage].ties[target]
+        if self._schedule.last_microbatch(self._rank, stage, update) is None:
+            return (None,) * (len(names) + 1)
+        own, leaves = self._own.get((stage, update), {}), self._stages[stage].weights.leaves(update)
+        gradients = [own[name] if name in own else torch.zeros_like(leaves[name]) for name in names]
+        # Made on the device, so that a GPU's host does not wait for it.
+        there = torch.cat([gradients[0].new_full((1,), float(name in own)) for name in names])
+        return (*gradients, there)
 
     def add_tied(self, stage: int, update: int, source: int, message: Message) -> None:
         """Adds the gradients that `stage` received from `source`."""
-        self._tied[stage, source, update] = dict(zip(self._stages[stage].ties[source], message, strict=True))
+        names = self._stages[stage].ties[source]
+        *gradients, there = message
+        if there is None:
+            present = [0.0] * len(names)
+        elif self._own.get((stage, update), {}).keys() >= set(names):
+            # Zeros change no sum, and to read the numbers makes a GPU's host wait.
+            present = [1.0] * len(names)
+        else:
+            present = there.tolist()
+        found = zip(names, gradients, present, strict=True)
+        self._tied[stage, source, update] = {name: gradient for name, gradient, here in found if here}
 
     def start_reduce(self, stage: int, update: int) -> Reducer:
         """Starts the all-reduce of this rank's gradients over the replicas."""
