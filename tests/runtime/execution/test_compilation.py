@@ -143,6 +143,61 @@ def test_unusual_layers_keep_their_numbers(counter: Counter) -> None:
     assert counter.graphs == 4
 
 
+class Twice(nn.Module):
+    """Calls a block twice whose evaluation differs from its training, with code of its own behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))] * 2)
+        self.head = nn.Sequential(nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_a_block_that_is_called_twice_evaluates_in_its_mode(counter: Counter) -> None:
+    x, y = models.LAYERED.batches[0]
+    for options in (False, {"backend": counter}):
+        torch.manual_seed(5)
+        model = Twice().double()
+        pipe = penstock.Pipeline(
+            model, (x[:4],), F.cross_entropy, models.momentum, schedule="1f1b-flush", stages=2, microbatches=4,
+            compile=options,
+        )  # fmt: skip
+        pipe.step(x, y)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+        loss = float(pipe.evaluate(x, y).loss)
+        assert loss == pytest.approx(float(F.cross_entropy(model.eval()(x), y).detach()), rel=1e-14)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Counting(nn.Module):
+    """Divides by the number of its calls, which it keeps in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) / self.calls
+
+
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_state_that_a_repetition_would_change_twice_is_refused(recompute: Any, counter: Counter) -> None:
+    layers = [nn.Linear(6, 6), Counting(), nn.Tanh(), nn.Linear(6, 3)]
+    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
+
+    with pytest.raises(penstock.PenstockError, match=r"repeats changes \S*calls, which would then happen twice"):
+        train_layers(layers, batches, {"backend": counter}, recompute=recompute)
+
+
 def test_what_cannot_be_one_graph_runs_as_several(counter: Counter) -> None:
     assert_alike(lambda: [Deciding(), nn.Linear(6, 6), Deciding(), nn.Linear(6, 3)], [16, 16], counter)
 

@@ -10,7 +10,8 @@ Laws of this file:
   1. A layer that writes in place writes in a copy, which the region returns: no graph writes its arguments. The model's
      buffers are the exception.
   2. Random generators are set and restored outside of the compiled code.
-  3. The evaluation, which is another capture of the same layers, has graphs of its own.
+  3. So are the modes of modules: compiled code that changes a module's mode twice has been seen to read the old one.
+  4. The evaluation, which is another capture of the same layers, has graphs of its own.
 """
 
 import inspect
@@ -25,10 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from penstock.arguments import text_of
 from penstock.capturing.chain import Layer, LayerChain, LayerRunner, StageModule
+from penstock.capturing.preservation import evaluating
 from penstock.capturing.randomness import seeded
+from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
 
 __all__ = ["Compilation", "CompiledStage", "compile_chain", "read_compilation"]
@@ -163,6 +167,8 @@ class CompiledStage(StageModule):
             regions.append(_Region(start, self.random[start], reads, returns, kept, run))
         self.regions = tuple(regions)
         self.layerwise = layerwise
+        self._evaluates = any(isinstance(inner, EagerLayer) and inner.evaluates for inner in self.modules())
+        """Whether the model's own modules run in evaluation mode."""
 
     def forward(
         self,
@@ -175,6 +181,16 @@ class CompiledStage(StageModule):
         assert layer_runner is None or self.layerwise, "layers that are recomputed one by one are compiled one by one"
         values = dict(zip(self.received, received, strict=True))
         values.update((name, inputs[name]) for name in self.model_inputs)
+        # A repetition that ends early, with all that it needs, may leave out attributes: compiled code sets them at its
+        # end. Then the first one, which is watched, would not show what later ones change.
+        whole = set_checkpoint_early_stop(False) if layer_runner is not None else nullcontext()
+        with evaluating([self]) if self._evaluates else nullcontext(), whole:
+            values = self._run_regions(values, seed, layer_runner)
+        return tuple(values[name] if name in values else inputs[name] for name in self.sent)
+
+    def _run_regions(
+        self, values: dict[str, Tensor], seed: int | None, layer_runner: LayerRunner | None
+    ) -> dict[str, Tensor]:
         for index, region in enumerate(self.regions):
             arguments = [values[name] for name in region.reads]
             if layer_runner is None:
@@ -183,7 +199,7 @@ class CompiledStage(StageModule):
                 results = layer_runner(self.layers[region.start], partial(self._run_region, index, seed), arguments)
             values.update(zip(region.returns, results, strict=True))
             values = {name: value for name, value in values.items() if name in region.kept}
-        return tuple(values[name] if name in values else inputs[name] for name in self.sent)
+        return values
 
     def _run_region(self, index: int, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
         region = self.regions[index]
