@@ -149,13 +149,16 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))] * 2)
+        self.blocks = nn.ModuleList([nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))] * 2)
         self.head = nn.Sequential(nn.Linear(6, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x)
+            with torch.no_grad():
+                shift = 0.3 * x
+            x = x + shift
         result: Tensor = self.head(x)
         return result
 

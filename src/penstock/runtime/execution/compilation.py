@@ -10,7 +10,8 @@ Laws of this file:
   1. A layer that writes in place writes in a copy, which the region returns: no graph writes its arguments. The model's
      buffers are the exception.
   2. Random generators are set and restored outside of the compiled code.
-  3. So are the modes of modules: compiled code that changes a module's mode twice has been seen to read the old one.
+  3. So are the modes of modules: compiled code that a `torch.no_grad` interrupts has been seen to lose a mode that it
+     had set.
   4. The evaluation, which is another capture of the same layers, has graphs of its own.
 """
 
