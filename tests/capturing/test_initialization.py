@@ -216,6 +216,52 @@ def test_marks_on_parameters_stay() -> None:
     assert model.head.bias.no_decay
 
 
+def test_hooks_on_parameters_stay() -> None:
+    model = on_meta(models.Perceptron)
+    bias, seen = model.head.bias, []
+    halved = bias.register_hook(lambda gradient: gradient / 2)
+    noted = bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    initialize(model, draw)
+
+    model.head.bias.sum().backward()
+    assert torch.equal(seen[0], torch.full_like(model.head.bias, 0.5))
+    halved.remove()
+    noted.remove()
+    model.head.bias.sum().backward()
+    assert torch.equal(model.head.bias.grad, torch.full_like(model.head.bias, 1.5))
+    assert len(seen) == 1
+
+
+class Averaging(nn.Module):
+    """Assigns a new tensor to a buffer with every call."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = 0.5 * self.average + 0.5 * x.detach().mean(0)
+        return self.linear(x) - self.average
+
+
+def test_a_buffer_that_is_assigned_anew_is_in_the_state_of_the_pipeline() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 6), Averaging(), nn.Linear(6, 3)))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    pipe = penstock.Pipeline(
+        model, (x[:2],), nn.functional.cross_entropy, models.momentum, schedule="gpipe", stages=2, microbatches=2,
+        init_fn=draw,
+    )  # fmt: skip
+    pipe.step(x, torch.zeros(4, dtype=torch.int64))
+    state = pipe.state_dict()["model"]
+
+    assert state["1.average"].any()
+    assert torch.equal(state["1.average"], model[1].average)
+
+
 def test_a_recurrent_module_uses_its_weights() -> None:
     """It keeps its parameters in a list, too."""
     model = on_meta(lambda: nn.LSTM(3, 4))

@@ -21,7 +21,7 @@ from penstock.capturing.model_kinds import check_model
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import own_reset
-from penstock.torch_internals.tensors import times_written
+from penstock.torch_internals.tensors import share_hooks, times_written
 
 __all__ = [
     "InitFn",
@@ -170,6 +170,7 @@ def place(tensor: Tensor, device: torch.device) -> Tensor:
     made = nn.Parameter(values, requires_grad=tensor.requires_grad)
     # Marks that users leave on parameters, for their optimizer to find.
     made.__dict__.update(tensor.__dict__)
+    share_hooks(tensor, made)
     return made
 
 

@@ -237,7 +237,6 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _over(chain: LayerChain, made: Mapping[int, Tensor]) -> LayerChain:
-    """`chain` with its tables naming the tensors that its layers hold now."""
+    """`chain` with its table naming the parameters that its layers hold now. That of buffers reads the modules."""
     parameters = {name: made.get(id(tensor), tensor) for name, tensor in chain.parameters.items()}
-    buffers = {name: made.get(id(tensor), tensor) for name, tensor in chain.buffers.items()}
-    return replace(chain, parameters=parameters, buffers=buffers)  # type: ignore[arg-type]
+    return replace(chain, parameters=parameters)  # type: ignore[arg-type]

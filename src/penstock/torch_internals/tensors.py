@@ -19,6 +19,7 @@ __all__ = [
     "gradient_hooks",
     "multiply_each",
     "norm_of_each",
+    "share_hooks",
     "storage_key",
     "times_written",
 ]
@@ -48,6 +49,14 @@ def accumulated_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
     """The hooks of ``register_post_accumulate_grad_hook``. No public name lists them."""
     hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return tuple(hooks.values()) if hooks else ()
+
+
+def share_hooks(tensor: Tensor, other: Tensor) -> None:
+    """Has the hooks of `tensor`, a leaf of autograd, run for `other`, too; who removes one removes it of both."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, table, None):
+            # PyTorch itself does so where it makes a parameter of a file.
+            setattr(other, table, hooks)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
