@@ -262,6 +262,13 @@ def test_a_buffer_that_is_assigned_anew_is_in_the_state_of_the_pipeline() -> Non
     assert torch.equal(state["1.average"], model[1].average)
 
 
+def test_what_is_written_through_a_view_is_known_without_weights() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 6), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(6, 6)))
+    weightless = capture_weightless(model, (torch.ones(2, 6, dtype=torch.float64),))
+
+    assert weightless.chain.stage(1, 4).mutates == {"0"}
+
+
 def test_a_recurrent_module_uses_its_weights() -> None:
     """It keeps its parameters in a list, too."""
     model = on_meta(lambda: nn.LSTM(3, 4))

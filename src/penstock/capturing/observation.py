@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
-from penstock.capturing.module_state import ModuleState, is_plain_memory, same_content
+from penstock.capturing.module_state import ModuleState, same_content
 from penstock.capturing.operators import OperatorCall, OperatorCounter
 from penstock.torch_internals.tensors import storage_key, times_written
 
@@ -41,7 +41,7 @@ class Observation:
         written = {memory_of(buffer) for buffer in self.mutated_buffers}
         memories = [(name, memory_of(result)) for name, result in zip(outputs, self.results, strict=True)]
         pairs = zip(inputs, self.arguments, strict=True)
-        given = {memory_of(argument): name for name, argument in pairs if is_plain_memory(argument)}
+        given = {memory_of(argument): name for name, argument in pairs if argument.layout == torch.strided}
         return Layer(
             name,
             module,
