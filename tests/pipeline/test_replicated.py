@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PlanError
+from support import models
 from support.jobs.pipeline_jobs import load_replicated, train_replicated
 from support.processes import Pool
 from support.training import Case, assert_equal, run_cases, run_pipeline, run_reference
@@ -75,6 +78,48 @@ def test_batchnorm_sees_the_microbatches_of_its_replica() -> None:
     tried = Case("normalized", "1f1b-flush", 2, 4, replicas=(2, 2))
 
     assert_equal(run_reference(tried), run_pipeline(tried))
+
+
+class Averaging(nn.Module):
+    """Assigns a new tensor to a buffer with every call."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.5 * self.average + 0.5 * x.detach().mean(0)
+        return x - self.average
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (2, 3)])
+def test_a_buffer_that_is_assigned_anew_is_one_for_each_replica(replicas: tuple[int, int]) -> None:
+    first, second = replicas
+    stages = (penstock.Stage(0, 2, tuple(range(first))), penstock.Stage(2, 4, tuple(range(first, first + second))))
+    x, y = torch.randn(2, 3, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {
+        "sample": (x[0, :2],),
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": models.momentum,
+        "plan": penstock.Plan(stages, schedule="gpipe", microbatches=6),
+    }
+
+    def build() -> list[nn.Module]:
+        torch.manual_seed(4)
+        return [nn.Linear(6, 6).double(), Averaging(), nn.Linear(6, 6).double(), nn.Tanh()]
+
+    pipe = penstock.Pipeline(build(), **options)
+    losses = []
+    for inputs, target in zip(x, y, strict=True):
+        losses.append(float(pipe.step(inputs, target).loss))
+        pipe.drain()
+    reference = penstock.reference_train(build(), zip(x, y, strict=True), **options, drain_after=(0, 1))
+
+    assert list(reference.losses) == losses
+    for name, tensor in pipe.state_dict()["model"].items():
+        assert torch.equal(reference.state[name], tensor), name
 
 
 def test_learning_rates_scale_with_replicas_if_asked() -> None:

@@ -110,6 +110,7 @@ def reference_train(
     these rounds, and instead of p-s there are d(s) = ceil(replicas of this and all later stages / r) rounds in flight.
     The last round before a drain may have fewer microbatches. If replicas split microbatches, r counts as 1, and the
     replicas' shares are computed one by one. In both cases the gradients of replicas are summed in their order.
+    Replicas have buffers of their own; what blocks keep in Python is one for all of them here, and not in a pipeline.
 
     `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `pipedream` stage s uses the
     gradients that have reached it by then: those of update k from the stages from s on, and those of update k-2i from

@@ -25,6 +25,8 @@ from penstock.values.plans import Plan
 __all__ = ["Training"]
 
 Weights = dict[str, nn.Parameter]
+Buffers = dict[tuple[nn.Module, str], Tensor]
+"""By the module that holds each, and its name there: a forward may assign another tensor."""
 Hooks = tuple[Sequence[Any], Sequence[Any]]
 """The hooks on a gradient, and those after it was added up."""
 
@@ -39,8 +41,10 @@ class _Stage:
     schedulers: list[LRScheduler]
     rate: float
     """What learning rates are multiplied with."""
-    buffers: list[dict[int, Tensor]]
-    """Of each replica: the tensor that stands for each of the model's buffers, which are given by id."""
+    modules: Sequence[nn.Module]
+    """Its layers."""
+    buffers: list[Buffers]
+    """What each replica has in the places of the model's buffers; nothing for the first one, which has these."""
     replicas: int
     split: bool
     size: int
@@ -131,8 +135,6 @@ class Training:
             used = {id(p) for module in modules for p in module.parameters()}
             newest = _copy({n: p for n, p in chain.parameters.items() if id(p) in used and self._names[id(p)] == n})
             newest |= {name: fixed[name] for name in newest if name in fixed}
-            own = {id(buffer): buffer for module in modules for buffer in module.buffers()}
-            buffers = [own, *({key: buffer.clone() for key, buffer in own.items()} for _ in range(1, replicas))]
             split = plan.routing == "split" and max(plan.replicas) > 1
             made = make_optimizers(recipe.optimizer, newest)
             schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in made if recipe.lr_scheduler]
@@ -141,7 +143,8 @@ class Training:
                 optimizers=made,
                 schedulers=schedulers,
                 rate=sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0,
-                buffers=buffers,
+                modules=modules,
+                buffers=[{}, *(_copies_of_buffers(modules) for _ in range(1, replicas))],
                 replicas=replicas,
                 split=split,
                 size=sizes[index],
@@ -216,26 +219,29 @@ class Training:
     def _put(self, module: nn.Module, stage: _Stage, replica: int, version: int) -> Iterator[None]:
         """`module` holds the weights of `version` and the buffers of `replica` in this block."""
         own, buffers = stage.versions[version][replica], stage.buffers[replica]
-        put: list[tuple[Any, Any, Any]] = []
-        """Where a module holds a tensor, and that tensor."""
+        put: list[tuple[Any, Any, nn.Parameter]] = []
+        """Where a module holds a parameter, and that parameter."""
+        kept: list[tuple[Any, tuple[nn.Module, str], Tensor]] = []
         for inner in module.modules():
             parameters, own_buffers = tensor_tables(inner)
             put += [(parameters, key, p) for key, p in parameters.items() if id(p) in self._names]
             if replica:
-                put += [(own_buffers, key, b) for key, b in own_buffers.items() if b is not None]
+                kept += [(own_buffers, (inner, key), b) for key, b in own_buffers.items() if b is not None]
             # Recurrent modules hold their parameters in a list, too.
             lists = [value for value in vars(inner).values() if isinstance(value, list)]
             put += [(found, i, p) for found in lists for i, p in enumerate(found) if id(p) in self._names]
-        for table, key, tensor in put:
-            is_weight = isinstance(tensor, nn.Parameter)
-            table[key] = own[self._names[id(tensor)]] if is_weight else buffers.setdefault(id(tensor), tensor.clone())
+        for table, key, parameter in put:
+            table[key] = own[self._names[id(parameter)]]
+        for table, place, buffer in kept:
+            table[place[1]] = buffers.setdefault(place, buffer.clone())
         try:
             yield
         finally:
-            for table, key, tensor in put:
-                if not isinstance(tensor, nn.Parameter):
-                    buffers[id(tensor)] = table[key]
-                table[key] = tensor
+            for table, key, parameter in put:
+                table[key] = parameter
+            for table, place, buffer in kept:
+                buffers[place] = table[place[1]]
+                table[place[1]] = buffer
 
     def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
         """The updates of the stages for which a round ends after `microbatches` since the last drain.
@@ -328,9 +334,7 @@ class Training:
     def share_buffers(self) -> None:
         """Replicas take over the buffers of the first one."""
         for stage in self._stages:
-            for buffers in stage.buffers[1:]:
-                for key, buffer in buffers.items():
-                    buffer.copy_(stage.buffers[0][key])
+            stage.buffers[1:] = [_copies_of_buffers(stage.modules) for _ in stage.buffers[1:]]
 
     def restart(self) -> None:
         """The newest version becomes version 0: the pipeline was drained."""
@@ -348,6 +352,18 @@ class Training:
         # What no layer uses is as it was.
         named = {name: weights.get(self._names[id(p)], p.detach()) for name, p in self._chain.parameters.items()}
         return {**named, **self._chain.buffers}
+
+
+def _copies_of_buffers(modules: Iterable[nn.Module]) -> Buffers:
+    """A buffer that several modules hold has one copy."""
+    copies: dict[int, Tensor] = {}
+    return {
+        (inner, key): copies.setdefault(id(buffer), buffer.clone())
+        for module in modules
+        for inner in module.modules()
+        for key, buffer in tensor_tables(inner)[1].items()
+        if buffer is not None
+    }
 
 
 class _Rounding(torch.autograd.Function):
