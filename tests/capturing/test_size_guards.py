@@ -20,6 +20,13 @@ def test_a_guard_is_read_and_asked() -> None:
     assert not guard.holds({"x": (1, 1), "y": (1, 1, 5)})
 
 
+def test_a_guard_may_name_functions_of_torch() -> None:
+    guard = SizeGuard.of(f"math.trunc(torch.sym_float({LENGTH}) ** 0.5) == 2", ("x", "y"))
+
+    assert guard.holds({"y": (1, 1, 8)})
+    assert not guard.holds({"y": (1, 1, 9)})
+
+
 def test_a_guard_that_cannot_be_asked_is_refused() -> None:
     guard = SizeGuard.of(f"Unheard({LENGTH}) == 3", ("x", "y"))
 

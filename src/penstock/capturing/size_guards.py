@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import torch
+
 from penstock.errors import CaptureError
 
 __all__ = ["SizeGuard"]
 
-_FUNCTIONS = {"__builtins__": {}, "min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math}
+_FUNCTIONS = {
+    **{"__builtins__": {}, "min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math},
+    # Its functions of sizes, such as sym_float, take numbers, too.
+    "torch": torch,
+}
 _SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 
 
