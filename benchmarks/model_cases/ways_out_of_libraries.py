@@ -5,7 +5,7 @@ A case is called after the refused one: ``name: what was done``. All compute wha
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,18 +74,18 @@ def llava() -> nn.Module:
 
 def idefics3() -> nn.Module:
     model: Any = REFUSED["idefics3"].build()
-    inner = model.model
-    side = inner.config.vision_config.image_size // inner.config.vision_config.patch_size
-
-    def see(pixel_values: Tensor, *rest: Any, **options: Any) -> Any:
-        images = pixel_values.flatten(0, 1)
-        mask = torch.ones(images.shape[0], side, side, dtype=torch.bool, device=images.device)
-        output = inner.vision_model(pixel_values=images, patch_attention_mask=mask, return_dict=True)
-        output.pooler_output = [inner.connector(output.last_hidden_state).flatten(0, 1)]
-        return output
-
-    inner.get_image_features = see
+    # A method, so that it is of the copy in a copy of the model.
+    model.model.get_image_features = MethodType(see_all, model.model)
     return model  # type: ignore[no-any-return]
+
+
+def see_all(self: Any, pixel_values: Tensor, *rest: Any, **options: Any) -> Any:
+    images = pixel_values.flatten(0, 1)
+    side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+    mask = torch.ones(images.shape[0], side, side, dtype=torch.bool, device=images.device)
+    output = self.vision_model(pixel_values=images, patch_attention_mask=mask, return_dict=True)
+    output.pooler_output = [self.connector(output.last_hidden_state).flatten(0, 1)]
+    return output
 
 
 # A backward of the library's own, left to PyTorch
