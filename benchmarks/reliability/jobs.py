@@ -6,6 +6,7 @@ The processes are forks of one that has imported torch and Penstock, which would
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -146,4 +147,9 @@ def _serve(job: Job, directory: Path, environment: Mapping[str, str], log: Path)
 
 
 def _shared_memory_files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("*") if "penstock" in path.name or "torch" in path.name}
+    """The files that processes have left which have ended. PyTorch names them ``torch_<process>_...``; the files of
+    living processes may be of other work on this machine.
+    """
+    found = [path for path in Path("/dev/shm").glob("*") if "penstock" in path.name or "torch" in path.name]
+    made_by = {path: re.match(r"torch_(\d+)_", path.name) for path in found}
+    return {str(path) for path, maker in made_by.items() if maker is None or not Path("/proc", maker[1]).exists()}
