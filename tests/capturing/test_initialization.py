@@ -15,6 +15,7 @@ from penstock.errors import CaptureError, PenstockError
 from support import models
 from support.jobs.initialization_jobs import BUILDS, draw, on_meta, train_from_nothing
 from support.processes import Pool
+from support.random_models import Averaging
 from support.training import Case
 
 
@@ -230,22 +231,6 @@ def test_hooks_on_parameters_stay() -> None:
     model.head.bias.sum().backward()
     assert torch.equal(model.head.bias.grad, torch.full_like(model.head.bias, 1.5))
     assert len(seen) == 1
-
-
-class Averaging(nn.Module):
-    """Assigns a new tensor to a buffer with every call."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("average", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.average = 0.5 * self.average + 0.5 * x.detach().mean(0)
-        return self.linear(x) - self.average
 
 
 def test_a_buffer_that_is_assigned_anew_is_in_the_state_of_the_pipeline() -> None:

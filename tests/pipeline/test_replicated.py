@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from penstock.errors import PlanError
 from support import models
 from support.jobs.pipeline_jobs import load_replicated, train_replicated
 from support.processes import Pool
+from support.random_models import Averaging
 from support.training import Case, assert_equal, run_cases, run_pipeline, run_reference
 
 COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
@@ -80,20 +81,6 @@ def test_batchnorm_sees_the_microbatches_of_its_replica() -> None:
     assert_equal(run_reference(tried), run_pipeline(tried))
 
 
-class Averaging(nn.Module):
-    """Assigns a new tensor to a buffer with every call."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.average = 0.5 * self.average + 0.5 * x.detach().mean(0)
-        return x - self.average
-
-
 @pytest.mark.parametrize("replicas", [(2, 1), (2, 3)])
 def test_a_buffer_that_is_assigned_anew_is_one_for_each_replica(replicas: tuple[int, int]) -> None:
     first, second = replicas
@@ -108,7 +95,7 @@ def test_a_buffer_that_is_assigned_anew_is_one_for_each_replica(replicas: tuple[
 
     def build() -> list[nn.Module]:
         torch.manual_seed(4)
-        return [nn.Linear(6, 6).double(), Averaging(), nn.Linear(6, 6).double(), nn.Tanh()]
+        return [nn.Linear(6, 6).double(), Averaging().double(), nn.Linear(6, 6).double(), nn.Tanh()]
 
     pipe = penstock.Pipeline(build(), **options)
     losses = []

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "RandomModel", "as_module", "draw_model"]
+__all__ = ["WIDTH", "Averaging", "Counting", "RandomModel", "as_module", "draw_model"]
 
 WIDTH = 6
 

@@ -7,7 +7,7 @@ weight that a layer moves. There the layers on both sides become one.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -40,14 +40,15 @@ def join_layers(
     layers: Sequence[Layer],
     returned: tuple[str, ...],
     observations: Sequence[Observation],
-    starts: Collection[str] | None = None,
+    trained: Sequence[Layer] | None = None,
 ) -> tuple[Layer, ...]:
-    """`layers` with those joined that a cut would separate wrongly; `returned` is what the model returns. `starts`: the
-    only layers that a cut may fall before: those of the training, in evaluation, which may write less.
+    """`layers` with those joined that a cut would separate wrongly; `returned` is what the model returns.
+    `trained`: the layers of the training, in evaluation, which may write less: a cut may fall before these only.
     """
     needed = _needed(layers, returned)
     forbidden = _cuts_through_views(layers, needed, observations) | _cuts_through_state(layers, observations)
-    if starts is not None:
+    if trained is not None:
+        starts = {layer.name for layer in trained}
         forbidden |= {index for index, layer in enumerate(layers) if layer.name not in starts}
     joined: list[Layer] = []
     start = 0

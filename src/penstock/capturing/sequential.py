@@ -220,9 +220,8 @@ def _capture(
         layers, output, observations = _run_once(
             named, spread, call, inputs, evaluates=trained is not None, state=state
         )
-    starts = None if trained is None else {layer.name for layer in trained.layers}
     chain = LayerChain(
-        layers=join_layers(layers, output.values, observations, starts),
+        layers=join_layers(layers, output.values, observations, None if trained is None else trained.layers),
         inputs=inputs,
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),

@@ -17,7 +17,13 @@ from penstock.errors import CaptureError
 __all__ = ["SizeGuard"]
 
 _FUNCTIONS = {
-    **{"__builtins__": {}, "min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math},
+    "__builtins__": {},
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "int": int,
+    "float": float,
+    "math": math,
     # Its functions of sizes, such as sym_float, take numbers, too.
     "torch": torch,
 }

@@ -13,6 +13,7 @@ import penstock
 from penstock.runtime.execution.compilation import Compilation, read_compilation
 from support import models
 from support.layers import Gathering, InPlace, Several
+from support.random_models import Counting
 from support.training import Case, run_reference
 
 # PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.
@@ -178,18 +179,6 @@ def test_a_block_that_is_called_twice_evaluates_in_its_mode(counter: Counter) ->
         loss = float(pipe.evaluate(x, y).loss)
         assert loss == pytest.approx(float(F.cross_entropy(model.eval()(x), y).detach()), rel=1e-14)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-class Counting(nn.Module):
-    """Divides by the number of its calls, which it keeps in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(6, 6), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(x) / self.calls
 
 
 @pytest.mark.parametrize("recompute", [True, "layers"])

@@ -77,8 +77,7 @@ def _capture(
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
     stacks = call_stacks(dependence.steps, traced.blocks, model)
-    partition = _partition(model, stacks, run.blocks) if trained is None else trained[0]
-    starts = None if trained is None else {layer.name for layer in trained[1]}
+    partition, joined = (_partition(model, stacks, run.blocks), None) if trained is None else trained
     layers = cut(traced, dependence, stacks, partition)
     _check_results(sampled, run, traced)
     names = iter(result_names(traced))
@@ -88,7 +87,7 @@ def _capture(
         constants=tuple(None if leaf is torch.Tensor else leaf for leaf in run.leaves),
     )
     chain = LayerChain(
-        layers=_observe(sampled, layers, output, starts),
+        layers=_observe(sampled, layers, output, joined),
         inputs=replace(
             inputs,
             sizes=traced.sizes,
@@ -179,7 +178,7 @@ def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Co
 
 
 def _observe(
-    sampled: SampledModel, layers: list[Layer], output: ModelOutput, starts: Collection[str] | None
+    sampled: SampledModel, layers: list[Layer], output: ModelOutput, trained: Sequence[Layer] | None
 ) -> tuple[Layer, ...]:
     own = sampled.call.copied()
     values = sampled.inputs.bind(own.args, own.kwargs)
@@ -187,4 +186,4 @@ def _observe(
     with sampled.preserved(), torch.no_grad():
         pairs = [observe(layer, values, counter, shared) for layer in layers]
     observations = [observation for _, observation in pairs]
-    return join_layers([layer for layer, _ in pairs], output.values, observations, starts)
+    return join_layers([layer for layer, _ in pairs], output.values, observations, trained)
