@@ -198,7 +198,6 @@ _SECOND = Part(
                 # Four cases that may each hang for minutes; part 1 has one of them.
                 Suite("test_gpu.py", "tests/gpu/test_gpu.py", 190, f"not {_OVER_NCCL}", options=_OWN_LIMITS),
                 Suite("test_gpu_memory.py", "tests/gpu/test_gpu_memory.py", 80, options=_OWN_LIMITS),
-                Suite("test_gpu_replays.py", "tests/gpu/test_gpu_replays.py", 60, options=_OWN_LIMITS),
                 Suite("test_profiling.py", "tests/profiling/test_profiler.py", 40, options=_OWN_LIMITS),
                 Suite("test_data.py", "tests/test_data.py", 30, options=_OWN_LIMITS),
                 Suite("test_dispatch.py", "tests/torch_internals/test_dispatch.py", 10, options=_OWN_LIMITS),

@@ -238,7 +238,7 @@ class Pipeline:
                 timeout_seconds=timeout_seconds,
                 masters=recipe.keeps_masters(self.schedule.guarantees.delays),
             )
-            self._chain = captured.compile(parallel.chain, self.plan, self.schedule, granularities)
+            self._chain = captured.compile(parallel.chain, self.plan, granularities)
             self._splitter = BatchSplitter(self._chain, self.schedule, self.required_inputs, recipe, parallel.in_step)
             self._engine, self._updater = start_engine(
                 self._world,

@@ -5,7 +5,6 @@ The rows of the table in docs/composition.md are the keys of `ROWS`.
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from support import composition_refusals as jobs
 from support.jobs.composition_jobs import Run
 from support.paths import ROOT
 from support.processes import Pool
-from support.simulated.simulated_graph_capturer import GRAPHED, simulated_graph_capture
 
 
 class Foreseeing(penstock.UpdateHook):
@@ -185,35 +183,21 @@ def build(kind: Callable[[], nn.Module], **options: Any) -> penstock.Pipeline:
     )
 
 
-def step_with_graphs() -> None:
-    build(Counting, compile=GRAPHED).step(torch.zeros(4, 4), torch.zeros(4, 4))
-
-
-def graphs(kind: Callable[[], nn.Module] = nn.Tanh, **options: Any) -> Callable[[], object]:
-    return lambda: build(kind, compile=GRAPHED, **options)
-
-
-PLAIN, CAPTURING = nullcontext, simulated_graph_capture
-ALONE: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[], object]]] = {
-    "compiled and spread": ("Leave compile= out", PLAIN, compile_and_spread),
-    "compiled zb-h1": (
-        "one function of a stage's backward",
-        PLAIN,
-        lambda: build(nn.Tanh, schedule="zb-h1", compile=True),
+ALONE: dict[str, tuple[str, Callable[[], object]]] = {
+    "compiled and spread": ("Leave compile= out", compile_and_spread),
+    "compiled zb-h1": ("one function of a stage's backward", lambda: build(nn.Tanh, schedule="zb-h1", compile=True)),
+    "layers of zb-h1": ("a third time", lambda: build(nn.Tanh, schedule="zb-h1", recompute="layers")),
+    "compiled with graphs": (
+        "expected a mode without graphs",
+        lambda: build(nn.Tanh, compile={"mode": "max-autotune"}),
     ),
-    "layers of zb-h1": ("a third time", PLAIN, lambda: build(nn.Tanh, schedule="zb-h1", recompute="layers")),
-    "graphs on a CPU": ("the model is on cpu", PLAIN, graphs()),
-    "graphs of versions": ("several versions of weights", CAPTURING, graphs(schedule="2bw")),
-    "graphs and recomputation": ("graphs keep their memory", CAPTURING, graphs(recompute=True)),
-    "random graphs": ("layers draw random numbers", CAPTURING, graphs(lambda: nn.Dropout(0.5))),
-    "graphs of Python": (r"changes 1\.calls in its forward", CAPTURING, step_with_graphs),
 }
 
 
 @pytest.mark.parametrize("case", ALONE)
 def test_what_needs_one_process_is_refused(case: str) -> None:
-    words, context, refused = ALONE[case]
-    with context(), pytest.raises(penstock.PenstockError, match=words):
+    words, refused = ALONE[case]
+    with pytest.raises(penstock.PenstockError, match=words):
         refused()
 
 
@@ -257,11 +241,7 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     "`Pipeline.measure` after a hook, with several stages or replicas": (test_spread_layers_are_not_measured,),
     "`compile=` with `zb-h1` or `zb-v`": ("compiled zb-h1",),
     '`recompute="layers"` with `zb-h1` or `zb-v`': ("layers of zb-h1",),
-    "CUDA graphs on a device without them": ("graphs on a CPU",),
-    "CUDA graphs with `pipedream` or `2bw`": ("graphs of versions",),
-    "CUDA graphs with recomputation": ("graphs and recomputation",),
-    "CUDA graphs with layers that draw random numbers": ("random graphs",),
-    "CUDA graphs with layers that change state in Python, or replace a buffer (*first step*)": ("graphs of Python",),
+    '`compile=` with CUDA graphs (`"reduce-overhead"`, `"max-autotune"`)': ("compiled with graphs",),
 }
 
 

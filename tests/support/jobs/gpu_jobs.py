@@ -9,7 +9,6 @@ import torch
 
 import penstock
 from support.fork_server import ForkServer, finish
-from support.jobs.replay_jobs import run_compiled
 from support.outcome_comparisons import on_host
 from support.paths import SCRIPTS
 from support.training import Case, Outcome, run_pipeline
@@ -40,7 +39,7 @@ def run_deterministically(tried: Case) -> Outcome:
 
 def run_compiled_aside(tried: Case, compile: Mapping[str, Any]) -> Outcome:
     """The run with `compile`, in a process of the pool."""
-    return on_host(run_compiled(tried, compile))
+    return on_host(run_pipeline(tried, compile=compile))
 
 
 def run_without_waiting(tried: Case, options: dict[str, Any]) -> None:

@@ -16,13 +16,11 @@ from penstock.capturing.chain_digests import digest_of
 from penstock.capturing.doors import capture_unchecked
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
-from penstock.runtime.assembly.restrictions import check_graphs
 from penstock.runtime.assembly.shared_checks import check_together
-from penstock.runtime.execution.compilation import Compilation, compile_chain, read_compilation
+from penstock.runtime.execution.compilation import compile_chain, read_compilation
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.worlds import World
-from penstock.scheduling.schedules import Schedule
 from penstock.training.losses import model_loss
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
@@ -40,17 +38,11 @@ class CapturedModel:
     weightless: Weightless | None
     """None for a model that has its weights."""
     init_fn: InitFn | None
-    compilation: Compilation | None
+    compilation: Mapping[str, Any] | None
+    """The arguments of `torch.compile`; None compiles nothing."""
 
-    def compile(
-        self, chain: LayerChain, plan: Plan, schedule: Schedule, granularities: Mapping[int, Granularity]
-    ) -> LayerChain:
-        """`chain` with its stages compiled if the user asked for it. `granularities`: how stages of `plan` recompute.
-
-        Raises `PlanError` if the stages are to be captured as CUDA graphs and cannot be.
-        """
-        if self.compilation is not None and self.compilation.cuda_graphs:
-            check_graphs(schedule, chain, granularities, self.device)
+    def compile(self, chain: LayerChain, plan: Plan, granularities: Mapping[int, Granularity]) -> LayerChain:
+        """`chain` with its stages compiled if the user asked for it. `granularities`: how stages recompute."""
         layerwise = [
             plan.stages[index].start for index, granularity in granularities.items() if granularity == "layers"
         ]

@@ -1,23 +1,19 @@
-"""Refuses options that split backwards, CUDA graphs or the links between stages cannot work with, and says why."""
+"""Refuses options that split backwards or the links between stages cannot work with, and says why."""
 
 from collections.abc import Mapping
-
-import torch
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.crossings import crossings_of
 from penstock.errors import PlanError
-from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.recomputation import Granularity, Recompute
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.training.recipes import Recipe
 from penstock.training.wire_codecs import sent_bytes
 from penstock.values.crossings import find_stops
 from penstock.values.plans import Plan
 
-__all__ = ["check_graphs", "check_split_backwards", "check_wire_dtype", "needs_whole_backwards"]
+__all__ = ["check_split_backwards", "check_wire_dtype", "needs_whole_backwards"]
 
 
 def check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
@@ -45,36 +41,6 @@ def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompu
     `parallelize=` shards modules.
     """
     return compiled or parallelized or recompute == "layers"
-
-
-def check_graphs(
-    schedule: Schedule, chain: LayerChain, granularities: Mapping[int, Granularity], device: torch.device
-) -> None:
-    """Raises `PlanError` if the stages of `chain` cannot be captured as CUDA graphs. `granularities`: how they
-    recompute.
-    """
-    random = [layer.name for layer in chain.layers if layer.random]
-    if device.type not in GRAPH_CAPTURERS:
-        reason, remedy = f"the model is on {device}", "Expected a model on a GPU"
-    elif max(schedule.guarantees.versions) > 1:
-        reason = (
-            f"schedule {schedule.name!r} keeps several versions of weights, of which each would need graphs of "
-            "its own for all microbatches in flight"
-        )
-        whole = names_of(lambda each: each.flushes and not each.splits_backward, " or ")
-        remedy = f"Expected a schedule that flushes: {whole}"
-    elif granularities:
-        reason = f"stages recompute ({', '.join(map(str, sorted(granularities)))}), and graphs keep their memory anyway"
-        remedy = "Expected recompute=False"
-    elif random:
-        reason = f"layers draw random numbers ({', '.join(random[:3])}), each from a stream that the host begins"
-        remedy = "Expected layers without dropout"
-    else:
-        return
-    raise PlanError(
-        f"compile= asks for CUDA graphs, and {reason}. {remedy}, or a mode without graphs: "
-        '"max-autotune-no-cudagraphs" or "default"'
-    )
 
 
 def check_wire_dtype(recipe: Recipe, plan: Plan, chain: LayerChain) -> None:

@@ -16,11 +16,8 @@ from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
 from penstock.runtime.assembly.skips import reroute, with_skips
 from penstock.runtime.devices.device_context import DeviceContext
-from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.local_stage import LocalStage
-from penstock.runtime.execution.compilation import CompiledStage
-from penstock.runtime.execution.cuda_graphs import CudaGraphStage
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
 from penstock.runtime.parameters.gradient_buckets import Reducer
@@ -271,7 +268,6 @@ def build_stages(
                 reducer=reducer,
                 recomputes=granularities.get(index),
                 order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
-                cuda_graphs=_cuda_graphs(weights, index, context),
             )
     return stages
 
@@ -293,19 +289,6 @@ def _reducer(
             transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
         )
     return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
-
-
-def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
-    """None for a stage that is not captured as CUDA graphs."""
-    if not isinstance(weights.stage, CompiledStage) or not weights.stage.cuda_graphs:
-        return None
-    device = context.device
-    # It notes the weights that it will read.
-    module = weights.module(0)
-    assert isinstance(module, CompiledStage)
-    graphs = CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
-    weights.rest()
-    return graphs
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:

@@ -476,10 +476,9 @@ def make_workers(
                 chain,
                 recipe.loss_fn,
                 gradients.loss_weight,
-                copies=stage.cuda_graphs is not None,
                 checks=recipe.checks_losses,
             )
-            for index, stage in own.items()
+            for index in own
             if index == schedule.stages - 1
         }
         autocast = partial(recipe.autocast_context, context.device) if recipe.autocast else None

@@ -1,7 +1,7 @@
 """The forwards of a rank's stages, in training and in evaluation.
 
-A training forward brings together what it depends on beside its input: the random seed, autocast, CUDA graphs and
-recomputation. The worker decides which forward runs when, on which version of the weights.
+A training forward brings together what it depends on beside its input: the random seed, autocast and recomputation.
+The worker decides which forward runs when, on which version of the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,6 @@ class Forwards:
         """
         stage, head = self._stages[index], self._heads.get(index)
         module = stage.weights.module(version)
-        run = partial(stage.cuda_graphs.run, k) if stage.cuda_graphs else module
         seed = self._batch.seed if index in self._random else None
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._batch.microbatches_before + k), microbatch.slice_index)
@@ -76,7 +75,7 @@ class Forwards:
         metrics: dict[str, Tensor] = {}
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            outputs: tuple[Tensor, ...] = run(received, microbatch.inputs, seed, layer_runner)
+            outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, layer_runner)
             if head is None:
                 return outputs
             if layer_runner:
@@ -87,7 +86,7 @@ class Forwards:
         outputs = stage.executor.forward(k, received, within, context)
         if head is not None:
             if head.checks and microbatch.amount and is_nonfinite_now(outputs[0]):
-                names, again = module.names, partial(run, received, microbatch.inputs, seed)
+                names, again = module.names, partial(module, received, microbatch.inputs, seed)
                 layer = find_layer(module, names, received, again)
                 raise nonfinite_loss(outputs[0], f"microbatch {k} since the last drain", layer)
             head.end_forward(k, microbatch, outputs[0], metrics)

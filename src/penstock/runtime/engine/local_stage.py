@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.runtime.devices.streams import UpdateOrder
-from penstock.runtime.execution.cuda_graphs import CudaGraphStage
 from penstock.runtime.execution.executor import StageExecutor
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.gradient_buckets import Reducer
@@ -30,15 +29,10 @@ class LocalStage:
     """Whether a backward recomputes what it needs, and for how many layers at a time."""
     order: UpdateOrder | None = None
     """Orders its updates and the computations that read its weights, on a device that runs them concurrently."""
-    cuda_graphs: CudaGraphStage | None = None
-    """Its forwards and backwards as captured CUDA graphs, where these are in use."""
     executor: StageExecutor = field(default_factory=StageExecutor)
 
     def discard(self) -> None:
         """Drops the microbatches in flight and their gradients."""
-        if self.cuda_graphs is not None:
-            for microbatch in self.executor.in_flight:
-                self.cuda_graphs.release(microbatch)
         self.executor.in_flight.clear()
         if self.reducer is not None:
             self.reducer.discard()

@@ -25,8 +25,7 @@ class LossHead:
     """Ends the forwards of `rank`, which holds the last stage of `chain`, with the loss.
 
     `weigh`: the weight of a microbatch's loss in the loss that its update minimizes, times the loss scale.
-    `copies`: the stage returns memory that its next forward overwrites. `checks`: a loss that is not finite is an
-    error.
+    `checks`: a loss that is not finite is an error.
     """
 
     def __init__(
@@ -36,11 +35,10 @@ class LossHead:
         loss_fn: LossFunction,
         weigh: Callable[[int, Microbatch], float],
         *,
-        copies: bool,
         checks: bool,
     ) -> None:
         self.loss_fn, self.checks = loss_fn, checks
-        self._rank, self._chain, self._weigh, self._copies = rank, chain, weigh, copies
+        self._rank, self._chain, self._weigh = rank, chain, weigh
         self._batch = BatchRun(training=True)
         self._gradients: dict[int, Tensor] = {}
         """By microbatch: the gradient of its loss, from its forward to its backward."""
@@ -85,8 +83,6 @@ class LossHead:
 
     def _keep(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
         values = tuple([whole(value.detach()) for value in (loss, *metrics.values())])
-        if self._copies:
-            values = tuple([value.clone() for value in values])
         self._batch.results[self._rank, k] = MicrobatchResult(tuple(metrics), values, microbatch.weight)
 
 

@@ -241,8 +241,6 @@ class Worker:
         update = self._prepare(action)
         stage.weights.point(action.version)
         result = stage.executor.backward(action.microbatch, gradients)
-        if stage.cuda_graphs is not None:
-            stage.cuda_graphs.release(action.microbatch)
         if update is not None:
             self.gradients.take(action.stage, update, action.version)
         self._deal_gradients(action, result)

@@ -1,4 +1,4 @@
-"""Execution: forward and backward of a stage, whole or split, recomputed, compiled, or as CUDA graphs.
+"""Execution: forward and backward of a stage, whole or split, recomputed or compiled.
 
 May import ``devices``, and of the rest of Penstock ``capturing`` and ``values``. Start reading in ``executor.py``.
 """

@@ -36,26 +36,16 @@ from penstock.capturing.randomness import seeded
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
 
-__all__ = ["Compilation", "CompiledStage", "compile_chain", "read_compilation"]
+__all__ = ["CompiledStage", "compile_chain", "read_compilation"]
 
-_WITHOUT_GRAPHS: Mapping[str, str | None] = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
-"""The modes of `torch.compile` that ask for CUDA graphs, and the same modes without graphs."""
+_GRAPHED_MODES = ("reduce-overhead", "max-autotune")
 _GRAPHS = "triton.cudagraphs"
 
 
-@dataclass(frozen=True, slots=True)
-class Compilation:
-    """How stages are compiled."""
+def read_compilation(option: bool | Mapping[str, Any], parallelized: bool = False) -> Mapping[str, Any] | None:
+    """The arguments of `torch.compile` that ``compile=`` asks for; None for False.
 
-    options: Mapping[str, Any]
-    """The arguments of `torch.compile`. They never ask for CUDA graphs: the next run of a graph of PyTorch's own
-    overwrites its results, and several microbatches are in flight at once."""
-    cuda_graphs: bool = False
-    """Whether a stage's work is captured as CUDA graphs, for each microbatch in flight its own."""
-
-
-def read_compilation(option: bool | Mapping[str, Any], parallelized: bool = False) -> Compilation | None:
-    """The compilation that ``compile=`` asks for; None for False. `parallelized`: ``parallelize=`` is given, too.
+    `parallelized`: ``parallelize=`` is given, too.
 
     Raises `PlanError` for an option that is wrong or not supported.
     """
@@ -78,49 +68,43 @@ def read_compilation(option: bool | Mapping[str, Any], parallelized: bool = Fals
             f"compile= has {', '.join(map(repr, unknown))}: expected arguments of torch.compile, which are "
             f"{', '.join(sorted(known))}"
         )
-    if options.get("backend") == "cudagraphs":
+    graphed = options.get("mode") in _GRAPHED_MODES or (options.get("options") or {}).get(_GRAPHS)
+    if graphed or options.get("backend") == "cudagraphs":
         raise PlanError(
-            "compile= has the backend 'cudagraphs', whose results are overwritten by its next run, and several "
-            'microbatches are in flight at once: expected {"mode": "reduce-overhead"}, with which Penstock captures a '
-            "graph for each of them"
+            "compile= asks for CUDA graphs, whose results are overwritten by the next run while several microbatches "
+            'are in flight: expected a mode without graphs. Give {"mode": "max-autotune-no-cudagraphs"}, or True'
         )
-    mode, inner = options.get("mode"), dict(options.get("options") or {})
-    cuda_graphs = bool(inner.pop(_GRAPHS, mode in _WITHOUT_GRAPHS))
-    if mode in _WITHOUT_GRAPHS:
-        options["mode"] = _WITHOUT_GRAPHS[str(mode)]
-    if "options" in options:
-        options["options"] = inner or None
-    return Compilation(options, cuda_graphs)
+    return options
 
 
-def compile_chain(chain: LayerChain, compilation: Compilation | None, layerwise: Collection[int] = ()) -> LayerChain:
+def compile_chain(chain: LayerChain, options: Mapping[str, Any] | None, layerwise: Collection[int] = ()) -> LayerChain:
     """`chain` with stages that are compiled when they first run, also in evaluation mode.
 
-    `compilation`: None compiles nothing. `layerwise`: the first layers of the stages that recompute layer by layer, in
-    which every layer is a region of its own.
+    `options`: the arguments of `torch.compile`; None compiles nothing. `layerwise`: the first layers of the stages that
+    recompute layer by layer, in which every layer is a region of its own.
     """
-    if compilation is None:
+    if options is None:
         return chain
     result: LayerChain
 
     @cache
     def evaluation() -> LayerChain:
         evaluated = chain.evaluation()
-        return result if evaluated is chain else compile_chain(evaluated, compilation)
+        return result if evaluated is chain else compile_chain(evaluated, options)
 
     values = {item.name: getattr(chain, item.name) for item in fields(LayerChain)} | {"evaluation": evaluation}
-    result = _CompiledChain(**values, compilation=compilation, layerwise=frozenset(layerwise))
+    result = _CompiledChain(**values, options=options, layerwise=frozenset(layerwise))
     return result
 
 
 @dataclass(frozen=True, eq=False)
 class _CompiledChain(LayerChain):
-    compilation: Compilation
+    options: Mapping[str, Any]
     layerwise: frozenset[int]
 
     def stage(self, start: int, stop: int) -> StageModule:
         ends = self.cut(start), self.cut(stop)
-        return CompiledStage(self.layers[start:stop], start, *ends, self.compilation, start in self.layerwise)
+        return CompiledStage(self.layers[start:stop], start, *ends, self.options, start in self.layerwise)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,12 +135,10 @@ class CompiledStage(StageModule):
         first: int,
         received: tuple[str, ...],
         sent: tuple[str, ...],
-        compilation: Compilation,
+        options: Mapping[str, Any],
         layerwise: bool,
     ) -> None:
         super().__init__(layers, first, received, sent)
-        self.cuda_graphs = compilation.cuda_graphs
-        """Whether its work in training is to be captured as CUDA graphs."""
         self.programs = nn.ModuleList()
         regions = []
         for start, stop in _divide(self.random, layerwise):
@@ -164,7 +146,7 @@ class CompiledStage(StageModule):
             kept = frozenset(name for layer in layers[stop:] for name in layer.inputs).union(sent)
             program, returns = _generate(layers[start:stop], reads, kept, f"layers_{first + start}_{first + stop - 1}")
             self.programs.append(program)
-            run = torch.compile(type(program).forward, **compilation.options)
+            run = torch.compile(type(program).forward, **options)
             regions.append(_Region(start, self.random[start], reads, returns, kept, run))
         self.regions = tuple(regions)
         self.layerwise = layerwise
