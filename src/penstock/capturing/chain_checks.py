@@ -1,7 +1,6 @@
-"""The checks of a traced chain, which compare it with its model; several processes can share them.
+"""The checks of a traced chain, which compare it with its model; one process can make them for all.
 
-Every check runs the model, and most run the chain as well. Processes that have captured the same chain need not all run
-it: the result of one process holds for all.
+Every check runs the model, and most run the chain as well.
 """
 
 import gc
@@ -21,8 +20,6 @@ __all__ = ["ChainCheck", "UncheckedChain", "without_garbage_collection"]
 class ChainCheck:
     """A check of one statement about a model and its chain."""
 
-    runs: int
-    """How many runs of the model and of the chain it takes."""
     holds: Callable[[], bool]
     """Runs the check. Raises `CaptureError` where the chain must not be used."""
     otherwise: Callable[[ModelInputs], ModelInputs]
@@ -42,11 +39,12 @@ class UncheckedChain:
     communicates: bool = False
     """Whether the model waits for other processes in its forward, so that all must run it together."""
 
-    def run_check(self, index: int) -> bool:
-        """Whether check `index` passes. The model is left as it was. Raises `CaptureError` as `ChainCheck.holds`."""
-        assert self.sampled is not None, "there is a check"
+    def results(self) -> list[bool]:
+        """Whether each check passes. The model is left as it was. Raises `CaptureError` as `ChainCheck.holds`."""
+        if self.sampled is None:
+            return []
         with lifted(self.sampled.model), without_garbage_collection():
-            return self.checks[index].holds()
+            return [check.holds() for check in self.checks]
 
     def after(self, results: Sequence[bool]) -> LayerChain:
         """The chain after all checks; `results`: whether each of them passed."""
@@ -60,7 +58,7 @@ class UncheckedChain:
 
     def checked(self) -> LayerChain:
         """The chain after all checks, which this process runs itself."""
-        return self.after([self.run_check(index) for index in range(len(self.checks))])
+        return self.after(self.results())
 
 
 @contextmanager

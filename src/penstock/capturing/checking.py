@@ -21,7 +21,7 @@ from penstock.capturing.samples import Call, flatten
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
-__all__ = ["agrees", "check_chain", "checked_runs"]
+__all__ = ["agrees", "check_chain"]
 
 _SEED = 20_011
 
@@ -58,11 +58,6 @@ def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
 
 _Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None], dict[str, Tensor]]
 _RUNS = 3
-
-
-def checked_runs(trains: bool) -> int:
-    """How many runs `check_chain` takes as long as; a backward takes as long as two."""
-    return 2 * _RUNS + (4 if trains else 0)
 
 
 def _model_of(sampled: SampledModel) -> Callable[[Call], Any]:

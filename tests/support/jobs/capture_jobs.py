@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.chain_digests import digest_of
 from penstock.capturing.doors import capture_unchecked
 from penstock.errors import PenstockError
 from penstock.runtime.assembly.shared_checks import check_together
@@ -35,13 +34,6 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         return self.layer(x)
-
-
-class Scaled(Block):
-    """Other code in the block, of which a trace shows nothing."""
-
-    def compute(self, x: Tensor) -> Tensor:
-        return 2 * self.layer(x)
 
 
 class Summed(Block):
@@ -118,7 +110,6 @@ class Undifferentiable(Model):
 
 KINDS: dict[str, Any] = {
     "plain": Model,
-    "other code": lambda: Model(Scaled),
     "other number": lambda: Model(scale=3.0),
     "summed": lambda: Model(Summed),
     "drawing": lambda: Model(Drawing),
@@ -159,7 +150,7 @@ def check_with_others(*kinds: str) -> Found:
     try:
         unchecked = capture_unchecked(KINDS[kinds[world.rank]](), sample())
         before = len(RUNS)
-        inputs = check_together(world, unchecked, digest_of(unchecked)).inputs
+        inputs = check_together(world, unchecked).inputs
         return Found(len(RUNS) - before, inputs.sizes, inputs.equal)
     finally:
         world.announce_leave()

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.chain_checks import ChainCheck, UncheckedChain
-from penstock.capturing.checking import check_chain, checked_runs
+from penstock.capturing.checking import check_chain
 from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls
 from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
@@ -101,13 +101,13 @@ def _capture(
         evaluation=lambda: chain,
     )
     checks = [
-        ChainCheck(len(group), partial(may_differ, sampled, group), partial(_with_equal, group))
+        ChainCheck(partial(may_differ, sampled, group), partial(_with_equal, group))
         for group in _not_only_samples(recorded.together, inputs)
         if group not in chain.inputs.equal
     ]
     if check:
         checks = [
-            ChainCheck(checked_runs(trains), partial(_is_checked, sampled, chain, trains), lambda inputs: inputs),
+            ChainCheck(partial(_is_checked, sampled, chain, trains), lambda inputs: inputs),
             *checks_for_one(sampled, chain),
             *checks,
         ]

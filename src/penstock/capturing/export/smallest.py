@@ -33,7 +33,7 @@ def checks_for_one(sampled: SampledModel, chain: LayerChain) -> list[ChainCheck]
     """
     inputs, call = chain.inputs, sampled.call
     return [
-        ChainCheck(2, partial(_agrees_for_one, sampled, chain, group), partial(_at_least_two, group))
+        ChainCheck(partial(_agrees_for_one, sampled, chain, group), partial(_at_least_two, group))
         for group in _free_groups(inputs, _shapes(inputs, call))
     ]
 

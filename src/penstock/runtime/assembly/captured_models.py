@@ -12,7 +12,6 @@ from torch import nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.chain_checks import UncheckedChain
-from penstock.capturing.chain_digests import digest_of
 from penstock.capturing.doors import capture_unchecked
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
@@ -87,9 +86,8 @@ def capture_for_training(
             with recipe.autocast_context(device):
                 unchecked = capture_unchecked(model, sample)
         _check_loss(unchecked.chain, recipe)
-        digest = digest_of(unchecked) if world.processes > 1 else None
     with recipe.autocast_context(device):
-        chain = check_together(world, unchecked, digest)
+        chain = check_together(world, unchecked)
     return CapturedModel(chain, device, weightless, init_fn if weightless else None, compilation)
 
 

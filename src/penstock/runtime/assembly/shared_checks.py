@@ -1,57 +1,60 @@
-"""The checks of a captured model, shared among the ranks.
+"""The checks of a captured model, which one rank makes for all.
 
-A check runs the model several times, and all ranks have captured the same one. So each check runs on one rank, and its
-result holds for all. Ranks that have captured different models each run all checks of their own.
+A check runs the model several times, and all ranks have captured the same one. Ranks that have captured different
+chains each check their own.
 """
 
-from collections.abc import Sequence
+import random
+
+import numpy
+import torch
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.chain_checks import UncheckedChain
+from penstock.capturing.chain_digests import digest_of
 from penstock.errors import CaptureError
 from penstock.runtime.transport.collective_errors import agreed, gather_results
 from penstock.runtime.transport.worlds import World
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
 __all__ = ["check_together"]
 
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
-def check_together(world: World, unchecked: UncheckedChain, digest: str | None) -> LayerChain:
-    """The chain after its checks. `digest`: that of `unchecked`, by `digest_of`. Collective.
+
+def check_together(world: World, unchecked: UncheckedChain) -> LayerChain:
+    """The chain after its checks. Collective.
 
     Raises `CaptureError` on every rank if the chain must not be used.
     """
+    with agreed(world, "while it captured the model"):
+        digest = None if _runs_everywhere(unchecked) else digest_of(unchecked.chain)
     digests = world.gather(digest, "while they compared their captured models")
     if None in digests or len(set(digests)) > 1:
         with agreed(world, "while it checked its captured model"):
             return unchecked.checked()
-    shares = _shares([check.runs for check in unchecked.checks], world.processes)
 
-    def run() -> list[bool | str]:
-        found: list[bool | str] = []
-        for index, rank in enumerate(shares):
-            if rank == world.rank:
-                try:
-                    found.append(unchecked.run_check(index))
-                except CaptureError as error:
-                    found.append(str(error))
-        return found
+    def run() -> list[bool] | str:
+        if world.rank > 0:
+            return []
+        try:
+            return unchecked.results()
+        except CaptureError as error:
+            return str(error)
 
-    if not shares:
-        return unchecked.chain
-    gathered = list(map(iter, gather_results(world, "while it checked the captured model", run)))
-    verdicts = []
-    for rank in shares:
-        verdict = next(gathered[rank])
-        if isinstance(verdict, str):
-            raise CaptureError(verdict)
-        verdicts.append(verdict)
+    verdicts = gather_results(world, "while it checked the captured model", run)[0]
+    if isinstance(verdicts, str):
+        raise CaptureError(verdicts)
     return unchecked.after(verdicts)
 
 
-def _shares(runs: Sequence[int], processes: int) -> list[int]:
-    """The rank that runs each check, which takes as long as `runs` runs: the longest first, to the least busy."""
-    busy, shares = [0] * processes, [0] * len(runs)
-    for index in sorted(range(len(runs)), key=runs.__getitem__, reverse=True):
-        shares[index] = min(range(processes), key=busy.__getitem__)
-        busy[shares[index]] += runs[index]
-    return shares
+def _runs_everywhere(unchecked: UncheckedChain) -> bool:
+    """Whether every process has to run the checks: those of a model that waits for other processes in its forward, or
+    might in the hooks of its parameters, and of one with generators of its own, which a check moves.
+    """
+    if unchecked.sampled is None:
+        return False
+    model = unchecked.sampled.model
+    hooked = any(gradient_hooks(each) or accumulated_hooks(each) for each in model.parameters())
+    draws = any(isinstance(value, _GENERATORS) for module in model.modules() for value in vars(module).values())
+    return unchecked.communicates or hooked or draws
