@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -300,12 +300,6 @@ class Pipeline:
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")
         measured = partial(profile_layers, autocast=self._recipe.autocast, wire_dtype=self._recipe.wire_dtype)
         return measured(self._chain, self._sample, iterations=iterations, warmup=warmup, progress=progress)
-
-    @property
-    def profile(self) -> NoReturn:
-        """Replaced by `measure` and `auto_plan`."""
-        text = "Pipeline.profile is no attribute any more, since a measurement runs the model for seconds: call "
-        raise AttributeError(f"{text}pipe.measure(), or read pipe.auto_plan.profile if plan='auto' made the plan")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

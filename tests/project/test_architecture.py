@@ -125,7 +125,6 @@ METHODS = {
     "parameters": "(self)",
     "predict": "(self, inputs)",
     "prediction_error": "(self)",
-    "profile": "property",
     "rank": "property",
     "replan": "(self, *, profile=None, apply=None)",
     "save": "(self, directory, step=None, *, keep=None, keep_every=None, wait=True)",
