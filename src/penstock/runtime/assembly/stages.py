@@ -215,7 +215,6 @@ def build_stages(
     shared = _tied(plan, chain)
     firsts: dict[int, LocalStage] = {}
     shared_weights: dict[str, VersionedWeights] = {}
-    readers: dict[str, VersionedWeights] = {}
     for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
@@ -226,11 +225,9 @@ def build_stages(
             parameters,
             schedule.versions(index),
             {name: shared_weights[name] for name in parameters if name in shared_weights},
-            pointed=not sharded_modules(module),
             compute_weights=compute_weights[index],
-            beside=[readers[name] for name in parameters if name in readers],
+            swapped=bool(sharded_modules(module)),
         )
-        readers.update({name: weights for name, parameter in parameters.items() if not parameter.requires_grad})
         # The first of the stages in a process that share a weight updates it.
         for name in parameters:
             if name in shared:

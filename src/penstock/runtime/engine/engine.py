@@ -493,6 +493,7 @@ def make_workers(
             gradients=gradients,
             updater=updater,
             snapshots=snapshots,
+            weights=[stage.weights for each in stages.values() for stage in each.values()],
             now=context.timer.now,
         )
         workers.append(worker)
