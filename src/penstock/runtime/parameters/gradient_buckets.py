@@ -52,10 +52,8 @@ class _Bucket:
     @property
     def layout(self) -> tuple[int, torch.dtype]:
         """The length and the type of the row."""
-        # A parameter may be pointed at a version of another type.
-        dtype = self.parameters[0].grad_dtype
-        assert dtype is not None
-        return sum(self.counts), dtype
+        # A parameter may be pointed at a version of another type than its gradients.
+        return sum(self.counts), self.parameters[0].grad_dtype or self.parameters[0].dtype
 
     def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """All gradients in a row, with zeros for absent ones; then a one or zero for each, whether it is present."""

@@ -1,10 +1,10 @@
 """The live versions of one stage's weights.
 
-The module is the user's own, and so are its parameters: the optimizer steps the objects that the forwards read. A stage
-whose schedule keeps n versions has n *slots*, each a full set of memory for the parameters. Before a forward, and before
-a backward, that reads another version than the last one, the parameters are pointed at its slot: ``.data`` is set.
-Autograd saves a parameter itself, and its views with their memory, so a backward that is pointed reads what its forward
-read. Between steps the parameters are the newest version. With one version nothing is pointed or copied.
+The module is the user's own, and so are its parameters: the optimizer steps the objects that forwards read. A stage
+whose schedule keeps n versions has n *slots*, each a full set of memory for the parameters. Before a forward or a
+backward that reads another version than the last one, the parameters are pointed at its slot: ``.data`` is set.
+Autograd saves a parameter itself, and its views with their memory, so that a backward reads what its forward read.
+Between steps the parameters are the newest version. With one version nothing is pointed or copied.
 
 Where forwards read other numbers than the optimizer steps (a lower precision, a prediction), a parameter has memory of
 its own: its *master*, which the optimizer steps. An update writes the numbers for forwards into the next slot.
@@ -95,7 +95,11 @@ class _Slots:
 
     @classmethod
     def of(
-        cls, parameters: dict[str, nn.Parameter], versions: int, lenders: Mapping[str, "_Slots"], weights: ComputeWeights
+        cls,
+        parameters: dict[str, nn.Parameter],
+        versions: int,
+        lenders: Mapping[str, "_Slots"],
+        weights: ComputeWeights,
     ) -> "_Slots":
         masters = {name: local_shard(p) for name, p in parameters.items() if weights.differs(p)}
         tensors: list[dict[str, Tensor]] = [{} for _ in range(versions)]
@@ -173,7 +177,8 @@ class VersionedWeights:
         swapped: bool = False,
     ) -> None:
         lenders = {name: weights._slots for name, weights in (lent or {}).items()}
-        self._slots, self._module = _Slots.of(dict(parameters), versions, lenders, compute_weights), module
+        self._module = module
+        self._slots: _Slots = _Slots.of(dict(parameters), versions, lenders, compute_weights)
         self._places = [] if swapped else _places_of(module, self._slots.parameters)
         self._aside: dict[str, Tensor] = {}
         """Accumulated gradients that are not in ``.grad``."""
