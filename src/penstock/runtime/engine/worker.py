@@ -130,9 +130,10 @@ class Worker:
 
     def end(self) -> list[ActionTiming]:
         """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
-        for stage in self.stages.values():
-            stage.weights.rest()
-        if not self._training:
+        if self._training:
+            for stage in self.stages.values():
+                stage.weights.rest()
+        else:
             self._microbatches.clear()
         timings, self._timings = self._timings, []
         return timings
