@@ -74,7 +74,7 @@ def test_memory_of_the_user(schedule: str) -> None:
     model = make("weak")
     pipe = penstock.Pipeline(model, ROUNDS[0][:1], squares, sgd, stages=2, schedule=schedule, microbatches=4)
     pipe.step(*ROUNDS[0])
-    weight = model.blocks[3].linear.weight
+    weight = model.get_parameter("blocks.3.linear.weight")
     weight.data = torch.zeros_like(weight)
     if schedule == "2bw":
         with pytest.raises(PenstockError, match=r"parameter blocks.3.linear.weight: its memory was replaced after"):

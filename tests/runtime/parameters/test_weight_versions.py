@@ -48,7 +48,8 @@ def update(weights: VersionedWeights, version: int, step: float) -> None:
 
 def run(weights: VersionedWeights, version: int, x: float) -> torch.Tensor:
     """The output of a version."""
-    return weights.module(version)([torch.tensor(x)], {})[0]
+    weights.point(version)
+    return weights.stage([torch.tensor(x)], {})[0]
 
 
 def run_back(weights: VersionedWeights, version: int, x: float) -> None:
@@ -61,7 +62,7 @@ def run_back(weights: VersionedWeights, version: int, x: float) -> None:
 def test_a_backward_reads_the_version_of_its_forward() -> None:
     _, weights = make(2)
     x = torch.tensor(3.0, requires_grad=True)
-    first = weights.module(0)([x], {})[0]
+    first = weights.stage([x], {})[0]
     run_back(weights, 0, 5.0)
     update(weights, 1, step=0.1)
 
@@ -129,7 +130,7 @@ def test_a_parameter_is_one_object_wherever_it_is_held() -> None:
     update(weights, 1, step=0.25)
 
     assert (run(weights, 0, 1.0).item(), run(weights, 1, 1.0).item()) == (1.0, 0.25)
-    assert weights.replica().module(1)([torch.tensor(1.0)], {})[0].item() == 0.25
+    assert run(weights.replica(), 1, 1.0).item() == 0.25
 
 
 def test_hooks_of_a_parameter_are_run_at_every_version() -> None:
@@ -175,7 +176,7 @@ def test_the_count_of_writes_is_that_of_the_slot_that_a_backward_reads() -> None
     """Autograd refuses a backward if what it reads was written. An update writes in another slot."""
     module, weights = make(2)
     x = torch.tensor(2.0, requires_grad=True)
-    output = weights.module(0)([x], {})[0]
+    output = weights.stage([x], {})[0]
     before = module.weight._version
     run_back(weights, 0, 1.0)
     update(weights, 1, step=0.5)

@@ -60,7 +60,7 @@ class Subclass(Block):
         self.linear.weight = ScaledParameter(self.linear.weight.data)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.linear.weight.scaled(x))  # type: ignore[operator]
+        return super().forward(self.linear.weight.scaled(x))  # type: ignore[attr-defined]
 
 
 class Bound(Block):
@@ -130,7 +130,7 @@ def make(way: str, twin: bool = False) -> Model:
     model = build(WAYS[way][twin])
     for block in model.blocks:
         if isinstance(block, Attribute):
-            block.linear.weight.scale = 0.3  # type: ignore[assignment]
+            block.linear.weight.scale = 0.3  # type: ignore[attr-defined]
         if isinstance(block, Registered):
             SCALES[id(block.linear.weight)] = 0.3
         if isinstance(block, Fixed):

@@ -298,10 +298,9 @@ def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) 
         return None
     device = context.device
     # It notes the weights that it will read.
-    module = weights.module(0)
-    assert isinstance(module, CompiledStage)
-    graphs = CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
-    weights.rest()
+    weights.point(0)
+    graphs = CudaGraphStage(weights.stage, GRAPH_CAPTURERS[device.type](device), stage, device)
+    weights.discard()
     return graphs
 
 

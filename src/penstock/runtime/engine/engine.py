@@ -92,6 +92,7 @@ class Engine:
         self.schedule = self._schedule = schedule
         """The schedule of a run that continues no other, and that of the present run."""
         self.stages, self._workers = stages, tuple(workers)
+        self._weights = [stage.weights for own in stages.values() for stage in own.values()]
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
         self._check, self._context = check, context
@@ -221,9 +222,8 @@ class Engine:
             for version, vector in kept.get("norms", {}).items()
         }
         scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
-        for stages in self.stages.values():
-            for stage in stages.values():
-                stage.weights.restart(part.get("weights", {}))
+        for weights in self._weights:
+            weights.restart(part.get("weights", {}))
         for worker in self._workers:
             worker.gradients.restart(self._schedule, norms, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
@@ -429,13 +429,17 @@ class Engine:
         kind = "step" if trains else "drain" if schedule is self._schedule else "evaluation"
         self.recorder.begin(kind, schedule.placement, [worker.row for worker in self._workers])
         with self._context.streams.ordered_segment():
-            run_cooperatively(
-                self._workers,
-                programs,
-                self._context.streams,
-                before_waiting=before_waiting,
-                while_idle=self._prepare if trains else None,
-            )
+            try:
+                run_cooperatively(
+                    self._workers,
+                    programs,
+                    self._context.streams,
+                    before_waiting=before_waiting,
+                    while_idle=self._prepare if trains else None,
+                )
+            finally:
+                for weights in self._weights if batch.training else ():
+                    weights.rest()
         return [timing for worker in self._workers for timing in worker.end()]
 
     def _prepare(self) -> None:

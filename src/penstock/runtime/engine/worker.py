@@ -129,11 +129,8 @@ class Worker:
         self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[ActionTiming]:
-        """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
-        if self._training:
-            for stage in self.stages.values():
-                stage.weights.rest()
-        else:
+        """The timings of the actions since `begin`."""
+        if not self._training:
             self._microbatches.clear()
         timings, self._timings = self._timings, []
         return timings
@@ -264,10 +261,8 @@ class Worker:
     def _backward_weight(self, action: BackwardWeight) -> None:
         stage = self.stages[action.stage]
         update = self._prepare(action)
-        # Hooks start the sums over replicas.
-        hooked = update is not None and stage.reducer is not None
         stage.weights.accumulate(action.version)
-        stage.executor.backward_weight(action.microbatch, hooked)
+        stage.executor.backward_weight(action.microbatch)
         if update is not None:
             self.gradients.take(action.stage, update)
 

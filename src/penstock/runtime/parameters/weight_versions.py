@@ -221,7 +221,7 @@ class VersionedWeights:
 
     @property
     def stage(self) -> StageModule:
-        """The stage's module, over whichever weights it was last pointed at."""
+        """The stage's module, over the weights that its parameters were last pointed at."""
         return self._module
 
     def begin(self) -> None:
@@ -259,11 +259,6 @@ class VersionedWeights:
                     "and its schedule keeps several versions of the weights in memory of their own. Expected the same "
                     "memory. Write in it instead (with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
                 )
-
-    def module(self, version: int) -> StageModule:
-        """The stage's module, pointed at the weights of `version`."""
-        self.point(version)
-        return self._module
 
     def point(self, version: int) -> None:
         """Points the parameters at the weights of `version`, for a forward, or for a backward of one: autograd reads
