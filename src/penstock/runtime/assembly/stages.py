@@ -25,7 +25,7 @@ from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import dimensions_of
-from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
+from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.lowering import partners
@@ -215,6 +215,7 @@ def build_stages(
     shared = _tied(plan, chain)
     firsts: dict[int, LocalStage] = {}
     shared_weights: dict[str, VersionedWeights] = {}
+    tied = Sharers()
     for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
@@ -225,6 +226,7 @@ def build_stages(
             parameters,
             schedule.versions(index),
             {name: shared_weights[name] for name in parameters if name in shared_weights},
+            sharers=tied if any(name in shared for name in parameters) else None,
             compute_weights=compute_weights[index],
             swapped=bool(sharded_modules(module)),
         )

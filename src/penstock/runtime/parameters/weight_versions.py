@@ -12,7 +12,7 @@ its own: its *master*, which the optimizer steps. An update writes the numbers f
 Parameters that are not trained are one tensor in all slots.
 
 Gradients accumulate in ``.grad``. Replicas of a stage that live in one process share its slots and parameters, and
-stages may share a weight: these *sharers* set their gradients aside before another one of them accumulates. All
+stages may share a weight. Such *sharers* set their gradients aside before another one of them accumulates. All
 replicas but the first are copies of the module, with buffers and state of their own. The first of them to come to an
 update makes it; the others find it made.
 
@@ -30,12 +30,11 @@ Laws of this file:
 """
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import StageModule
 from penstock.capturing.module_copies import copied
@@ -44,7 +43,7 @@ from penstock.runtime.parameters.shards import local_shard, redistributed_like, 
 from penstock.torch_internals.modules import tensor_tables
 from penstock.torch_internals.tensors import copy_each, set_times_written, times_written
 
-__all__ = ["ComputeWeights", "VersionedWeights"]
+__all__ = ["ComputeWeights", "Sharers", "VersionedWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +147,9 @@ class _Slots:
 
 
 @dataclass(slots=True, eq=False)
-class _Sharers:
+class Sharers:
     """Weights of stages and replicas of this process that have trained parameters in common, or of one alone."""
 
-    members: list["VersionedWeights"] = field(default_factory=list)
     pointed: _Slots | None = None
     """Those whose parameters are pointed at a slot; None while all are as between steps."""
     slot: int = 0
@@ -163,8 +161,9 @@ class VersionedWeights:
     """Holds `versions` slots for the parameters of `module`, which are named by `parameters`.
 
     `lent`: the parameters that another stage of this process uses too and updates, with the weights of that stage,
-    which must have equally many versions. `compute_weights`: the weights that forwards read instead of the optimizer's
-    parameters. `swapped`: whether the module itself puts others in the place of its parameters.
+    which must have equally many versions, and `sharers` in common. `compute_weights`: the weights that forwards read
+    instead of the optimizer's parameters. `swapped`: whether the module itself puts others in the place of its
+    parameters.
     """
 
     def __init__(
@@ -173,6 +172,7 @@ class VersionedWeights:
         parameters: Mapping[str, nn.Parameter],
         versions: int,
         lent: Mapping[str, "VersionedWeights"] | None = None,
+        sharers: Sharers | None = None,
         compute_weights: ComputeWeights = AS_STEPPED,
         swapped: bool = False,
     ) -> None:
@@ -182,13 +182,7 @@ class VersionedWeights:
         self._places = [] if swapped else _places_of(module, self._slots.parameters)
         self._aside: dict[str, Tensor] = {}
         """Accumulated gradients that are not in ``.grad``."""
-        self._sharers = _Sharers([self])
-        for other in (lent or {}).values():
-            for member in other._sharers.members:
-                if member not in self._sharers.members:
-                    self._sharers.members.append(member)
-        for member in self._sharers.members:
-            member._sharers = self._sharers
+        self._sharers = sharers or Sharers()
 
     def replica(self) -> "VersionedWeights":
         """Another replica of the stage in this process: the same weights, with buffers and state of its own."""
@@ -196,7 +190,6 @@ class VersionedWeights:
         memo: dict[int, Any] = {id(parameter): parameter for parameter in self._slots.parameters.values()}
         other._slots, other._module = self._slots, copied(self._module, memo, shares_code=True)
         other._places, other._aside, other._sharers = [], {}, self._sharers
-        self._sharers.members.append(other)
         return other
 
     @property
@@ -252,8 +245,7 @@ class VersionedWeights:
                     "pipeline is built, or build a new Pipeline"
                 )
         for name, parameter in slots.moved.items():
-            shard = local_shard(parameter) if isinstance(parameter, DTensor) else parameter
-            if shard.data_ptr() != slots.between_steps(name).data_ptr():
+            if local_shard(parameter).data_ptr() != slots.between_steps(name).data_ptr():
                 raise PenstockError(
                     f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), "
                     "and its schedule keeps several versions of the weights in memory of their own. Expected the same "
@@ -286,13 +278,14 @@ class VersionedWeights:
 
     def set_aside(self) -> None:
         """Takes gradients that have accumulated out of ``.grad``, until the next backward that adds to them."""
-        held = self._sharers.accumulating or self
-        for name, parameter in self._slots.trained.items() if held is self else held._slots.trained.items():
+        holder, self._sharers.accumulating = self._sharers.accumulating, None
+        if holder is not None and holder is not self:
+            holder.set_aside()
+        for name, parameter in self._slots.trained.items():
             if (gradient := parameter.grad) is not None:
                 # A backward of another stage may have reached the parameter before, through the loss.
-                held._aside[name] = held._aside[name] + gradient if name in held._aside else gradient
+                self._aside[name] = self._aside[name] + gradient if name in self._aside else gradient
                 parameter.grad = None
-        self._sharers.accumulating = None
 
     def _unpoint(self) -> None:
         """Makes the parameters the newest version."""
