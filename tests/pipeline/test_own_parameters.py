@@ -9,7 +9,17 @@ from torch import Tensor
 import penstock
 from penstock.errors import PenstockError
 from support.blocks import sgd, squares
-from support.jobs.own_parameter_jobs import ROUNDS, WAYS, OwnParameters, make, train, train_these, use
+from support.jobs.own_parameter_jobs import (
+    ROUNDS,
+    WAYS,
+    OwnParameters,
+    copies,
+    make,
+    train,
+    train_adversaries,
+    train_these,
+    use,
+)
 from support.processes import Pool
 
 FORMS = [("1f1b-flush", 2, 1), ("zb-h1", 3, 1), ("gpipe", 2, 2), ("2bw", 2, 1), ("2bw", 2, 2), ("pipedream", 3, 1)]
@@ -92,3 +102,14 @@ def test_evaluations_leave_gradients_of_the_user() -> None:
         pipe.evaluate(*ROUNDS[1])
         pipe.predict(ROUNDS[1][0])
         assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_copies_of_the_model_have_nothing_of_penstock(pool: Pool) -> None:
+    for hooks, in_file, losses, expected in (*pool.run(2, copies), copies()):
+        assert hooks == [0, 0] and not in_file
+        assert losses == expected
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1"])
+def test_two_pipelines_one_of_which_reads_the_model_of_the_other(schedule: str) -> None:
+    assert train_adversaries(True, schedule) == train_adversaries(False)

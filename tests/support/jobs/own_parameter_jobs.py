@@ -3,18 +3,22 @@
 Each way has a *twin*: a model with the same mathematics, which does without it.
 """
 
+import copy
+import io
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import penstock
 from support.blocks import Block, Model, batches, build, sgd, squares
 
-__all__ = ["ROUNDS", "WAYS", "OwnParameters", "make", "train", "train_these", "use"]
+__all__ = ["ROUNDS", "WAYS", "OwnParameters", "copies", "make", "train", "train_adversaries", "train_these", "use"]
 
 ROUNDS = batches((6, 5, 8, 7))
 OwnParameters = tuple[str, str, int, int]
@@ -188,3 +192,72 @@ def train(run: OwnParameters, twin: bool = False) -> tuple[list[float], dict[str
 
 def train_these(runs: Sequence[OwnParameters]) -> list[tuple[list[float], dict[str, Tensor]]]:
     return [train(run) for run in runs]
+
+
+class _Beside(nn.Module):
+    """A model beside a frozen copy of another one."""
+
+    def __init__(self, model: nn.Module, frozen: nn.Module) -> None:
+        super().__init__()
+        self.model, self.frozen = model, frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) - self.frozen(x)
+
+
+def copies() -> tuple[list[int], bool, list[float], list[float]]:
+    """While a pipeline trains a model: how many hooks its copies have, whether a file of it needs Penstock, and the
+    losses of a pipeline over a copy and of one over its like that was never trained.
+    """
+    model, other, file = build(Block), copy.deepcopy(build(Block)), io.BytesIO()
+    with penstock.Pipeline(model, (ROUNDS[0][0][:2],), squares, sgd, stages=2, microbatches=2) as pipe:
+        twins = [copy.deepcopy(model), copy.deepcopy(other)]
+        pipe.step(*ROUNDS[0])
+        torch.save(model, file)
+        hooks = [_hooks_in(each) for each in (copy.deepcopy(model), AveragedModel(model))]
+        losses = []
+        for twin in twins:
+            torch.manual_seed(7)
+            both = _Beside(Model(Block).double(), twin)
+            with penstock.Pipeline(both, (ROUNDS[0][0][:2],), squares, sgd, stages=2, microbatches=2) as second:
+                losses.append([second.step(x, target).loss.item() for x, target in ROUNDS])
+    return hooks, b"penstock" in file.getvalue(), losses[0], losses[1]
+
+
+def _hooks_in(model: nn.Module) -> int:
+    tables = [table for module in model.modules() for name, table in vars(module).items() if name.endswith("_hooks")]
+    return sum(len(table) for table in tables)
+
+
+def train_adversaries(piped: bool, schedule: str = "1f1b-flush") -> list[float]:
+    """The losses of a model, and those of a second one by whose outputs the first one is trained: in two pipelines of
+    this process, or in a plain loop.
+    """
+    maker, judge = build(Block), build(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    judge.last, losses = nn.Linear(6, 6).double(), []
+    maker.last = nn.Linear(6, 6).double()
+    torch.manual_seed(8)
+    for module in (judge.last, maker.last):
+        module.reset_parameters()
+
+    def fool(output: Tensor, target: Tensor) -> Tensor:
+        return squares(judge(output) - 1.0, target)
+
+    if piped:
+        options: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": schedule}
+        pipes = [
+            penstock.Pipeline(m, (ROUNDS[0][0][:2],), f, sgd, **options) for m, f in ((maker, fool), (judge, squares))
+        ]
+        for x, target in ROUNDS:
+            losses += [pipe.step(x, target).loss.item() for pipe in pipes]
+        return losses
+    optimizers = [sgd(list(model.parameters())) for model in (maker, judge)]
+    for x, target in ROUNDS:
+        for model, optimizer, loss_fn in ((maker, optimizers[0], fool), (judge, optimizers[1], squares)):
+            optimizer.zero_grad()
+            parts = [loss_fn(model(part), target) / 2 for part in x.chunk(2)]
+            for part in parts:
+                part.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(sum(part.item() for part in parts))
+    return losses
