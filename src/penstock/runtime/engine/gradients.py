@@ -7,8 +7,8 @@ gradients overflowed is skipped.
 
 Laws of this file:
   1. Sums are taken in the order of the stages and of the replicas: the same bits everywhere.
-  2. Gradients of several updates may be alive at once. None is left with the weights, since the gradients of the next
-     update may be taken at the same version.
+  2. Gradients of several updates may be alive at once. With the weights are those of one update only: they are taken
+     when it has all of them.
   3. The gradients of an update are changed in place, so nothing else may hold them: a sum over stages is a new tensor,
      since its summands may be in flight to another stage, or be the sum of that stage as well.
 """
