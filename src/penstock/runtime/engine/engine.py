@@ -92,7 +92,6 @@ class Engine:
         self.schedule = self._schedule = schedule
         """The schedule of a run that continues no other, and that of the present run."""
         self.stages, self._workers = stages, tuple(workers)
-        self._weights = [stage.weights for own in stages.values() for stage in own.values()]
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
         self._check, self._context = check, context
@@ -222,8 +221,9 @@ class Engine:
             for version, vector in kept.get("norms", {}).items()
         }
         scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
-        for weights in self._weights:
-            weights.restart(part.get("weights", {}))
+        for stages in self.stages.values():
+            for stage in stages.values():
+                stage.weights.restart(part.get("weights", {}))
         for worker in self._workers:
             worker.gradients.restart(self._schedule, norms, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
@@ -428,19 +428,13 @@ class Engine:
         trains = schedule is self._schedule and isinstance(segment, Step)
         kind = "step" if trains else "drain" if schedule is self._schedule else "evaluation"
         self.recorder.begin(kind, schedule.placement, [worker.row for worker in self._workers])
-        with self._context.streams.ordered_segment():
+        streams, idle = self._context.streams, self._prepare if trains else None
+        with streams.ordered_segment():
             try:
-                run_cooperatively(
-                    self._workers,
-                    programs,
-                    self._context.streams,
-                    before_waiting=before_waiting,
-                    while_idle=self._prepare if trains else None,
-                )
+                run_cooperatively(self._workers, programs, streams, before_waiting=before_waiting, while_idle=idle)
             finally:
-                for weights in self._weights if batch.training else ():
-                    weights.rest()
-        return [timing for worker in self._workers for timing in worker.end()]
+                timings = [timing for worker in self._workers for timing in worker.end()]
+        return timings
 
     def _prepare(self) -> None:
         """Makes the program of the step that most likely follows the present one."""

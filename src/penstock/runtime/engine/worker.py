@@ -129,7 +129,9 @@ class Worker:
         self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[ActionTiming]:
-        """The timings of the actions since `begin`."""
+        """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
+        for stage in self.stages.values() if self._training else ():
+            stage.weights.rest()
         if not self._training:
             self._microbatches.clear()
         timings, self._timings = self._timings, []

@@ -31,7 +31,7 @@ Laws of this file:
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,8 @@ class ComputeWeights:
 
 
 AS_STEPPED = ComputeWeights()
+_Place: TypeAlias = tuple[MutableMapping[str, Any], str, str]
+"""The table of a module, the key in it, and the name of the parameter there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -177,45 +179,33 @@ class VersionedWeights:
         swapped: bool = False,
     ) -> None:
         lenders = {name: weights._slots for name, weights in (lent or {}).items()}
-        self._module = module
-        self._slots: _Slots = _Slots.of(dict(parameters), versions, lenders, compute_weights)
-        self._places = [] if swapped else _places_of(module, self._slots.parameters)
-        self._aside: dict[str, Tensor] = {}
-        """Accumulated gradients that are not in ``.grad``."""
-        self._sharers = sharers or Sharers()
+        slots = _Slots.of(dict(parameters), versions, lenders, compute_weights)
+        self._hold(slots, module, sharers or Sharers(), [] if swapped else _places_of(module, slots.parameters))
 
     def replica(self) -> "VersionedWeights":
         """Another replica of the stage in this process: the same weights, with buffers and state of its own."""
         other = VersionedWeights.__new__(VersionedWeights)
-        memo: dict[int, Any] = {id(parameter): parameter for parameter in self._slots.parameters.values()}
-        other._slots, other._module = self._slots, copied(self._module, memo, shares_code=True)
-        other._places, other._aside, other._sharers = [], {}, self._sharers
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in self.parameters.values()}
+        other._hold(self._slots, copied(self.stage, memo, shares_code=True), self._sharers, [])
         return other
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def _hold(self, slots: _Slots, module: StageModule, sharers: Sharers, places: list[_Place]) -> None:
+        self._slots, self._sharers, self._places = slots, sharers, places
+        self._aside: dict[str, Tensor] = {}
+        """Accumulated gradients that are not in ``.grad``."""
+        self.stage = module
+        """The stage's module, over the weights that its parameters were last pointed at."""
+        self.parameters = slots.parameters
         """The model's own parameters, which the optimizer steps."""
-        return self._slots.parameters
-
-    @property
-    def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, here or by another stage of this process."""
-        return self._slots.trained
-
-    @property
-    def stepped(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, and not updated by another stage of this process."""
-        return self._slots.stepped
+        self.trained = slots.trained
+        """Those that are trained, here or by another stage of this process."""
+        self.stepped = slots.stepped
+        """Those that are trained, and not updated by another stage of this process."""
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The module's buffers, of which there is one version only."""
-        return tuple(self._module.buffers())
-
-    @property
-    def stage(self) -> StageModule:
-        """The stage's module, over the weights that its parameters were last pointed at."""
-        return self._module
+        return tuple(self.stage.buffers())
 
     def begin(self) -> None:
         """Prepares for a segment that trains, and drops the gradients that the user's own backwards have left.
@@ -223,7 +213,7 @@ class VersionedWeights:
         Raises `PenstockError` if a parameter was replaced or frozen since the pipeline was built.
         """
         self._check()
-        for parameter in self._slots.trained.values():
+        for parameter in self.trained.values():
             if parameter.grad is not None:
                 parameter.grad = None
         self._slots.forget_writes()
@@ -272,7 +262,7 @@ class VersionedWeights:
         if sharers.accumulating is not self:
             self.set_aside()
             for name, gradient in self._aside.items():
-                self._slots.trained[name].grad = gradient
+                self.trained[name].grad = gradient
             self._aside, sharers.accumulating = {}, self
         self.point(version)
 
@@ -281,7 +271,7 @@ class VersionedWeights:
         holder, self._sharers.accumulating = self._sharers.accumulating, None
         if holder is not None and holder is not self:
             holder.set_aside()
-        for name, parameter in self._slots.trained.items():
+        for name, parameter in self.trained.items():
             if (gradient := parameter.grad) is not None:
                 # A backward of another stage may have reached the parameter before, through the loss.
                 self._aside[name] = self._aside[name] + gradient if name in self._aside else gradient
@@ -304,7 +294,7 @@ class VersionedWeights:
         left out.
         """
         gradients = {}
-        for name, parameter in self._slots.trained.items():
+        for name, parameter in self.trained.items():
             if parameter.grad is not None:
                 gradients[name], parameter.grad = redistributed_like(parameter.grad, parameter), None
         return gradients
@@ -320,12 +310,12 @@ class VersionedWeights:
         slots.count_writes()
         current, following = slots.slot_of(slots.newest), slots.slot_of(version)
         slots.newest = version
-        if following != current and (moving := [name for name in slots.stepped if name not in slots.masters]):
+        if following != current and (moving := [name for name in self.stepped if name not in slots.masters]):
             targets = [slots.tensors[following][name] for name in moving]
             # In one call: on a GPU, launching the copy of a small parameter takes longer than the copy.
             copy_each(targets, [slots.tensors[current][name] for name in moving])
             slots.rest()
-        for name, parameter in slots.stepped.items():
+        for name, parameter in self.stepped.items():
             parameter.grad = gradients.get(name)
         return True
 
@@ -334,7 +324,7 @@ class VersionedWeights:
 
         `published`: by name, the weights that forwards read instead of those parameters.
         """
-        for parameter in self._slots.stepped.values():
+        for parameter in self.stepped.values():
             parameter.grad = None
         self._slots.forget_writes()
         self._publish(published or {})
@@ -343,7 +333,7 @@ class VersionedWeights:
         """Writes the newest version of the parameters with masters into its slot."""
         slots = self._slots
         newest = slots.tensors[slots.slot_of(slots.newest)]
-        for name in slots.stepped.keys() & slots.masters.keys():
+        for name in self.stepped.keys() & slots.masters.keys():
             newest[name].copy_(local_shard(published[name]) if name in published else slots.masters[name])
 
     @property
@@ -354,7 +344,7 @@ class VersionedWeights:
     def discard(self) -> None:
         """Drops all gradients, and makes the parameters the newest version."""
         self._aside, self._sharers.accumulating = {}, None
-        for parameter in self._slots.trained.values():
+        for parameter in self.trained.values():
             parameter.grad = None
         self._unpoint()
 
@@ -364,10 +354,10 @@ class VersionedWeights:
         By name of the parameter, and by the number of the version where the newest is 0: the tensors themselves.
         """
         slots = self._slots
-        kept: dict[str, dict[str, Tensor]] = {name: {} for name in slots.stepped}
+        kept: dict[str, dict[str, Tensor]] = {name: {} for name in self.stepped}
         for behind in range(delay + 1):
             slot = slots.tensors[slots.slot_of(max(slots.newest - behind, slots.oldest))]
-            for name in slots.stepped if behind else slots.stepped.keys() & slots.masters.keys():
+            for name in self.stepped if behind else self.stepped.keys() & slots.masters.keys():
                 kept[name][str(-behind)] = slot[name]
         return {name: versions for name, versions in kept.items() if versions}
 
@@ -379,16 +369,14 @@ class VersionedWeights:
         slots = self._slots
         slots.first, slots.newest, slots.oldest = slots.slot_of(slots.newest), 0, 0
         self._publish({})
-        for name in slots.stepped.keys() & (history or {}).keys():
+        for name in self.stepped.keys() & (history or {}).keys():
             for version, tensor in (history or {})[name].items():
                 slots.tensors[slots.slot_of(int(version))][name].copy_(tensor)
                 slots.oldest = min(slots.oldest, int(version))
 
 
-def _places_of(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> list[tuple[MutableMapping[str, Any], str, str]]:
-    """Where `module` holds `parameters`: the table of an inner module, the key in it, and the name of the parameter."""
+def _places_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[_Place]:
+    """Where `module` and those in it hold `parameters`."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     tables = (tensor_tables(inner)[0] for inner in module.modules())
     return [(table, key, names[id(p)]) for table in tables for key, p in table.items() if id(p) in names]
