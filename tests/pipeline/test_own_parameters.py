@@ -113,3 +113,39 @@ def test_copies_of_the_model_have_nothing_of_penstock(pool: Pool) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1"])
 def test_two_pipelines_one_of_which_reads_the_model_of_the_other(schedule: str) -> None:
     assert train_adversaries(True, schedule) == train_adversaries(False)
+
+
+class Failing(torch.autograd.Function):
+    """Fails in its backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise ValueError("a backward that fails")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_a_step_that_fails_leaves_the_newest_weights_and_no_gradient(schedule: str) -> None:
+    model, fails = make("weak"), False
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return squares(Failing.apply(output) if fails else output, target)
+
+    plan = penstock.Plan((penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 6, (2, 3))), schedule, microbatches=4)
+    pipe = penstock.Pipeline(model, (ROUNDS[0][0][:1],), loss, sgd, plan=plan)
+    for step in range(2):
+        pipe.step(*ROUNDS[step])
+    newest = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+    fails = True
+    with pytest.raises(ValueError, match="a backward that fails"):
+        pipe.step(*ROUNDS[0])
+
+    # Under 2bw the first stage may have made the update of the step before.
+    same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, newest[name])}
+    assert same == newest.keys() if schedule == "1f1b-flush" else same >= {"last.weight", "last.bias"}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    squares(model(ROUNDS[0][0]), ROUNDS[0][1]).backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is not None for parameter in model.parameters())

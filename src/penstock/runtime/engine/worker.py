@@ -130,10 +130,13 @@ class Worker:
 
     def end(self) -> list[ActionTiming]:
         """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
-        for stage in self.stages.values() if self._training else ():
-            stage.weights.rest()
         if not self._training:
             self._microbatches.clear()
+        for stage in self.stages.values() if self._training else ():
+            stage.weights.rest()
+            if stage.reducer is not None:
+                # A backward that failed has left its hooks.
+                stage.reducer.disarm()
         timings, self._timings = self._timings, []
         return timings
 
