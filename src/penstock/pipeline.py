@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.outside_state import OutsideState
-from penstock.capturing.reminders import lifted
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
@@ -31,7 +30,6 @@ from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.hints import DrainReminder, give_hints
-from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.pipeline_arguments import check_pipeline, plan_arguments, planned_anew
@@ -274,8 +272,6 @@ class Pipeline:
             self._guarded.undo_with(self._engine.discard, self.schedule)
             trains = check_optimizers(self._world, self.optimizers, self._parameters(), self._updater.schedulers)
             self._conditions = StepConditions(model, trains)
-            if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:
-                self._opened.callback(reminder.remove)
             self._drain_reminder = DrainReminder(self, self._engine, self._world.rank)
             self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
             give_hints(model, recipe, self.schedule, self._world.rank)
@@ -343,9 +339,9 @@ class Pipeline:
         Drains first. The loss is the mean over the batch's samples.
         """
         self.drain()
-        with self._guarded("reading a batch", harmless=True), lifted(self._model):
+        with self._guarded("reading a batch", harmless=True):
             microbatches = self._splitter.for_evaluation(inputs, target)
-        with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target), lifted(self._model):
+        with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
             return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
@@ -355,9 +351,9 @@ class Pipeline:
         concatenated, and others are stacked.
         """
         self.drain()
-        with self._guarded("reading a batch", harmless=True), lifted(self._model):
+        with self._guarded("reading a batch", harmless=True):
             microbatches = self._splitter.for_prediction(inputs)
-        with self._guarded("in a prediction"), self._explained("predict", inputs), lifted(self._model):
+        with self._guarded("in a prediction"), self._explained("predict", inputs):
             values = self._engine.predict(microbatches)
             outputs = [self._chain.evaluation().output.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])

@@ -103,7 +103,7 @@ def _slots(versions: int, dtype: torch.dtype | None) -> int:
     weights = VersionedWeights(
         chain.stage(0, 1), dict(layer.named_parameters()), versions, compute_weights=ComputeWeights(dtype)
     )
-    slots = [tensor for slot in range(versions) for tensor in weights.slot(slot).values()]
+    slots = [tensor for slot in weights._slots.tensors for tensor in slot.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*slots, *layer.parameters()]}
     return sum(storages.values())
 

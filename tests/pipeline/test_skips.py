@@ -92,7 +92,7 @@ def test_stages_that_recompute_or_are_compiled_send_past_others(more: dict[str, 
 
 def test_stages_hold_nothing_of_what_passes_them() -> None:
     pipe = Run(plan_of(8, 4, "gpipe")).pipeline()
-    modules = [pipe._engine.stages[rank][rank].weights.module(0) for rank in range(4)]
+    modules = [pipe._engine.stages[rank][rank].weights.stage for rank in range(4)]
     pipe.close()
 
     assert pipe.schedule.skips == ((0, 3),)

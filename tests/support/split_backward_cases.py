@@ -28,7 +28,9 @@ class Bench:
     dtype: torch.dtype = torch.float64
 
     def run(self, divided: bool, hooked: bool = False) -> list[Tensor | None]:
-        """The gradients of what was received, microbatch by microbatch, and of the leaves."""
+        """The gradients of what was received, microbatch by microbatch, and of the leaves. `hooked`: these have hooks
+        while the weight backwards run.
+        """
         for leaf in self.leaves:
             leaf.grad = None
         executor, found, generator = StageExecutor(), [], torch.Generator().manual_seed(1)
@@ -43,8 +45,12 @@ class Bench:
             found += (executor.backward_input if divided else executor.backward)(k, gradients)
         if divided:
             assert len(executor.in_flight) == MICROBATCHES
+            trained = [leaf for leaf in self.leaves if leaf.requires_grad and hooked]
+            hooks = [leaf.register_post_accumulate_grad_hook(lambda _: None) for leaf in trained]
             for k in range(MICROBATCHES):
-                executor.backward_weight(k, hooked)
+                executor.backward_weight(k)
+            for hook in hooks:
+                hook.remove()
         assert not executor.in_flight
         return [*found, *(leaf.grad for leaf in self.leaves)]
 

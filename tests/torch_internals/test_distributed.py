@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.communicators import Members, connect_gloo
-from penstock.torch_internals.distributed import end_coalescing, local_tensor, start_coalescing
+from penstock.torch_internals.distributed import end_coalescing, local_tensor, replace_local_tensor, start_coalescing
 from support.jobs.backend_jobs import gather_both_ways
 from support.processes import Pool
 
@@ -78,6 +78,20 @@ def test_the_local_tensor_is_the_memory_that_is_computed_with(mesh: DeviceMesh) 
     assert local_tensor(parameter) is local_tensor(parameter)  # type: ignore[arg-type]
     assert (parameter * 2).full_tensor().tolist() == [[6, 6], [6, 6]]  # type: ignore[attr-defined]
     assert parameter.to_local().data_ptr() == local_tensor(parameter).data_ptr()  # type: ignore[arg-type, attr-defined]
+
+
+def test_a_dtensor_gets_memory_of_another_type(mesh: DeviceMesh) -> None:
+    parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
+    low = DTensor.from_local(torch.full((2, 2), 3.0, dtype=torch.bfloat16), mesh, [Shard(0)])
+    parameter.grad_dtype = torch.float32
+    replace_local_tensor(parameter, low)  # type: ignore[arg-type]
+    product = parameter * low
+    product.sum().backward()  # type: ignore[no-untyped-call]
+
+    assert (parameter.dtype, product.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert product.full_tensor().tolist() == [[9, 9], [9, 9]]  # type: ignore[attr-defined]
+    assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+    assert local_tensor(parameter).data_ptr() == local_tensor(low).data_ptr()  # type: ignore[arg-type]
 
 
 def test_a_dtensor_without_is_an_error(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

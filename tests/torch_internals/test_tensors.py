@@ -10,6 +10,7 @@ from penstock.torch_internals.tensors import (
     divide_each,
     multiply_each,
     norm_of_each,
+    set_times_written,
     storage_key,
     times_written,
 )
@@ -49,6 +50,26 @@ def test_every_write_counts() -> None:
 
     assert times_written(tensor) == before + 2
     assert times_written(tensor) == times_written(tensor.view(2, 2))
+
+
+def test_a_count_that_is_set_is_what_autograd_compares() -> None:
+    parameter, x = torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    output = (parameter * x).sum()
+    before = times_written(parameter)
+    with torch.no_grad():
+        parameter.mul_(3)
+    set_times_written([parameter], [before])
+    output.backward()  # type: ignore[no-untyped-call]
+
+    assert times_written(parameter) == before
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
+def test_a_count_that_cannot_be_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_unsafe_set_version_counter")
+
+    with pytest.raises(PenstockError, match=r"has no torch\._C\._autograd\._unsafe_set_version_counter"):
+        set_times_written([torch.zeros(1)], [0])
 
 
 def test_a_count_of_inference_tensors_is_torchs_own_error() -> None:

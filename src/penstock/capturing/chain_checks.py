@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.reminders import lifted
 from penstock.capturing.sampled_models import SampledModel
 
 __all__ = ["ChainCheck", "UncheckedChain", "without_garbage_collection"]
@@ -41,9 +40,7 @@ class UncheckedChain:
 
     def results(self) -> list[bool]:
         """Whether each check passes. The model is left as it was. Raises `CaptureError` as `ChainCheck.holds`."""
-        if self.sampled is None:
-            return []
-        with lifted(self.sampled.model), without_garbage_collection():
+        with without_garbage_collection():
             return [check.holds() for check in self.checks]
 
     def after(self, results: Sequence[bool]) -> LayerChain:

@@ -16,7 +16,6 @@ from penstock.capturing.chain_checks import UncheckedChain, without_garbage_coll
 from penstock.capturing.export.exported import capture_exported
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.model_kinds import check_model
-from penstock.capturing.reminders import lifted
 from penstock.capturing.samples import Call, read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError
@@ -59,7 +58,7 @@ def capture_unchecked(
     check_model(model)
     microbatch_size = integer(1).optional.check("capture(microbatch_size=)", microbatch_size, CaptureError)
     call, inputs = read_sample(sample, microbatch_size)
-    with lifted(model), without_garbage_collection():
+    with without_garbage_collection():
         return _capture(model, call, inputs, check)
 
 

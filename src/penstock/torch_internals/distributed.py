@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from penstock.torch_internals.availability import missing
 
-__all__ = ["INTERFACE", "end_coalescing", "gather_into", "gloo_backend", "local_tensor", "start_coalescing"]
+__all__ = [
+    "INTERFACE",
+    "end_coalescing",
+    "gather_into",
+    "gloo_backend",
+    "local_tensor",
+    "replace_local_tensor",
+    "start_coalescing",
+]
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable by which Gloo takes an interface. It is Gloo's, and a user may set it."""
@@ -92,3 +100,15 @@ def local_tensor(tensor: DTensor) -> Tensor:
         return tensor._local_tensor
     except AttributeError as error:
         raise missing("torch.distributed.tensor.DTensor._local_tensor", "to move the weights of a DTensor") from error
+
+
+def replace_local_tensor(tensor: DTensor, other: Tensor) -> None:
+    """Gives `tensor`, which keeps its identity, the memory and the type of `other`, which is laid out alike.
+
+    Public: ``tensor.data = other``, which sets the type that `tensor` reports, and not what it computes with.
+    """
+    made: Any = other
+    try:
+        tensor.data, tensor._local_tensor, tensor._spec = other, made._local_tensor, made._spec
+    except AttributeError as error:
+        raise missing("torch.distributed.tensor.DTensor._spec", "to lower the weights of a DTensor") from error

@@ -119,23 +119,25 @@ def test_sums_are_those_of_adding_in_replica_order(example: Example) -> None:
     for version, replicas in enumerate(example.replicas, 1):
         parts = []
         for rank, replica in zip(example.group, replicas, strict=True):
-            leaves = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+            for parameter in parameters.values():
+                parameter.grad = None
             for number in replica.before:
-                leaves[f"p{number}"].grad = example.fill(number)
+                parameters[f"p{number}"].grad = example.fill(number)
             if example.armed:
-                # What each leaf has in the end, kept from the reducer, which takes it away.
-                plain = {name: nn.Parameter(leaf.detach().clone()) for name, leaf in leaves.items()}
-                for name, leaf in leaves.items():
+                # What each parameter has in the end, kept from the reducer, which takes it away.
+                plain = {name: nn.Parameter(leaf.detach().clone()) for name, leaf in parameters.items()}
+                for name, leaf in parameters.items():
                     plain[name].grad = None if leaf.grad is None else leaf.grad.clone()
                 state = torch.get_rng_state()
                 backward(example, replica, plain)
                 torch.set_rng_state(state)
-                reducers[rank].arm(version, leaves)
-                backward(example, replica, leaves)
+                reducers[rank].arm(version)
+                backward(example, replica, parameters)
+                reducers[rank].disarm()
             else:
-                backward(example, replica, leaves)
-                plain = leaves
-            own = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+                backward(example, replica, parameters)
+                plain = parameters
+            own = {name: leaf.grad for name, leaf in parameters.items() if leaf.grad is not None}
             whole = {name: leaf.grad.clone() for name, leaf in plain.items() if leaf.grad is not None}
             # Gradients that other stages add come after the backward.
             for name in late & own.keys():
@@ -196,7 +198,7 @@ def test_buckets_leave_before_the_backward_has_ended() -> None:
     reducer = Reducer(transport, (0, 1), 0, 0, parameters, bucket_bytes=2 * 16 * 4)
     for name, parameter in parameters.items():
         parameter.register_hook(lambda _, name=name: transport.events.append(name))
-    reducer.arm(1, parameters)
+    reducer.arm(1)
     model(torch.randn(2, 4)).sum().backward()
 
     form = "gradients"
@@ -213,7 +215,7 @@ def test_a_gradient_that_comes_late_holds_back_those_behind_it() -> None:
     parameters = {name: nn.Parameter(torch.ones(4)) for name in ("a", "b", "c")}
     transport = Logged()
     reducer = Reducer(transport, (0, 1), 0, 3, parameters, late=("c",), bucket_bytes=16)
-    reducer.arm(1, parameters)
+    reducer.arm(1)
     (parameters["a"].sum() + parameters["c"].sum()).backward()
 
     # b would be the first to leave, and c is not final.
@@ -252,9 +254,9 @@ def test_live_tensors_are_constant_from_sum_to_sum() -> None:
     forget_what_is_there()
     for version in range(1, 6):
         for reducer in reducers:
-            leaves = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-            reducer.arm(version, leaves)
-            torch.stack([leaf.sum() for leaf in leaves.values()]).sum().backward()
+            reducer.arm(version)
+            torch.stack([parameter.sum() for parameter in parameters.values()]).sum().backward()
+            reducer.disarm()
             reducer.start(version, {})
         for reducer in reducers:
             reducer.finish(version)
@@ -390,7 +392,7 @@ def test_a_backward_waits_for_no_other_replica() -> None:
     both, _ = agreements(1.0)
     with ThreadPoolExecutor(2) as threads:
         reducers = list(threads.map(make, range(2), both))
-    reducers[0].arm(1, parameters)
+    reducers[0].arm(1)
     # The other one has not begun its last backward.
     torch.stack([x * parameter for parameter in parameters.values()]).sum().backward()
 

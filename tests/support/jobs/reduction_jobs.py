@@ -78,7 +78,7 @@ def replicate(backend: str, frozen: dict[int, str], bucket_bytes: int) -> tuple[
         try:
             reducer = Reducer(transport, group, rank, 0, parameters, bucket_bytes=bucket_bytes)
             before = tardy_backend.messages()
-            reducer.arm(1, parameters)
+            reducer.arm(1)
             (torch.stack([parameter.sum() for parameter in parameters.values()]).sum() * rank).backward()
             # From device to device, no sum starts within the first backwards.
             assert tardy_backend.messages() == before

@@ -3,12 +3,9 @@
 Also jobs for the processes of the pool. Everything is in float64, so that sums over microbatches differ in no bit.
 """
 
-import copy
-import pickle
 import resource
 import signal
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,6 @@ __all__ = [
     "load_and_train",
     "lora",
     "make_pipeline",
-    "use_the_model",
     "written",
 ]
 
@@ -130,37 +126,6 @@ def load_and_train(
     found.warned = [str(each.message) for each in caught]
     found.held = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     pipe.close()
-    return found
-
-
-def use_the_model(kind: str) -> dict[str, list[str]]:
-    """What this process is warned of, by what it does with a model of which it trains a part."""
-    model = build(kind)
-    found: dict[str, list[str]] = {}
-
-    def watch(name: str, work: Callable[[], object]) -> None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            work()
-        found[name] = [str(each.message) for each in caught]
-
-    pipe = make_pipeline(model)
-    batch = {"input_ids": TOKENS}
-    watch("step", lambda: pipe.step(batch, torch.zeros_like(TOKENS)))
-    watch("evaluate", lambda: pipe.evaluate(batch, torch.zeros_like(TOKENS)))
-    watch("predict", lambda: pipe.predict(batch))
-    watch("state_dict", pipe.state_dict)
-    watch("full_state_dict", pipe.full_state_dict)
-    copied, pickled = copy.deepcopy(model), pickle.dumps(model)
-    model.load_state_dict(pipe.full_state_dict(rank=None))
-    second = make_pipeline(model)
-    pipe.close()
-    watch("call", lambda: model(**batch))
-    watch("call again", lambda: model(**batch))
-    watch("call of a copy", lambda: copied(**batch))
-    watch("state dict of a pickle", lambda: pickle.loads(pickled).state_dict())
-    second.close()
-    watch("after close", model.state_dict)
     return found
 
 

@@ -22,7 +22,7 @@ from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import dimensions_of
-from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
+from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.lowering import partners
@@ -212,7 +212,7 @@ def build_stages(
     shared = _tied(plan, chain)
     firsts: dict[int, LocalStage] = {}
     shared_weights: dict[str, VersionedWeights] = {}
-    readers: dict[str, VersionedWeights] = {}
+    tied = Sharers()
     for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
@@ -223,11 +223,10 @@ def build_stages(
             parameters,
             schedule.versions(index),
             {name: shared_weights[name] for name in parameters if name in shared_weights},
-            pointed=not sharded_modules(module),
+            sharers=tied if any(name in shared for name in parameters) else None,
             compute_weights=compute_weights[index],
-            beside=[readers[name] for name in parameters if name in readers],
+            swapped=bool(sharded_modules(module)),
         )
-        readers.update({name: weights for name, parameter in parameters.items() if not parameter.requires_grad})
         # The first of the stages in a process that share a weight updates it.
         for name in parameters:
             if name in shared:

@@ -428,15 +428,13 @@ class Engine:
         trains = schedule is self._schedule and isinstance(segment, Step)
         kind = "step" if trains else "drain" if schedule is self._schedule else "evaluation"
         self.recorder.begin(kind, schedule.placement, [worker.row for worker in self._workers])
-        with self._context.streams.ordered_segment():
-            run_cooperatively(
-                self._workers,
-                programs,
-                self._context.streams,
-                before_waiting=before_waiting,
-                while_idle=self._prepare if trains else None,
-            )
-        return [timing for worker in self._workers for timing in worker.end()]
+        streams, idle = self._context.streams, self._prepare if trains else None
+        with streams.ordered_segment():
+            try:
+                run_cooperatively(self._workers, programs, streams, before_waiting=before_waiting, while_idle=idle)
+            finally:
+                timings = [timing for worker in self._workers for timing in worker.end()]
+        return timings
 
     def _prepare(self) -> None:
         """Makes the program of the step that most likely follows the present one."""
@@ -492,6 +490,7 @@ def make_workers(
             gradients=gradients,
             updater=updater,
             snapshots=snapshots,
+            weights=[stage.weights for each in stages.values() for stage in each.values()],
             now=context.timer.now,
         )
         workers.append(worker)

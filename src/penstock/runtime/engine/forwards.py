@@ -62,14 +62,15 @@ class Forwards:
         The last stage returns its loss alone.
         """
         stage, head = self._stages[index], self._heads.get(index)
-        module = stage.weights.module(version)
+        module = stage.weights.stage
+        stage.weights.point(version)
         seed = self._batch.seed if index in self._random else None
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._batch.microbatches_before + k), microbatch.slice_index)
         recomputation = None if (index, k) in self._direct else self._recomputations.get(index)
         layer_runner = context = None
         if recomputation:
-            point = partial(stage.weights.module, version)
+            point = partial(stage.weights.point, version)
             layer_runner = recomputation.layer_runner(point)
             context = recomputation.context_for(point, module, (*received, *microbatch.tensors))
         metrics: dict[str, Tensor] = {}

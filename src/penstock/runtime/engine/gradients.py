@@ -7,8 +7,8 @@ gradients overflowed is skipped.
 
 Laws of this file:
   1. Sums are taken in the order of the stages and of the replicas: the same bits everywhere.
-  2. Gradients of several updates may be alive at once. None is left with the weights, since the gradients of the next
-     update may be taken at the same version.
+  2. Gradients of several updates may be alive at once. With the weights are those of one update only: they are taken
+     when it has all of them.
   3. The gradients of an update are changed in place, so nothing else may hold them: a sum over stages is a new tensor,
      since its summands may be in flight to another stage, or be the sum of that stage as well.
 """
@@ -101,9 +101,9 @@ class Gradients:
         size = self._schedule.guarantees.microbatches_per_update[self._last_stage]
         return weight * self.scaler.scale_of(k // size + 1)
 
-    def prepare(self, stage: int, microbatch: int, version: int) -> int | None:
-        """Prepares for a backward or weight backward at `version`. Returns the version that it completes, if it is the
-        last one for an update; sums over replicas then begin while it runs.
+    def prepare(self, stage: int, microbatch: int) -> int | None:
+        """Prepares for a backward or weight backward. Returns the version that it completes, if it is the last one for
+        an update; sums over replicas then begin while it runs.
         """
         update = microbatch // self._schedule.guarantees.microbatches_per_update[stage] + 1
         known, last = self._lasts.get(stage, (0, None))
@@ -116,12 +116,15 @@ class Gradients:
         # A deferred update with tied weights is summed after backwards of the next one, which other replicas may not
         # have run by then.
         if held.reducer is not None and not (held.ties and stage in self._schedule.deferred):
-            held.reducer.arm(update, held.weights.leaves(version))
+            held.reducer.arm(update)
         return update
 
-    def take(self, stage: int, update: int, version: int) -> None:
-        """Takes the gradients for `update` from the weights of `version`."""
-        self._own[stage, update] = self._stages[stage].weights.take_gradients(version)
+    def take(self, stage: int, update: int) -> None:
+        """Takes the gradients for `update` from the weights, after its last backward."""
+        held = self._stages[stage]
+        self._own[stage, update] = held.weights.take_gradients()
+        if held.reducer is not None:
+            held.reducer.disarm()
 
     def tied(self, stage: int, update: int, target: int) -> Message:
         """The gradients that `stage` sends `target`: those of the weights that both use, with zeros for absent ones;
@@ -132,8 +135,11 @@ class Gradients:
         names = self._stages[stage].ties[target]
         if self._schedule.last_microbatch(self._rank, stage, update) is None:
             return (None,) * (len(names) + 1)
-        own, leaves = self._own.get((stage, update), {}), self._stages[stage].weights.leaves(update)
-        gradients = [own[name] if name in own else torch.zeros_like(leaves[name]) for name in names]
+        own, trained = self._own.get((stage, update), {}), self._stages[stage].weights.trained
+        gradients = [
+            own[name] if name in own else torch.zeros_like(trained[name], dtype=trained[name].grad_dtype)
+            for name in names
+        ]
         # Made on the device, so that a GPU's host does not wait for it.
         there = torch.cat([gradients[0].new_full((1,), float(name in own)) for name in names])
         return (*gradients, there)

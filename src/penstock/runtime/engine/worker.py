@@ -30,6 +30,7 @@ from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
 from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.failures import explained
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.actions import (
@@ -74,14 +75,18 @@ class Worker:
         gradients: Gradients,
         updater: Updater,
         snapshots: Snapshots,
+        weights: Sequence[VersionedWeights],
         now: Callable[[], Timestamp],
     ) -> None:
-        """`inputs`: describes the model's inputs. `heads`: the loss head of the last stage if it is on this rank."""
+        """`inputs`: describes the model's inputs. `heads`: the loss head of the last stage if it is on this rank.
+        `weights`: those of all stages of the process.
+        """
         self.rank, self.stages, self.gradients = rank, stages, gradients
         self._mailbox, self._inputs, self._forwards, self._heads = mailbox, inputs, forwards, heads
         self._updater, self._now = updater, now
         self.snapshots = snapshots
         """Of all stages of the process; its workers share it."""
+        self._weights = weights
         modules = {index: stage.weights.stage for index, stage in stages.items()}
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
         self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
@@ -116,16 +121,22 @@ class Worker:
                     index = ranks.index(self.rank)
                     self._microbatches[k] = take_slice(self._inputs, microbatch, index, len(ranks))
         self.row = FlightRow(self.rank, program)
+        if self._training:
+            for held in self.stages.values():
+                held.weights.begin()
         self._forwards.begin(batch, program)
         self.gradients.begin(batch)
         self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[ActionTiming]:
         """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
-        for stage in self.stages.values():
-            stage.weights.rest()
         if not self._training:
             self._microbatches.clear()
+        for stage in self.stages.values() if self._training else ():
+            stage.weights.rest()
+            if stage.reducer is not None:
+                # A backward that failed has left its hooks.
+                stage.reducer.disarm()
         timings, self._timings = self._timings, []
         return timings
 
@@ -239,10 +250,10 @@ class Worker:
     def _backward(self, action: Backward) -> None:
         gradients, stage = self._gradients_of_outputs(action), self.stages[action.stage]
         update = self._prepare(action)
-        stage.weights.point(action.version)
+        stage.weights.accumulate(action.version)
         result = stage.executor.backward(action.microbatch, gradients)
         if update is not None:
-            self.gradients.take(action.stage, update, action.version)
+            self.gradients.take(action.stage, update)
         self._deal_gradients(action, result)
 
     def _backward_input(self, action: BackwardInput) -> None:
@@ -253,19 +264,17 @@ class Worker:
     def _backward_weight(self, action: BackwardWeight) -> None:
         stage = self.stages[action.stage]
         update = self._prepare(action)
-        # Hooks start the sums over replicas.
-        hooked = update is not None and stage.reducer is not None
-        stage.weights.point(action.version)
-        stage.executor.backward_weight(action.microbatch, hooked)
+        stage.weights.accumulate(action.version)
+        stage.executor.backward_weight(action.microbatch)
         if update is not None:
-            self.gradients.take(action.stage, update, action.version)
+            self.gradients.take(action.stage, update)
 
     def _prepare(self, action: Backward | BackwardWeight) -> int | None:
         """Prepares for gradients of weights. Returns the version whose update they are the last ones for, if any."""
         order = self.stages[action.stage].order
         if order is not None:
             order.settle()
-        return self.gradients.prepare(action.stage, action.microbatch, action.version)
+        return self.gradients.prepare(action.stage, action.microbatch)
 
     def _gradients_of_outputs(self, action: InputGradients) -> Message:
         """The gradients that a backward starts from."""
@@ -287,12 +296,11 @@ class Worker:
         with nullcontext() if order is None else order.making(version, gradients):
             self.snapshots.before_update(stage)
             start = self._now()
+            # The optimizers have the parameters of all stages, and step those with gradients.
+            for other in self._weights:
+                other.set_aside()
             if weights.begin_update(version, {} if skipped else gradients):
-                published: Mapping[str, Tensor] = {}
-                if not skipped:
-                    others = (held.weights for other, held in self.stages.items() if other != stage)
-                    published = self._updater.step(stage, weights, others)
-                weights.end_update(published)
+                weights.end_update({} if skipped else self._updater.step(stage, weights))
                 self.snapshots.after_update(stage, version)
             stop = self._now()
         self.gradients.forget(stage, version)

@@ -95,11 +95,11 @@ class StageExecutor:
             raise
         return result
 
-    def backward_weight(self, microbatch: int, hooked: bool = False) -> None:
-        """Adds the gradients that `backward_input` left to the weights' ``.grad``. `hooked`: the weights have hooks."""
+    def backward_weight(self, microbatch: int) -> None:
+        """Adds the gradients that `backward_input` left to the weights' ``.grad``."""
         pending = self.in_flight.pop(microbatch)
         assert isinstance(pending, WeightBackward), "a weight backward comes after its input backward"
-        pending.run(hooked)
+        pending.run()
 
     def _take(self, microbatch: int) -> _SavedForward:
         saved = self.in_flight.pop(microbatch)

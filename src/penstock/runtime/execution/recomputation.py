@@ -6,7 +6,7 @@ layer are alive at a time.
 
 Laws of this file:
   1. The second forward runs in the state of the first one: random generators, autocast, and the buffers as they were
-     before it. The version of the weights is that of the module that is called.
+     before it. The weights are those of its version.
   2. It has no side effects: it works on copies of the buffers, and restores the generators. BatchNorm counts once.
   3. It must read the same numbers as the first one: a batch that was overwritten in between is an error.
 """

@@ -90,12 +90,9 @@ class WeightBackward:
         self._deferred = sorted(deferred, key=lambda work: not work.exclusive)
         self._made = tuple(made)
 
-    def run(self, hooked: bool = False) -> None:
-        """Adds the gradients of the weights to their ``.grad``, and frees what it held. Once.
-
-        `hooked`: the weights have hooks, which must run when their gradients are added.
-        """
-        accumulation = _GradientAccumulation(hooked)
+    def run(self) -> None:
+        """Adds the gradients of the weights to their ``.grad``, and frees what it held. Once."""
+        accumulation = _GradientAccumulation()
         with torch.no_grad():
             for leaf, gradient in self._made:
                 if gradient_hooks(leaf):
@@ -123,10 +120,9 @@ class WeightBackward:
 class _GradientAccumulation:
     """Adds gradients to leaves: directly where that is enough, else through autograd, in groups."""
 
-    __slots__ = ("_gradients", "_hooked", "_roots", "_size")
+    __slots__ = ("_gradients", "_roots", "_size")
 
-    def __init__(self, hooked: bool) -> None:
-        self._hooked = hooked
+    def __init__(self) -> None:
         self._roots: list[Tensor | GradientEdge] = []
         self._gradients: list[Tensor] = []
         self._size = 0
@@ -134,7 +130,7 @@ class _GradientAccumulation:
     def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
         """Adds `gradient` to ``leaf.grad`` as autograd would, which takes six times as long."""
         own = leaf.grad
-        hooked = self._hooked or gradient_hooks(leaf) or accumulated_hooks(leaf)
+        hooked = gradient_hooks(leaf) or accumulated_hooks(leaf)
         if hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
             self.queue(leaf, gradient)
         elif own is None or own.layout is torch.strided:

@@ -45,12 +45,15 @@ class ShardedReducer(Reducer):
             module.set_force_sum_reduction_for_comms(True)
         self._sum_next(False)
 
-    def arm(self, version: int, leaves: Mapping[str, nn.Parameter]) -> None:
+    def arm(self, version: int) -> None:
         self._sum_next(True)
-        super().arm(version, {name: leaf for name, leaf in leaves.items() if name in self._plain})
+        super().arm(version)
+
+    def disarm(self) -> None:
+        self._sum_next(False)
+        super().disarm()
 
     def start(self, version: int, gradients: Mapping[str, Tensor]) -> None:
-        self._sum_next(False)
         self._shards[version] = {name: tensor for name, tensor in gradients.items() if name not in self._plain}
         super().start(version, {name: tensor for name, tensor in gradients.items() if name in self._plain})
 

@@ -52,22 +52,24 @@ class _Bucket:
     @property
     def layout(self) -> tuple[int, torch.dtype]:
         """The length and the type of the row."""
-        return sum(self.counts), self.parameters[0].dtype
+        # A parameter may be pointed at a version of another type than its gradients.
+        return sum(self.counts), self.parameters[0].grad_dtype or self.parameters[0].dtype
 
     def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """All gradients in a row, with zeros for absent ones; then a one or zero for each, whether it is present."""
-        like = [local_shard(parameter) for parameter in self.parameters]
+        _, dtype = self.layout
+        filled = partial(torch.full, dtype=dtype, device=local_shard(self.parameters[0]).device)
         pieces = [
             local_shard(redistributed_like(gradients[name], parameter)).reshape(-1)
             if name in gradients
-            else own.new_zeros(own.numel())
-            for name, parameter, own in zip(self.names, self.parameters, like, strict=True)
+            else filled((count,), 0.0)
+            for name, parameter, count in zip(self.names, self.parameters, self.counts, strict=False)
         ]
         # Made on the device of the gradients: a copy of numbers to a GPU would make its host wait for all earlier work.
         runs = groupby(name in gradients for name in self.names)
-        there = [like[0].new_full((len(list(run)),), float(here)) for here, run in runs]
+        there = [filled((len(list(run)),), float(here)) for here, run in runs]
         rest = self.counts[-1]
-        return torch.cat([*pieces, *there, *([like[0].new_zeros(rest)] if rest else ())])
+        return torch.cat([*pieces, *there, *([filled((rest,), 0.0)] if rest else ())])
 
     def unpack(self, flat: Tensor, complete: bool) -> dict[str, Tensor]:
         """The present gradients, as views of `flat`. `complete`: this replica had all of them."""
@@ -87,9 +89,8 @@ class _Bucket:
 class _PendingUpdate:
     """Holds the gradients of one update while they are made and summed."""
 
-    made: dict[str, nn.Parameter] = field(default_factory=dict)
-    """The leaves whose gradients are final and not yet sent."""
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    made: set[str] = field(default_factory=set)
+    """The parameters whose gradients are final and not yet sent."""
     pending: list[tuple[PendingMessage, bool]] = field(default_factory=list)
     """One for each bucket that has been sent, and whether all its gradients were present."""
     began: Timestamp | None = None
@@ -124,36 +125,37 @@ class Reducer:
         ordered = {name: parameters[name] for name in (*early, *(name for name in parameters if name in late))}
         # Three ranks or more each sum a share of a bucket, so it is padded. Two ranks exchange whole buckets.
         self._buckets = _pack(ordered, frozenset(late), bucket_bytes, len(group) if len(group) > 2 else 1)
-        self._late = frozenset(late)
+        self._early = {name: parameters[name] for name in early}
+        self._hooks: list[RemovableHandle] = []
         self._updates: dict[int, _PendingUpdate] = {}
         transport.agree(group, rank, {self._kind(index): bucket.layout for index, bucket in enumerate(self._buckets)})
 
-    def arm(self, version: int, leaves: Mapping[str, nn.Parameter]) -> None:
-        """Registers hooks so that each bucket of gradients of `leaves` is sent as soon as the next backward, the last
-        one before the update to `version`, has made all gradients in it.
+    def arm(self, version: int) -> None:
+        """Registers hooks so that each bucket of gradients is sent as soon as the next backward, the last one before
+        the update to `version`, has made all gradients in it. `disarm` follows that backward.
         """
         current = self._updates.setdefault(version, _PendingUpdate())
-        for name, leaf in leaves.items() if self._transport.overlaps() else ():
-            if leaf.requires_grad and name not in self._late:
-                note = partial(self._note, current, name)
-                hook = leaf.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-                current.hooks.append(hook)
+        for name, parameter in self._early.items() if self._transport.overlaps() else ():
+            note = partial(self._note, current, name)
+            hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+    def disarm(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def start(self, version: int, gradients: Mapping[str, Tensor]) -> None:
         """Sends the buckets that have not been sent, out of `gradients`; parameters that it lacks have no gradient."""
         current = self._updates.setdefault(version, _PendingUpdate())
-        for hook in current.hooks:
-            hook.remove()
-        current.hooks.clear()
         current.made.clear()
         for bucket in self._buckets[len(current.pending) :]:
             self._send(current, bucket, gradients)
 
     def discard(self) -> None:
         """Drops the gradients of updates whose sums are not finished."""
-        for current in self._updates.values():
-            for hook in current.hooks:
-                hook.remove()
+        self.disarm()
         self._updates.clear()
 
     def ready(self, version: int) -> bool:
@@ -173,18 +175,18 @@ class Reducer:
             sums.update(bucket.unpack(flat, complete))
         return sums
 
-    def _note(self, current: _PendingUpdate, name: str, leaf: Tensor) -> None:
-        """The gradient of `leaf` is final: sends the next buckets that are complete."""
-        assert isinstance(leaf, nn.Parameter)
-        current.made[name] = leaf
+    def _note(self, current: _PendingUpdate, name: str, parameter: Tensor) -> None:
+        """The gradient of `parameter` is final: sends the next buckets that are complete."""
+        current.made.add(name)
         while len(current.pending) < len(self._buckets):
             bucket = self._buckets[len(current.pending)]
-            if not current.made.keys() >= set(bucket.names):
+            if not current.made >= set(bucket.names):
                 return
-            leaves = {name: current.made.pop(name) for name in bucket.names}
-            gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-            for leaf in leaves.values():
-                leaf.grad = None
+            current.made.difference_update(bucket.names)
+            members = dict(zip(bucket.names, bucket.parameters, strict=True))
+            gradients = {name: each.grad for name, each in members.items() if each.grad is not None}
+            for each in bucket.parameters:
+                each.grad = None
             self._send(current, bucket, gradients)
 
     def _send(self, current: _PendingUpdate, bucket: _Bucket, gradients: Mapping[str, Tensor]) -> None:

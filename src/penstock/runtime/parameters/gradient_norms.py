@@ -126,7 +126,7 @@ class GradientNorms:
 
     def _in_order(self, known: Sequence[Norm]) -> Tensor:
         """The norms of all parameters in the vectors `known`, in the order of the model."""
-        counted = [(name, p.dtype) for stage, _ in known for name, p in self._counted[stage].items()]
+        counted = [(name, p.grad_dtype or p.dtype) for stage, _ in known for name, p in self._counted[stage].items()]
         if not counted:
             return torch.zeros(0, device=self._device)
         norms = torch.cat([self._vectors[norm][1:] for norm in known])

@@ -63,18 +63,15 @@ class Updater:
             self.rates = self._present_rates()
         """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
 
-    def step(self, stage: int, weights: VersionedWeights, others: Iterable[VersionedWeights]) -> dict[str, Tensor]:
-        """Makes one update of `stage`, whose `weights` have their gradients. Returns the weights that forwards are to
-        read instead of those that the optimizers made. `others`: the weights of the process's stages that do not
-        update.
+    def step(self, stage: int, weights: VersionedWeights) -> dict[str, Tensor]:
+        """Makes one update of `stage`, whose `weights` alone have gradients. Returns the weights that forwards are to
+        read instead of those that the optimizers made.
         """
         before: dict[str, Tensor] = {}
         if self.hooks.hooks:
             stepped = weights.stepped.items()
             before = {name: parameter.detach().clone() for name, parameter in stepped if parameter.grad is not None}
         with ExitStack() as stack:
-            for other in others:
-                stack.enter_context(other.hidden_gradients())
             for lr_schedule in self._lr_schedules:
                 lr_schedule.apply(self._updates[stage], min(self._updates.values()))
             for optimizer in self.optimizers:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from penstock.torch_internals.distributed import local_tensor
+from penstock.torch_internals.distributed import local_tensor, replace_local_tensor
 
 __all__ = [
     "assign",
@@ -38,11 +38,13 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def set_local_shard(parameter: nn.Parameter, shard: Tensor) -> None:
     """Makes `shard` the memory of this process's shard of `parameter`, which keeps its identity."""
-    if isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):
+        parameter.data = shard
+    elif shard.dtype == parameter.dtype:
         # Setting .data of a DTensor changes the storage that it reports, but not the shard that it computes with.
         local_tensor(parameter).data = shard
     else:
-        parameter.data = shard
+        replace_local_tensor(parameter, from_local_shard(shard, parameter))
 
 
 def from_local_shard(shard: Tensor, like: Tensor) -> Tensor:
