@@ -32,35 +32,24 @@ Hooks = tuple[Sequence[Any], Sequence[Any]]
 
 
 @dataclass(slots=True)
-class _Stage:
-    """All the versions of one stage's weights, and what each replica has of its own."""
+class _Steps:
+    """Steps the weights `newest`: those of one stage, or of all stages where these update at once."""
 
     newest: Weights
-    """What the optimizer steps."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     schedulers: list[LRScheduler]
     rate: float
     """What learning rates are multiplied with."""
-    modules: Sequence[nn.Module]
-    """Its layers."""
-    buffers: list[Buffers]
-    """What each replica has in the places of the model's buffers; nothing for the first one, which has these."""
-    replicas: int
-    split: bool
-    size: int
-    """The microbatches that an update is of, where that is not a minibatch."""
+    hooks: HookStates
     delay: int
     """How old gradients are when they are used, once the pipeline is full."""
-    hooks: HookStates
-    dtype: torch.dtype | None
-    """The type in which versions keep float32 tensors of two dimensions or more that are trained."""
-    hooks_on: Mapping[str, Hooks]
-    """By parameter name, the user's hooks on it."""
-    versions: list[list[Weights]] = field(default_factory=list)
-    """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
 
-    norms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """By update, the norms of the gradients by parameter name."""
+    @classmethod
+    def of(cls, newest: Weights, recipe: Recipe, rate: float, delay: int) -> "_Steps":
+        """Makes the optimizers and schedulers of `recipe`."""
+        made = make_optimizers(recipe.optimizer, newest)
+        schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in made if recipe.lr_scheduler]
+        return cls(newest, made, schedulers, rate, HookStates(recipe.hooks), delay)
 
     def step(self) -> dict[str, Tensor]:
         """One update; what forwards read of it where that is not `newest`."""
@@ -76,9 +65,35 @@ class _Stage:
             scheduler.step()
         return self.hooks.after_step(before, self.newest, self.delay)
 
+
+@dataclass(slots=True)
+class _Stage:
+    """All the versions of one stage's weights, and what each replica has of its own."""
+
+    newest: Weights
+    """What the optimizer steps."""
+    steps: _Steps
+    modules: Sequence[nn.Module]
+    """Its layers."""
+    buffers: list[Buffers]
+    """What each replica has in the places of the model's buffers; nothing for the first one, which has these."""
+    replicas: int
+    split: bool
+    size: int
+    """The microbatches that an update is of, where that is not a minibatch."""
+    dtype: torch.dtype | None
+    """The type in which versions keep float32 tensors of two dimensions or more that are trained."""
+    hooks_on: Mapping[str, Hooks]
+    """By parameter name, the user's hooks on it."""
+    versions: list[list[Weights]] = field(default_factory=list)
+    """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
+
+    norms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """By update, the norms of the gradients by parameter name."""
+
     def publish(self, readings: Mapping[str, Tensor] | None = None) -> None:
         """A new version: of `readings` where there are any, else of the newest weights."""
-        read = {**self.newest, **(readings or {})}
+        read = {name: (readings or {}).get(name, weights) for name, weights in self.newest.items()}
         self.versions.append([{name: self._version(name, read[name]) for name in read} for _ in range(self.replicas)])
 
     def _version(self, name: str, weights: Tensor) -> nn.Parameter:
@@ -126,35 +141,37 @@ class Training:
         for name, parameter in chain.parameters.items():
             self._names.setdefault(id(parameter), name)
         self._stages: list[_Stage] = []
+        self._together = plan.definition.updates_at_once
+        modules = [
+            [layer.module for layer, stage in zip(chain.layers, self._stage_of, strict=True) if stage == index]
+            for index in range(len(plan.stages))
+        ]
         # What is not trained is one tensor for all stages, since a forward may write it.
-        fixed = _copy({name: p for name, p in chain.parameters.items() if not p.requires_grad})
+        common = _copy({n: p for n, p in chain.parameters.items() if self._together or not p.requires_grad})
+        newest = [self._newest(of_stage, common) for of_stage in modules]
+        every = {name: parameter for own in newest for name, parameter in own.items()}
+        at_once = _Steps.of(every, recipe, 1.0, guarantees.delays[0]) if self._together else None
         for index, replicas in enumerate(plan.replicas):
-            modules = [
-                layer.module for layer, stage in zip(chain.layers, self._stage_of, strict=True) if stage == index
-            ]
-            used = {id(p) for module in modules for p in module.parameters()}
-            newest = _copy({n: p for n, p in chain.parameters.items() if id(p) in used and self._names[id(p)] == n})
-            newest |= {name: fixed[name] for name in newest if name in fixed}
-            split = plan.routing == "split" and max(plan.replicas) > 1
-            made = make_optimizers(recipe.optimizer, newest)
-            schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in made if recipe.lr_scheduler]
+            rate = sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0
             stage = _Stage(
-                newest=newest,
-                optimizers=made,
-                schedulers=schedulers,
-                rate=sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0,
-                modules=modules,
-                buffers=[{}, *(_copies_of_buffers(modules) for _ in range(1, replicas))],
+                newest=newest[index],
+                steps=at_once or _Steps.of(newest[index], recipe, rate, guarantees.delays[index]),
+                modules=modules[index],
+                buffers=[{}, *(_copies_of_buffers(modules[index]) for _ in range(1, replicas))],
                 replicas=replicas,
-                split=split,
+                split=plan.routing == "split" and max(plan.replicas) > 1,
                 size=sizes[index],
-                delay=guarantees.delays[index],
-                hooks=HookStates(recipe.hooks),
                 dtype=recipe.version_dtype,
                 hooks_on=hooks_on,
             )
             stage.publish()
             self._stages.append(stage)
+
+    def _newest(self, modules: Iterable[nn.Module], common: Weights) -> Weights:
+        """The parameters of `modules`, by their first names: those in `common`, else copies."""
+        used = {id(p) for module in modules for p in module.parameters()}
+        own = {n: p for n, p in self._chain.parameters.items() if id(p) in used and self._names[id(p)] == n}
+        return {name: common[name] if name in common else _copy({name: p})[name] for name, p in own.items()}
 
     def forward(
         self, inputs: dict[str, Tensor], samples: int, versions: Sequence[int], microbatch: int, seed: int
@@ -277,25 +294,26 @@ class Training:
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
         self._note_norms(versions)
-        for index, version in versions.items():
-            stage = self._stages[index]
-            known = self._known(index, apart)
-            update = len(stage.versions)
+        for together in [list(versions)] if self._together else [[index] for index in versions]:
+            last, first = together[-1], self._stages[together[0]]
+            known = self._known(last, apart)
+            update = len(first.versions)
             overflown = []
             if self.scales is not None:
                 bad = [at for at, norms in known.items() if not all(norm.isfinite() for norm in norms.values())]
                 overflown = [of for _, of in bad]
                 known = {at: norms for at, norms in known.items() if at not in bad}
             if self._clip is not None:
-                trained = [parameter for parameter in stage.newest.values() if parameter.grad is not None]
+                trained = [parameter for parameter in first.steps.newest.values() if parameter.grad is not None]
                 clip_grads_with_norm_(trained, self._clip, self._norm(known.values()))
-            readings = stage.step() if self.scales is None or update not in overflown else {}
-            if self.scales is not None and index == len(self._stages) - 1:
+            readings = first.steps.step() if self.scales is None or update not in overflown else {}
+            if self.scales is not None and last == len(self._stages) - 1:
                 self._overflown.append(overflown)
-            for weights in stage.versions[version]:
-                for weight in weights.values():
-                    weight.grad = None
-            stage.publish(readings)
+            for index in together:
+                for weights in self._stages[index].versions[versions[index]]:
+                    for weight in weights.values():
+                        weight.grad = None
+                self._stages[index].publish(readings)
 
     def _note_norms(self, indices: Iterable[int]) -> None:
         if self._clip is None and self.scales is None:

@@ -29,7 +29,7 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
-from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.optimizer_steps import StageUpdate, Updater
 from penstock.runtime.transport.failures import explained
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.actions import (
@@ -135,6 +135,7 @@ class Worker:
         self._timings.clear()
         self._mailbox.discard()
         self.gradients.discard()
+        self._updater.discard()
         for head in self._heads.values():
             head.discard()
         for stage in self.stages.values():
@@ -289,13 +290,8 @@ class Worker:
         with nullcontext() if order is None else order.making(version, gradients):
             self.snapshots.before_update(stage)
             start = self._now()
-            if weights.begin_update(version, {} if skipped else gradients):
-                published: Mapping[str, Tensor] = {}
-                if not skipped:
-                    others = (held.weights for other, held in self.stages.items() if other != stage)
-                    published = self._updater.step(stage, weights, others)
-                weights.end_update(published)
-                self.snapshots.after_update(stage, version)
+            for made in self._updater.update(StageUpdate(stage, version, weights, gradients, skipped)):
+                self.snapshots.after_update(made, version)
             stop = self._now()
         self.gradients.forget(stage, version)
         return start, stop

@@ -1,14 +1,17 @@
-"""The optimizers of a process, stepped one stage at a time.
+"""The optimizers of a process, stepped for its stages.
 
-A process has one set of optimizers for all its stages, and its stages update at different times. An optimizer steps the
-parameters that have gradients, which are those of one stage. Options that change from update to update (learning rates,
-by a scheduler of PyTorch's) follow the number of updates of each stage, and so does the state of the user's hooks.
+A process has one set of optimizers for all its stages. Under a schedule that flushes they step once per update, as in a
+loop of PyTorch's: at the last update of a stage of the process. No action of a step reads the weights that it makes.
+Under other schedules stages update at different times. An optimizer then steps the parameters that have gradients,
+which are those of one stage, and its groups have the options of that stage. What a scheduler, or the optimizer itself,
+changes from update to update follows the number of updates of the stage.
 """
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,9 +24,9 @@ from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
-__all__ = ["Updater", "choose_compute_weights", "replaced_parameters"]
+__all__ = ["StageUpdate", "Updater", "choose_compute_weights", "replaced_parameters"]
 
-_Options: TypeAlias = list[dict[str, Any]]
+OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 """The options of every group of an optimizer, without its parameters."""
 
 
@@ -32,12 +35,26 @@ def choose_compute_weights(recipe: Recipe, delays: Iterable[int]) -> tuple[Compu
     return tuple(ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays)
 
 
+@dataclass(frozen=True, slots=True)
+class StageUpdate:
+    """Holds what an update of one stage is made of."""
+
+    stage: int
+    version: int
+    """The version of the weights that it makes."""
+    weights: VersionedWeights
+    gradients: Mapping[str, Tensor]
+    """By parameter name."""
+    skipped: bool
+    """Whether the version equals the one before it, since gradients overflowed."""
+
+
 class Updater:
     """Steps `optimizers` for the stages of a process.
 
     `factors`: by stage, the factor on learning rates. `lr_scheduler`: called with each optimizer; the scheduler that
     it returns steps once with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients
-    are.
+    are. `together`: whether all stages step at once.
     """
 
     def __init__(
@@ -47,49 +64,77 @@ class Updater:
         lr_scheduler: MakeScheduler | None,
         hooks: tuple[UpdateHook, ...],
         delays: tuple[int, ...],
+        *,
+        together: bool,
     ) -> None:
         self.hooks = HookStates(hooks)
         self._delays = delays
         self.optimizers = tuple(optimizers)
-        self._factors = factors
-        self._lr_schedules = [
-            _LrSchedule(make_scheduler(lr_scheduler, optimizer)) for optimizer in self.optimizers if lr_scheduler
+        self._factors, self._together = factors, together
+        self.schedulers: list[LRScheduler] = [
+            make_scheduler(lr_scheduler, optimizer) for optimizer in self.optimizers if lr_scheduler
+        ]
+        """The schedulers of the optimizers, in their order; none if the user makes none."""
+        apart = sorted(factors)[:1] if together else sorted(factors)
+        self._options = [
+            _GroupOptions(optimizer, self.schedulers[number] if self.schedulers else None, apart)
+            for number, optimizer in enumerate(self.optimizers)
         ]
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
+        self._waiting: dict[int, StageUpdate] = {}
+        """By stage, the updates that wait for those of other stages."""
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
             self.rates = self._present_rates()
         """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
 
-    def step(self, stage: int, weights: VersionedWeights, others: Iterable[VersionedWeights]) -> dict[str, Tensor]:
-        """Makes one update of `stage`, whose `weights` have their gradients. Returns the weights that forwards are to
-        read instead of those that the optimizers made. `others`: the weights of the process's stages that do not
-        update.
+    def update(self, own: StageUpdate) -> Sequence[int]:
+        """Makes an update, or keeps it until those of the other stages come that step with it. Returns the stages that
+        have their new versions now.
         """
+        if own.weights.newest >= own.version:
+            # Another replica of the stage, in this process, has made it.
+            return ()
+        self._waiting.setdefault(own.stage, own)
+        if self._together and len(self._waiting) < len(self._updates):
+            return ()
+        updates = [self._waiting.pop(stage) for stage in sorted(self._waiting)]
+        for each in updates:
+            each.weights.begin_update(each.version, {} if each.skipped else each.gradients)
+        published = {} if own.skipped else self._step(updates)
+        for each in updates:
+            each.weights.end_update(published)
+        return [each.stage for each in updates]
+
+    def discard(self) -> None:
+        """Drops the updates that wait for others."""
+        self._waiting.clear()
+
+    def _step(self, updates: Sequence[StageUpdate]) -> dict[str, Tensor]:
+        """Steps the optimizers with the gradients of `updates`. Returns the weights that forwards are to read instead
+        of those that the optimizers made.
+        """
+        stepped = {name: parameter for each in updates for name, parameter in each.weights.stepped.items()}
         before: dict[str, Tensor] = {}
         if self.hooks.hooks:
-            stepped = weights.stepped.items()
-            before = {name: parameter.detach().clone() for name, parameter in stepped if parameter.grad is not None}
+            before = {name: p.detach().clone() for name, p in stepped.items() if p.grad is not None}
+        stage = updates[0].stage
+        for options in self._options:
+            options.choose(stage)
         with ExitStack() as stack:
-            for other in others:
-                stack.enter_context(other.hidden_gradients())
-            for lr_schedule in self._lr_schedules:
-                lr_schedule.apply(self._updates[stage], min(self._updates.values()))
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, self._factors[stage]))
                 optimizer.step()
             self.rates = self._present_rates()
-        self._updates[stage] += 1
+        for options in self._options:
+            options.advance()
+        for each in updates:
+            self._updates[each.stage] += 1
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
-        return self.hooks.after_step(before, weights.stepped, self._delays[stage]) if before else {}
-
-    @property
-    def schedulers(self) -> list[LRScheduler]:
-        """The schedulers of the optimizers, in their order; none if the user makes none."""
-        return [lr_schedule.scheduler for lr_schedule in self._lr_schedules]
+        return self.hooks.after_step(before, stepped, self._delays[stage]) if before else {}
 
     def _present_rates(self) -> tuple[float | Tensor | None, ...]:
         return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
@@ -108,28 +153,41 @@ class Updater:
     @property
     def scheduler_names(self) -> tuple[str | None, ...]:
         """By optimizer, the class of its scheduler; None without one."""
-        return tuple(one.name for one in self._lr_schedules) or (None,) * len(self.optimizers)
+        return tuple(type(one).__qualname__ for one in self.schedulers) or (None,) * len(self.optimizers)
+
+    def options(self, number: int, stage: int) -> OptionsOfGroups:
+        """The options that the optimizer `number` has at the next update of `stage`, by group."""
+        self._options[number].choose(stage)
+        return _options_of(self.optimizers[number])
 
     def state(self, stage: int | None = None) -> dict[str, int]:
         """The state for a checkpoint: the updates of `stage`, or of the one with the most; {} without schedulers."""
-        if not self._lr_schedules:
+        if not self.schedulers:
             return {}
-        return {"updates": max(self._updates.values()) if stage is None else self._updates[stage]}
+        # Before this mark, checkpoints had the options of the last update and not those of the next one.
+        mark = {"next_options": 1}
+        return {"updates": max(self._updates.values()) if stage is None else self._updates[stage], **mark}
 
     def updates_of(self, stage: int) -> int:
         """The number of updates of `stage`."""
         return self._updates[stage]
 
-    def load_state(self, state: Mapping[str, Any], updates: Mapping[int, int] | None = None) -> None:
-        """Restores `state`, or starts anew if it has no updates. Sets the options of the optimizers.
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        options: Mapping[int, Sequence[OptionsOfGroups]],
+        updates: Mapping[int, int] | None = None,
+    ) -> None:
+        """Restores `state`, or starts anew if it has no updates.
 
-        `updates`: by stage, where stages have made different numbers of them.
+        `options`: by stage and number of the optimizer, those of a checkpoint; a group without any keeps those that a
+        new training would have by now. `updates`: by stage, where stages have made different numbers of them.
         """
-        if self._lr_schedules:
-            reached = int(state.get("updates", 0))
-            self._updates = {stage: (updates or {}).get(stage, reached) for stage in self._updates}
-            for lr_schedule in self._lr_schedules:
-                lr_schedule.restart(max(min(self._updates.values()) - 1, 0))
+        reached = int(state.get("updates", 0))
+        self._updates = {stage: (updates or {}).get(stage, reached) for stage in self._updates}
+        old = bool(self.schedulers) and "next_options" not in state
+        for number, one in enumerate(self._options):
+            one.restart(self._updates, {} if old else {stage: own[number] for stage, own in options.items()})
 
 
 @contextmanager
@@ -147,57 +205,100 @@ def replaced_parameters(parameters: Mapping[str, nn.Parameter], others: Mapping[
                 parameters[name].copy_(tensor)
 
 
-class _LrSchedule:
-    """Sets the options of an optimizer for any update, as its scheduler would."""
+class _GroupOptions:
+    """Gives the groups of an optimizer the options that a stage has at its next update.
 
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self.scheduler = scheduler
-        self._reached = 0
-        """The last update whose options have been computed."""
-        self._options: dict[int, _Options] = {0: _options_of(scheduler.optimizer)}
-        """By update; those that no stage needs any more are dropped."""
-        self._initial = copy.deepcopy(scheduler.state_dict()), _options_of(scheduler.optimizer)
+    Each of the stages `apart` has options and a state of `scheduler` of its own. What the user changes in the groups
+    between updates counts for all of them. A single stage, or stages that step together, have those of the optimizer.
+    """
 
-    @property
-    def name(self) -> str:
-        """The class of the scheduler."""
-        return type(self.scheduler).__qualname__
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, apart: Sequence[int]) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._initial = self._present()
+        self._kept = {stage: self._present() for stage in apart}
+        """By stage: the options, and the state of the scheduler. Those of the chosen stage are out of date."""
+        self._chosen = next(iter(apart), None)
+        self._left = _options_of(optimizer)
+        """As the last update left them: what differs now is a change by the user."""
 
-    def restart(self, reached: int) -> None:
-        """Goes to update `reached`, step by step: the process that saved may have had other optimizers."""
-        state, options = self._initial
-        self.scheduler.load_state_dict(copy.deepcopy(state))
-        self._reached, self._options = 0, {0: options}
-        self.apply(reached, reached)
+    def choose(self, stage: int) -> None:
+        """Gives the groups the options of `stage`."""
+        if stage == self._chosen or stage not in self._kept or self._chosen is None:
+            return
+        present = self._kept[self._chosen] = self._present()
+        for number, (now, left) in enumerate(zip(present[0], self._left, strict=False)):
+            changed = {key: value for key, value in now.items() if key not in left or not _equal(value, left[key])}
+            for options, _ in self._kept.values():
+                options[number].update(changed)
+        self._set(*self._kept[stage])
+        self._chosen, self._left = stage, _options_of(self._optimizer)
 
-    def apply(self, update: int, oldest: int) -> None:
-        """Sets the options of `update`. No stage needs those of updates before `oldest` any more."""
-        while self._reached < update:
-            # A scheduler may compute the next options from the present ones.
-            _set_options(self.scheduler.optimizer, self._options[self._reached])
+    def advance(self) -> None:
+        """Ends an update of the chosen stage."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+        if len(self._kept) > 1:
+            self._left = _options_of(self._optimizer)
+
+    def restart(self, updates: Mapping[int, int], saved: Mapping[int, OptionsOfGroups]) -> None:
+        """Begins after `updates` of each stage, with the options `saved` for it where there are any, by group.
+
+        The scheduler goes there step by step: the process that saved may have had other optimizers.
+        """
+        if self._scheduler is not None:
+            self._set(*self._initial)
+            for options in saved.values():
+                for group, own in zip(self._optimizer.param_groups, options, strict=True):
+                    group["initial_lr"] = own.get("initial_lr", group["initial_lr"])
+            _set_base_rates(self._scheduler)
+        reached = 0
+        for stage in sorted(self._kept, key=lambda stage: updates[stage]):
             with warnings.catch_warnings():
-                # After a checkpoint the scheduler has not seen the earlier steps of the optimizer.
+                # The scheduler has not seen the earlier steps of the optimizer.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self.scheduler.step()
-            self._reached += 1
-            self._options[self._reached] = _options_of(self.scheduler.optimizer)
-        _set_options(self.scheduler.optimizer, self._options[update])
-        for old in [old for old in self._options if old < oldest]:
-            del self._options[old]
+                for _ in range(updates[stage] - reached if self._scheduler is not None else 0):
+                    self._scheduler.step()
+            reached = updates[stage]
+            self._kept[stage] = self._present()
+            for other, groups in saved.items():
+                if other == stage or len(self._kept) == 1:
+                    for options, own in zip(self._kept[stage][0], groups, strict=True):
+                        options.update(own)
+        if self._chosen is not None:
+            self._set(*self._kept[self._chosen])
+            self._left = _options_of(self._optimizer)
+
+    def _present(self) -> tuple[OptionsOfGroups, dict[str, Any]]:
+        state = {} if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
+        return _options_of(self._optimizer), state
+
+    def _set(self, options: OptionsOfGroups, state: Mapping[str, Any]) -> None:
+        for group, own in zip(self._optimizer.param_groups, options, strict=False):
+            group.update({key: _own(value) for key, value in own.items()})
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(copy.deepcopy(dict(state)))
 
 
-def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
+def _set_base_rates(scheduler: Any) -> None:
+    """Has `scheduler`, and those that it consists of, begin with the rates that the groups began with."""
+    scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+    for each in getattr(scheduler, "_schedulers", ()):
+        _set_base_rates(each)
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> OptionsOfGroups:
     return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _set_options(optimizer: torch.optim.Optimizer, options: _Options) -> None:
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update({key: _own(value) for key, value in own.items()})
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return value is other or bool(value == other)
 
 
 def _own(value: Any) -> Any:
     """A copy of `value` if it is a tensor: schedulers change such learning rates in place."""
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 @contextmanager
