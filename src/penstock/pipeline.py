@@ -49,6 +49,7 @@ from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count,
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import plan_for, resume_training
+from penstock.runtime.devices.interrupts import held_interrupts
 from penstock.runtime.engine.engine import parameters_of
 from penstock.runtime.execution.recomputation import Recompute
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
@@ -329,7 +330,11 @@ class Pipeline:
             self._conditions.check()
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
-        with self._guarded("in a step"), self._explained("step", inputs, target):
+        with (
+            held_interrupts() as self._updater.hold_interrupts,
+            self._guarded("in a step"),
+            self._explained("step", inputs, target),
+        ):
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
@@ -495,6 +500,7 @@ class Pipeline:
 
         Raises `CheckpointError`, before anything is changed, if `state` is not whole or of another training.
         """
+        self._conditions.check_weights("load_state_dict")
         with self._guarded.loading(self.drain):
             self._checkpoints.training.check(state)
             self._checkpoints.training.restore(state)
@@ -528,6 +534,7 @@ class Pipeline:
         the same on all ranks, if it cannot be written; the training can go on. ``wait=False`` saves while steps run,
         and returns a handle. docs/checkpoints.md says more.
         """
+        self._conditions.check_weights("save")
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
     def load(self, directory: str | Path) -> None:
@@ -536,6 +543,7 @@ class Pipeline:
         `directory`: that of a run, whose newest whole checkpoint is taken, or one step in it. `CheckpointError` on all
         ranks, before anything is changed, if there is none, or one that is damaged or of another training.
         """
+        self._conditions.check_weights("load")
         self._checkpoints.load(directory, self._guarded)
 
     def save_weights(

@@ -32,47 +32,16 @@ Hooks = tuple[Sequence[Any], Sequence[Any]]
 
 
 @dataclass(slots=True)
-class _Steps:
-    """Steps the weights `newest`: those of one stage, or of all stages where these update at once."""
-
-    newest: Weights
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    schedulers: list[LRScheduler]
-    rate: float
-    """What learning rates are multiplied with."""
-    hooks: HookStates
-    delay: int
-    """How old gradients are when they are used, once the pipeline is full."""
-
-    @classmethod
-    def of(cls, newest: Weights, recipe: Recipe, rate: float, delay: int) -> "_Steps":
-        """Makes the optimizers and schedulers of `recipe`."""
-        made = make_optimizers(recipe.optimizer, newest)
-        schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in made if recipe.lr_scheduler]
-        return cls(newest, made, schedulers, rate, HookStates(recipe.hooks), delay)
-
-    def step(self) -> dict[str, Tensor]:
-        """One update; what forwards read of it where that is not `newest`."""
-        before = {name: p.detach().clone() for name, p in self.newest.items() if p.grad is not None}
-        for optimizer in self.optimizers:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * self.rate
-            optimizer.step()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-        for scheduler in self.schedulers:
-            scheduler.step()
-        return self.hooks.after_step(before, self.newest, self.delay)
-
-
-@dataclass(slots=True)
 class _Stage:
     """All the versions of one stage's weights, and what each replica has of its own."""
 
     newest: Weights
-    """What the optimizer steps."""
-    steps: _Steps
+    stepped: Weights
+    """What its optimizers step: `newest`; or where all stages update at once those of all at the first, none later."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: list[LRScheduler]
+    rate: float
+    """What learning rates are multiplied with."""
     modules: Sequence[nn.Module]
     """Its layers."""
     buffers: list[Buffers]
@@ -81,6 +50,9 @@ class _Stage:
     split: bool
     size: int
     """The microbatches that an update is of, where that is not a minibatch."""
+    delay: int
+    """How old gradients are when they are used, once the pipeline is full."""
+    hooks: HookStates
     dtype: torch.dtype | None
     """The type in which versions keep float32 tensors of two dimensions or more that are trained."""
     hooks_on: Mapping[str, Hooks]
@@ -90,6 +62,20 @@ class _Stage:
 
     norms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """By update, the norms of the gradients by parameter name."""
+
+    def step(self) -> dict[str, Tensor]:
+        """One update; what forwards read of it where that is not `newest`."""
+        before = {name: p.detach().clone() for name, p in self.stepped.items() if p.grad is not None}
+        for optimizer in self.optimizers:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * self.rate
+            optimizer.step()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return self.hooks.after_step(before, self.stepped, self.delay)
 
     def publish(self, readings: Mapping[str, Tensor] | None = None) -> None:
         """A new version: of `readings` where there are any, else of the newest weights."""
@@ -141,37 +127,42 @@ class Training:
         for name, parameter in chain.parameters.items():
             self._names.setdefault(id(parameter), name)
         self._stages: list[_Stage] = []
-        self._together = plan.definition.updates_at_once
-        modules = [
-            [layer.module for layer, stage in zip(chain.layers, self._stage_of, strict=True) if stage == index]
-            for index in range(len(plan.stages))
-        ]
+        at_once = plan.definition.updates_at_once
         # What is not trained is one tensor for all stages, since a forward may write it.
-        common = _copy({n: p for n, p in chain.parameters.items() if self._together or not p.requires_grad})
-        newest = [self._newest(of_stage, common) for of_stage in modules]
-        every = {name: parameter for own in newest for name, parameter in own.items()}
-        at_once = _Steps.of(every, recipe, 1.0, guarantees.delays[0]) if self._together else None
+        common = _copy({name: p for name, p in chain.parameters.items() if at_once or not p.requires_grad})
+        every: Weights = {}
         for index, replicas in enumerate(plan.replicas):
-            rate = sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0
+            modules = [
+                layer.module for layer, stage in zip(chain.layers, self._stage_of, strict=True) if stage == index
+            ]
+            used = {id(p) for module in modules for p in module.parameters()}
+            newest = _copy({n: p for n, p in chain.parameters.items() if id(p) in used and self._names[id(p)] == n})
+            newest |= {name: common[name] for name in newest if name in common}
+            every |= newest
+            split = plan.routing == "split" and max(plan.replicas) > 1
             stage = _Stage(
-                newest=newest[index],
-                steps=at_once or _Steps.of(newest[index], recipe, rate, guarantees.delays[index]),
-                modules=modules[index],
-                buffers=[{}, *(_copies_of_buffers(modules[index]) for _ in range(1, replicas))],
+                newest=newest,
+                stepped={} if at_once else newest,
+                optimizers=(),
+                schedulers=[],
+                rate=sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0,
+                modules=modules,
+                buffers=[{}, *(_copies_of_buffers(modules) for _ in range(1, replicas))],
                 replicas=replicas,
-                split=plan.routing == "split" and max(plan.replicas) > 1,
+                split=split,
                 size=sizes[index],
+                delay=guarantees.delays[index],
+                hooks=HookStates(recipe.hooks),
                 dtype=recipe.version_dtype,
                 hooks_on=hooks_on,
             )
             stage.publish()
             self._stages.append(stage)
-
-    def _newest(self, modules: Iterable[nn.Module], common: Weights) -> Weights:
-        """The parameters of `modules`, by their first names: those in `common`, else copies."""
-        used = {id(p) for module in modules for p in module.parameters()}
-        own = {n: p for n, p in self._chain.parameters.items() if id(p) in used and self._names[id(p)] == n}
-        return {name: common[name] if name in common else _copy({name: p})[name] for name, p in own.items()}
+        if at_once:
+            self._stages[0].stepped = every
+        for stage in self._stages:
+            stage.optimizers = make_optimizers(recipe.optimizer, stage.stepped)
+            stage.schedulers = [make_scheduler(recipe.lr_scheduler, o) for o in stage.optimizers if recipe.lr_scheduler]
 
     def forward(
         self, inputs: dict[str, Tensor], samples: int, versions: Sequence[int], microbatch: int, seed: int
@@ -294,26 +285,28 @@ class Training:
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
         self._note_norms(versions)
-        for together in [list(versions)] if self._together else [[index] for index in versions]:
-            last, first = together[-1], self._stages[together[0]]
-            known = self._known(last, apart)
-            update = len(first.versions)
+        readings: dict[str, Tensor] = {}
+        for index in versions:
+            stage = self._stages[index]
+            known = self._known(index, apart)
+            update = len(stage.versions)
             overflown = []
             if self.scales is not None:
                 bad = [at for at, norms in known.items() if not all(norm.isfinite() for norm in norms.values())]
                 overflown = [of for _, of in bad]
                 known = {at: norms for at, norms in known.items() if at not in bad}
             if self._clip is not None:
-                trained = [parameter for parameter in first.steps.newest.values() if parameter.grad is not None]
+                trained = [parameter for parameter in stage.stepped.values() if parameter.grad is not None]
                 clip_grads_with_norm_(trained, self._clip, self._norm(known.values()))
-            readings = first.steps.step() if self.scales is None or update not in overflown else {}
-            if self.scales is not None and last == len(self._stages) - 1:
+            if self.scales is None or update not in overflown:
+                readings |= stage.step()
+            if self.scales is not None and index == len(self._stages) - 1:
                 self._overflown.append(overflown)
-            for index in together:
-                for weights in self._stages[index].versions[versions[index]]:
-                    for weight in weights.values():
-                        weight.grad = None
-                self._stages[index].publish(readings)
+        for index, version in versions.items():
+            for weights in self._stages[index].versions[version]:
+                for weight in weights.values():
+                    weight.grad = None
+            self._stages[index].publish(readings)
 
     def _note_norms(self, indices: Iterable[int]) -> None:
         if self._clip is None and self.scales is None:

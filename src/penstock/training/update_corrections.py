@@ -13,14 +13,17 @@ weights at which the gradient was taken:
 - `WeightAverage`: keeps an exponential average, and changes nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from penstock.arguments import check_fields, entries, instance, number
+from penstock.arguments import check_fields, entries, instance, number, text_of
 from penstock.errors import PenstockError
+from penstock.torch_internals.tensors import times_written
 
 __all__ = [
     "ErrorFeedback",
@@ -180,11 +183,51 @@ class HookStates:
         for name, old in before.items():
             for hook, states in zip(self.hooks, self.states, strict=True):
                 update = WeightUpdate(name, old, after[name].detach(), delay, states.setdefault(name, {}))
-                hook.after_step(update)
+                with _in_place(update, hook, writes=True):
+                    hook.after_step(update)
             for hook, states in zip(self.hooks, self.states, strict=True):
                 if hook.predicts(delay):
-                    read[name] = hook.predict(WeightUpdate(name, old, after[name].detach(), delay, states[name]))
+                    update = WeightUpdate(name, old, after[name].detach(), delay, states[name])
+                    with _in_place(update, hook, writes=False):
+                        read[name] = _prediction(update, hook)
         return read
+
+
+@contextmanager
+def _in_place(update: WeightUpdate, hook: UpdateHook, writes: bool) -> Iterator[None]:
+    """Context manager in which `hook` must write into no tensor of `update`, or into ``after`` if it `writes`.
+
+    `PenstockError` at the end if it did, or gave one other memory or another form.
+    """
+    watched = {"before": (update.before, True), "after": (update.after, not writes)}
+    found = {name: _marks(*tensor) for name, tensor in watched.items()}
+    yield
+    for name, tensor in watched.items():
+        if _marks(*tensor) != found[name]:
+            raise PenstockError(
+                f"update_hooks=: {type(hook).__name__} changed update.{name} of {update.name}: expected writes into "
+                "update.after in after_step alone, in its own memory (update.after.copy_(...)), since nothing else "
+                "reaches the weights. Return a prediction from predict, and keep other tensors in update.state"
+            )
+
+
+def _marks(tensor: Tensor, whole: bool) -> tuple[object, ...]:
+    """What changes if `tensor` gets another form or other memory, and if `whole` if it is written."""
+    memory = 0 if isinstance(tensor, DTensor) else tensor.data_ptr()
+    return tensor.shape, tensor.dtype, memory, times_written(tensor) if whole else 0
+
+
+def _prediction(update: WeightUpdate, hook: UpdateHook) -> Tensor:
+    found: object = hook.predict(update)
+    own = update.after
+    forms = [(each.shape, each.dtype, each.device) if isinstance(each, Tensor) else None for each in (found, own)]
+    if forms[0] != forms[1] or not isinstance(found, Tensor):
+        text = f"{tuple(found.shape)} {found.dtype} on {found.device}" if isinstance(found, Tensor) else text_of(found)
+        raise PenstockError(
+            f"update_hooks=: {type(hook).__name__}.predict returned {text} for {update.name}: expected a tensor like "
+            f"update.after, {tuple(own.shape)} {own.dtype} on {own.device}. Return one"
+        )
+    return found
 
 
 def read_hooks(given: Sequence[UpdateHook] | UpdateHook) -> tuple[UpdateHook, ...]:

@@ -4,6 +4,7 @@ A difference would end in a hang, or in other numbers than those of one device.
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -139,18 +140,33 @@ def check_optimizers(
     """Whether any rank trains a parameter. Raises `PenstockError` on every rank that holds one of the `named`
     parameters if another rank, a replica or one that shares it, steps it with other options. Collective.
 
-    `schedulers`: of the learning rates, one for each of `optimizers`, or none.
+    Warns where groups of the same number have other options. `schedulers`: of the learning rates, one for each of
+    `optimizers`, or none.
     """
     names = {id(parameter): name for name, parameter in named.items()}
     mine: dict[str, dict[str, str]] = {}
+    groups = []
     for number, optimizer in enumerate(optimizers):
         scheduler = type(schedulers[number]).__qualname__ if schedulers else "none"
         for group in optimizer.param_groups:
             options = {"optimizer": type(optimizer).__qualname__, "lr_scheduler": scheduler}
             options.update({key: _describe(value) for key, value in group.items() if key != "params"})
+            groups.append(options)
             mine.update({names[id(p)]: options for p in group["params"] if id(p) in names and p.requires_grad})
-    gathered = world.gather(mine, "while they compared their optimizers")
-    for rank, other in enumerate(gathered):
+    gathered = world.gather((mine, groups), "while they compared their optimizers")
+    for rank, (_, theirs) in enumerate(gathered[: world.rank]):
+        # A rank may leave out groups that have no parameter there.
+        pairs = zip(groups, theirs, strict=True) if len(groups) == len(theirs) else ()
+        different = [(key, value, there.get(key)) for here, there in pairs for key, value in here.items()]
+        different = [each for each in different if each[1] != each[2]]
+        if different:
+            logging.getLogger("penstock").warning(
+                "a group of the optimizer has %s=%s on rank %d and %s on rank %d: all ranks take part in one training. "
+                "Build the same optimizer on every rank, unless you mean it",
+                *(different[0][0], different[0][2], rank, different[0][1], world.rank),
+            )
+            break
+    for rank, (other, _) in enumerate(gathered):
         for name in (name for name in mine if name in other):
             for option in dict.fromkeys((*mine[name], *other[name])):
                 here, there = mine[name].get(option, "none"), other[name].get(option, "none")
@@ -160,7 +176,7 @@ def check_optimizers(
                         "expected the same on all ranks that hold a copy of this parameter, whose copies would drift "
                         "apart. Build the same optimizer and scheduler on every rank"
                     )
-    return any(gathered)
+    return any(other for other, _ in gathered)
 
 
 def _describe(value: Any) -> str:

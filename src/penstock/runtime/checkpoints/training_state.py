@@ -117,8 +117,7 @@ class TrainingState:
                 assign(tensor, read_value(state["model"][name]))
         progress, engine = state["pipeline"], self.engine
         history = open_history(state, self.run, self.rank)
-        options = {stage: self._options_in(state["optimizer"], stage) for stage in self._stage_of().values()}
-        self.updater.load_state(progress, options, updates_of(history))
+        self.updater.load_state(progress, updates_of(history), exact=history is not None or "history" not in state)
         engine.load_scale(progress)
         engine.seed, engine.steps = progress["seed"], progress["steps"]
         engine.resume(progress["microbatches"], history)
@@ -128,13 +127,11 @@ class TrainingState:
         hooks keep, by their number. `of`: the names of some parameters, by default all.
         """
         result: dict[str, dict[str, Any]] = {"state": {}, "options": {}, "classes": {}, "hooks": {}}
-        stage_of = {name: stage for name, stage in self._stage_of().items() if of is None or name in of}
-        for number, (optimizer, classes) in enumerate(zip(self.optimizers, self._classes, strict=True)):
-            options = {stage: self.updater.options(number, stage) for stage in set(stage_of.values())}
+        for optimizer, classes in zip(self.optimizers, self._classes, strict=True):
             for group, name, parameter in self._grouped(optimizer):
-                if name not in stage_of:
+                if of is not None and name not in of:
                     continue
-                result["options"][name] = options[stage_of[name]][group]
+                result["options"][name] = {key: value for key, value in group.items() if key != "params"}
                 result["classes"][name] = classes
                 if parameter in optimizer.state:
                     result["state"][name] = {key: take(value) for key, value in optimizer.state[parameter].items()}
@@ -151,40 +148,19 @@ class TrainingState:
         schedulers = self.updater.scheduler_names
         return [[type(one).__qualname__, name] for one, name in zip(self.optimizers, schedulers, strict=True)]
 
-    def _grouped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Number of the group, name and parameter, in the order of the optimizer.
-
-        `CheckpointError` for a parameter of another model.
-        """
+    def _grouped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+        """Group, name and parameter, in the order of the optimizer. `CheckpointError` for one of another model."""
         names = {id(parameter): name for name, parameter in self.trained().items()}
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     raise CheckpointError(
-                        f"group {number} of {type(optimizer).__qualname__}: expected parameters that this process "
-                        f"trains, those of pipe.parameters(), found another one of shape {tuple(parameter.shape)}. It "
-                        "has no gradient and no name in a checkpoint. Take it out of the group, or make it part of the "
-                        "model before the pipeline is built"
+                        f"{type(optimizer).__qualname__}: expected groups of the parameters that this process trains, "
+                        f"those of pipe.parameters(), found another one of shape {tuple(parameter.shape)}. It has no "
+                        "gradient and no name in a checkpoint. Take it out, or make it part of the model before the "
+                        "pipeline is built"
                     )
-                yield number, names[id(parameter)], parameter
-
-    def _stage_of(self) -> dict[str, int]:
-        """By parameter of this process, the stage that steps it, or for a frozen one a stage that reads it."""
-        held = {index: stage.weights for own in self.engine.stages.values() for index, stage in own.items()}
-        found = {name: index for index, weights in held.items() for name in weights.parameters}
-        return found | {name: index for index, weights in held.items() for name in weights.stepped}
-
-    def _options_in(self, saved: State, stage: int) -> list[list[dict[str, Any]]]:
-        """By optimizer and group, the options in `saved` of the parameters that `stage` steps."""
-        stage_of = self._stage_of()
-        result: list[list[dict[str, Any]]] = []
-        for optimizer in self.optimizers:
-            groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-            for number, name, _ in self._grouped(optimizer):
-                if stage_of[name] == stage:
-                    groups[number] = _options_as(optimizer.param_groups[number], saved["options"][name], parameter)
-            result.append(groups)
-        return result
+                yield group, names[id(parameter)], parameter
 
     def _check_model(self, model: State) -> None:
         known = self.chain.parameters.keys() | self.chain.buffers.keys()
@@ -237,9 +213,12 @@ class TrainingState:
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State) -> None:
         current = optimizer.state_dict()
         laid: dict[nn.Parameter, dict[str, Any]] = {}
-        for place, (number, name, parameter) in enumerate(self._grouped(optimizer)):
-            options = current["param_groups"][number]
-            options.update(_options_as(options, saved["options"][name], parameter))
+        described = dict(zip(map(id, optimizer.param_groups), current["param_groups"], strict=True))
+        for place, (group, name, parameter) in enumerate(self._grouped(optimizer)):
+            options = described[id(group)]
+            for key, value in _copied(saved["options"][name], parameter, "lr").items():
+                tensors = isinstance(value, Tensor) and isinstance(options.get(key), Tensor)
+                options[key] = value.to(options[key].device) if tensors else value
             if name in saved["state"]:
                 laid[parameter] = {key: _copied(value, parameter, key) for key, value in saved["state"][name].items()}
                 current["state"][place] = laid[parameter]
@@ -273,14 +252,6 @@ def _check_shapes(name: str, state: State, parameter: Tensor, optimizer: torch.o
                     f"the optimizer's state has {key!r} of {name} with the shape {tuple(value.shape)}: expected "
                     f"{tuple(parameter.shape)}, that of the parameter. {_SAME}"
                 )
-
-
-def _options_as(options: Mapping[str, Any], saved: State, parameter: nn.Parameter) -> dict[str, Any]:
-    """The options `saved` of `parameter`, read; tensors are on the devices of those in `options`."""
-    own: dict[str, Any] = _copied(saved, parameter, "lr")
-    both = {key: (value, options.get(key)) for key, value in own.items()}
-    tensors = {key: v.to(w.device) for key, (v, w) in both.items() if isinstance(v, Tensor) and isinstance(w, Tensor)}
-    return own | tensors
 
 
 def _copied(value: Any, parameter: nn.Parameter, key: str) -> Any:

@@ -29,7 +29,7 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
-from penstock.runtime.parameters.optimizer_steps import StageUpdate, Updater
+from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.failures import explained
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.actions import (
@@ -290,7 +290,7 @@ class Worker:
         with nullcontext() if order is None else order.making(version, gradients):
             self.snapshots.before_update(stage)
             start = self._now()
-            for made in self._updater.update(StageUpdate(stage, version, weights, gradients, skipped)):
+            for made in self._updater.update(stage, version, weights, None if skipped else gradients):
                 self.snapshots.after_update(made, version)
             stop = self._now()
         self.gradients.forget(stage, version)

@@ -8,10 +8,10 @@ changes from update to update follows the number of updates of the stage.
 """
 
 import copy
+import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -20,11 +20,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
+from penstock.torch_internals.optimizers import step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
-__all__ = ["StageUpdate", "Updater", "choose_compute_weights", "replaced_parameters"]
+__all__ = ["Updater", "choose_compute_weights", "replaced_parameters"]
+
+CHECKED_UPDATES = 2
+"""The first updates of a stage in which its optimizers are watched."""
 
 OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 """The options of every group of an optimizer, without its parameters."""
@@ -33,20 +37,6 @@ OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 def choose_compute_weights(recipe: Recipe, delays: Iterable[int]) -> tuple[ComputeWeights, ...]:
     """By stage, the weights that its forwards read; `delays`: how old its gradients are."""
     return tuple(ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays)
-
-
-@dataclass(frozen=True, slots=True)
-class StageUpdate:
-    """Holds what an update of one stage is made of."""
-
-    stage: int
-    version: int
-    """The version of the weights that it makes."""
-    weights: VersionedWeights
-    gradients: Mapping[str, Tensor]
-    """By parameter name."""
-    skipped: bool
-    """Whether the version equals the one before it, since gradients overflowed."""
 
 
 class Updater:
@@ -71,70 +61,89 @@ class Updater:
         self._delays = delays
         self.optimizers = tuple(optimizers)
         self._factors, self._together = factors, together
-        self.schedulers: list[LRScheduler] = [
-            make_scheduler(lr_scheduler, optimizer) for optimizer in self.optimizers if lr_scheduler
-        ]
+        self.schedulers: list[LRScheduler] = []
         """The schedulers of the optimizers, in their order; none if the user makes none."""
-        apart = sorted(factors)[:1] if together else sorted(factors)
-        self._options = [
-            _GroupOptions(optimizer, self.schedulers[number] if self.schedulers else None, apart)
-            for number, optimizer in enumerate(self.optimizers)
-        ]
+        self._options: list[_GroupOptions] = []
+        for optimizer in self.optimizers:
+            if lr_scheduler is not None:
+                self.schedulers.append(make_scheduler(lr_scheduler, optimizer))
+            apart = sorted(factors)[:1] if together else sorted(factors)
+            self._options.append(_GroupOptions(optimizer, self.schedulers[-1] if self.schedulers else None, apart))
+            optimizer.register_step_pre_hook(self._note_step)
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
-        self._waiting: dict[int, StageUpdate] = {}
+        self._waiting: dict[int, tuple[VersionedWeights, int, Mapping[str, Tensor] | None]] = {}
         """By stage, the updates that wait for those of other stages."""
+        self.hold_interrupts: Callable[[], object] = int
+        """Called before the one update of a step, from which on Ctrl-C waits for the end of the step."""
+        self._stepping = self._warned = False
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
             self.rates = self._present_rates()
         """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
 
-    def update(self, own: StageUpdate) -> Sequence[int]:
-        """Makes an update, or keeps it until those of the other stages come that step with it. Returns the stages that
-        have their new versions now.
+    def update(
+        self, stage: int, version: int, weights: VersionedWeights, gradients: Mapping[str, Tensor] | None
+    ) -> Sequence[int]:
+        """Updates `stage`, or keeps that until all stages come that step together. Returns the stages that have their
+        new versions now. `gradients`: None for a version that equals the one before it.
         """
-        if own.weights.newest >= own.version:
+        if weights.newest >= version:
             # Another replica of the stage, in this process, has made it.
             return ()
-        self._waiting.setdefault(own.stage, own)
+        self._waiting[stage] = weights, version, gradients
         if self._together and len(self._waiting) < len(self._updates):
             return ()
-        updates = [self._waiting.pop(stage) for stage in sorted(self._waiting)]
-        for each in updates:
-            each.weights.begin_update(each.version, {} if each.skipped else each.gradients)
-        published = {} if own.skipped else self._step(updates)
-        for each in updates:
-            each.weights.end_update(published)
-        return [each.stage for each in updates]
+        if self._together:
+            self.hold_interrupts()
+        waiting, self._waiting = dict(sorted(self._waiting.items())), {}
+        for held, number, own in waiting.values():
+            held.begin_update(number, own or {})
+        stepped = {name: parameter for held, *_ in waiting.values() for name, parameter in held.stepped.items()}
+        published = {} if gradients is None else self._step(list(waiting), stepped)
+        for held, *_ in waiting.values():
+            held.end_update(published)
+        return list(waiting)
 
     def discard(self) -> None:
         """Drops the updates that wait for others."""
         self._waiting.clear()
 
-    def _step(self, updates: Sequence[StageUpdate]) -> dict[str, Tensor]:
-        """Steps the optimizers with the gradients of `updates`. Returns the weights that forwards are to read instead
-        of those that the optimizers made.
-        """
-        stepped = {name: parameter for each in updates for name, parameter in each.weights.stepped.items()}
+    def _step(self, stages: Sequence[int], stepped: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Steps the parameters of `stages`. Returns the weights that forwards are to read instead of these."""
         before: dict[str, Tensor] = {}
         if self.hooks.hooks:
             before = {name: p.detach().clone() for name, p in stepped.items() if p.grad is not None}
-        stage = updates[0].stage
-        for options in self._options:
-            options.choose(stage)
+        self._stepping = True
         with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                stack.enter_context(_scaled(optimizer, self._factors[stage]))
+            stack.callback(setattr, self, "_stepping", False)
+            for options, optimizer in zip(self._options, self.optimizers, strict=True):
+                options.choose(stages[0])
+                stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
+                if len(self._updates) > len(stages) and self._updates[stages[0]] < CHECKED_UPDATES:
+                    stack.enter_context(_nothing_shared(optimizer, self._note_step))
                 optimizer.step()
             self.rates = self._present_rates()
         for options in self._options:
             options.advance()
-        for each in updates:
-            self._updates[each.stage] += 1
+        for stage in stages:
+            self._updates[stage] += 1
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
-        return self.hooks.after_step(before, stepped, self._delays[stage]) if before else {}
+        return self.hooks.after_step(before, stepped, self._delays[stages[0]]) if before else {}
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Warns once of a step by the user; one with gradients of the user's own has an effect."""
+        if not (self._stepping or self._warned) and all(
+            parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self._warned = True
+            logging.getLogger("penstock").warning(
+                "%s.step() was called by hand, without gradients: it trains nothing, since pipe.step() makes the updates "
+                "and leaves no gradients. Leave the call out",
+                type(optimizer).__qualname__,
+            )
 
     def _present_rates(self) -> tuple[float | Tensor | None, ...]:
         return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
@@ -155,39 +164,32 @@ class Updater:
         """By optimizer, the class of its scheduler; None without one."""
         return tuple(type(one).__qualname__ for one in self.schedulers) or (None,) * len(self.optimizers)
 
-    def options(self, number: int, stage: int) -> OptionsOfGroups:
-        """The options that the optimizer `number` has at the next update of `stage`, by group."""
-        self._options[number].choose(stage)
-        return _options_of(self.optimizers[number])
+    def choose(self, stage: int) -> None:
+        """Gives the groups of the optimizers the options that they have at the next update of `stage`."""
+        for options in self._options:
+            options.choose(stage)
 
     def state(self, stage: int | None = None) -> dict[str, int]:
         """The state for a checkpoint: the updates of `stage`, or of the one with the most; {} without schedulers."""
         if not self.schedulers:
             return {}
-        # Before this mark, checkpoints had the options of the last update and not those of the next one.
-        mark = {"next_options": 1}
-        return {"updates": max(self._updates.values()) if stage is None else self._updates[stage], **mark}
+        return {"updates": max(self._updates.values()) if stage is None else self._updates[stage], "next_options": 1}
 
     def updates_of(self, stage: int) -> int:
         """The number of updates of `stage`."""
         return self._updates[stage]
 
-    def load_state(
-        self,
-        state: Mapping[str, Any],
-        options: Mapping[int, Sequence[OptionsOfGroups]],
-        updates: Mapping[int, int] | None = None,
-    ) -> None:
-        """Restores `state`, or starts anew if it has no updates.
+    def load_state(self, state: Mapping[str, Any], updates: Mapping[int, int], exact: bool) -> None:
+        """Restores `state`, or starts anew if it has no updates. The optimizers have the options of a checkpoint.
 
-        `options`: by stage and number of the optimizer, those of a checkpoint; a group without any keeps those that a
-        new training would have by now. `updates`: by stage, where stages have made different numbers of them.
+        `updates`: by stage, where stages have made different numbers of them. `exact`: whether the options are those
+        of the next update of every stage; if not, they are computed. Older checkpoints had those of the last update.
         """
         reached = int(state.get("updates", 0))
-        self._updates = {stage: (updates or {}).get(stage, reached) for stage in self._updates}
-        old = bool(self.schedulers) and "next_options" not in state
-        for number, one in enumerate(self._options):
-            one.restart(self._updates, {} if old else {stage: own[number] for stage, own in options.items()})
+        self._updates = {stage: updates.get(stage, reached) for stage in self._updates}
+        exact = exact and len({*self._updates.values()}) == 1 and ("next_options" in state or not self.schedulers)
+        for options in self._options:
+            options.restart(self._updates, exact)
 
 
 @contextmanager
@@ -214,24 +216,22 @@ class _GroupOptions:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, apart: Sequence[int]) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._initial = self._present()
+        self._chosen, self._initial = apart[0], self._present()
         self._kept = {stage: self._present() for stage in apart}
         """By stage: the options, and the state of the scheduler. Those of the chosen stage are out of date."""
-        self._chosen = next(iter(apart), None)
         self._left = _options_of(optimizer)
         """As the last update left them: what differs now is a change by the user."""
 
     def choose(self, stage: int) -> None:
         """Gives the groups the options of `stage`."""
-        if stage == self._chosen or stage not in self._kept or self._chosen is None:
+        if stage == self._chosen or stage not in self._kept:
             return
-        present = self._kept[self._chosen] = self._present()
-        for number, (now, left) in enumerate(zip(present[0], self._left, strict=False)):
+        self._kept[self._chosen] = present, _ = self._present()
+        for number, (now, left) in enumerate(zip(present, self._left, strict=False)):
             changed = {key: value for key, value in now.items() if key not in left or not _equal(value, left[key])}
             for options, _ in self._kept.values():
                 options[number].update(changed)
-        self._set(*self._kept[stage])
-        self._chosen, self._left = stage, _options_of(self._optimizer)
+        self._set(stage)
 
     def advance(self) -> None:
         """Ends an update of the chosen stage."""
@@ -240,17 +240,17 @@ class _GroupOptions:
         if len(self._kept) > 1:
             self._left = _options_of(self._optimizer)
 
-    def restart(self, updates: Mapping[int, int], saved: Mapping[int, OptionsOfGroups]) -> None:
-        """Begins after `updates` of each stage, with the options `saved` for it where there are any, by group.
+    def restart(self, updates: Mapping[int, int], exact: bool) -> None:
+        """Begins after `updates` of each stage, with the present options if they are `exact`, else with those that the
+        scheduler makes of the present ones.
 
-        The scheduler goes there step by step: the process that saved may have had other optimizers.
+        It goes there step by step: the process that saved may have had other optimizers.
         """
+        loaded = _options_of(self._optimizer)
         if self._scheduler is not None:
-            self._set(*self._initial)
-            for options in saved.values():
-                for group, own in zip(self._optimizer.param_groups, options, strict=True):
-                    group["initial_lr"] = own.get("initial_lr", group["initial_lr"])
-            _set_base_rates(self._scheduler)
+            self._kept[self._chosen] = self._initial
+            self._set(self._chosen)
+            _set_base_rates(self._scheduler, loaded)
         reached = 0
         for stage in sorted(self._kept, key=lambda stage: updates[stage]):
             with warnings.catch_warnings():
@@ -259,31 +259,65 @@ class _GroupOptions:
                 for _ in range(updates[stage] - reached if self._scheduler is not None else 0):
                     self._scheduler.step()
             reached = updates[stage]
-            self._kept[stage] = self._present()
-            for other, groups in saved.items():
-                if other == stage or len(self._kept) == 1:
-                    for options, own in zip(self._kept[stage][0], groups, strict=True):
-                        options.update(own)
-        if self._chosen is not None:
-            self._set(*self._kept[self._chosen])
-            self._left = _options_of(self._optimizer)
+            options, state = self._present()
+            for group, now, own, begun in zip(
+                self._optimizer.param_groups, options, loaded, self._initial[0], strict=True
+            ):
+                scheduled = {key for key in now if key == "lr" or not _equal(now[key], begun.get(key))}
+                if group["params"]:
+                    now.update({key: value for key, value in own.items() if exact or key not in scheduled})
+            self._kept[stage] = options, state
+        self._set(self._chosen)
 
     def _present(self) -> tuple[OptionsOfGroups, dict[str, Any]]:
         state = {} if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         return _options_of(self._optimizer), state
 
-    def _set(self, options: OptionsOfGroups, state: Mapping[str, Any]) -> None:
+    def _set(self, stage: int) -> None:
+        self._chosen = stage
+        options, state = copy.deepcopy(self._kept[stage])
         for group, own in zip(self._optimizer.param_groups, options, strict=False):
-            group.update({key: _own(value) for key, value in own.items()})
+            group.update(own)
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(copy.deepcopy(dict(state)))
+            self._scheduler.load_state_dict(state)
+        self._left = _options_of(self._optimizer)
 
 
-def _set_base_rates(scheduler: Any) -> None:
-    """Has `scheduler`, and those that it consists of, begin with the rates that the groups began with."""
-    scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+def _set_base_rates(scheduler: Any, options: OptionsOfGroups) -> None:
+    """Has `scheduler`, and those that it consists of, begin with the rates that the groups in `options` began with."""
+    scheduler.base_lrs = [own.get("initial_lr", rate) for own, rate in zip(options, scheduler.base_lrs, strict=True)]
     for each in getattr(scheduler, "_schedulers", ()):
-        _set_base_rates(each)
+        _set_base_rates(each, options)
+
+
+@contextmanager
+def _nothing_shared(optimizer: torch.optim.Optimizer, own_hook: object) -> Iterator[None]:
+    """Context manager in which `optimizer` steps one of several stages, each at its own time.
+
+    Raises `PenstockError` if it has hooks on its steps beside `own_hook`, or counts steps outside of the state of
+    parameters and the options of groups: it would count those of all stages together.
+    """
+    before = _numbers(optimizer)
+    hooked = any(hook != own_hook for hook in step_hooks(optimizer))
+    yield
+    changed = [name for name, value in _numbers(optimizer).items() if value != before.get(name)]
+    if hooked or changed:
+        found = f"its attribute {changed[0]!r} changes" if changed else "hooks run"
+        raise PenstockError(
+            f"{type(optimizer).__qualname__}: {found} with every step, and under this schedule every stage of the process "
+            "has steps of its own: expected nothing that stages share. Choose a schedule that flushes, run one process "
+            "per stage, or keep such values in the state of every parameter"
+        )
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What `optimizer` counts outside of the state of parameters and the options of groups."""
+    values = {**vars(optimizer), **{key: value for key, value in optimizer.state.items() if isinstance(key, str)}}
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> OptionsOfGroups:
@@ -291,9 +325,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> OptionsOfGroups:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
-    return value is other or bool(value == other)
+    return value is other or (type(value) is type(other) and bool(value == other))
 
 
 def _own(value: Any) -> Any:
