@@ -140,8 +140,8 @@ class Updater:
         ):
             self._warned = True
             logging.getLogger("penstock").warning(
-                "%s.step() was called by hand, without gradients: it trains nothing, since pipe.step() makes the updates "
-                "and leaves no gradients. Leave the call out",
+                "%s.step() was called by hand, without gradients: it trains nothing, since pipe.step() makes the "
+                "updates and leaves no gradients. Leave the call out",
                 type(optimizer).__qualname__,
             )
 
@@ -277,6 +277,8 @@ class _GroupOptions:
         self._chosen = stage
         options, state = copy.deepcopy(self._kept[stage])
         for group, own in zip(self._optimizer.param_groups, options, strict=False):
+            for key in group.keys() - own.keys() - {"params"}:
+                del group[key]
             group.update(own)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state)
@@ -304,9 +306,9 @@ def _nothing_shared(optimizer: torch.optim.Optimizer, own_hook: object) -> Itera
     if hooked or changed:
         found = f"its attribute {changed[0]!r} changes" if changed else "hooks run"
         raise PenstockError(
-            f"{type(optimizer).__qualname__}: {found} with every step, and under this schedule every stage of the process "
-            "has steps of its own: expected nothing that stages share. Choose a schedule that flushes, run one process "
-            "per stage, or keep such values in the state of every parameter"
+            f"{type(optimizer).__qualname__}: {found} with every step, and under this schedule every stage of the "
+            "process has steps of its own: expected nothing that stages share. Choose a schedule that flushes, run one "
+            "process per stage, or keep such values in the state of every parameter"
         )
 
 
