@@ -25,8 +25,7 @@ Laws of this file:
   4. It depends on no microbatch, peer or optimizer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -283,22 +282,6 @@ class VersionedWeights:
         newest = slots.tensors[slots.slot_of(slots.newest)]
         for name in slots.masters & slots.stepped.keys():
             newest[name].copy_(local_shard(published[name] if name in published else slots.stepped[name]))
-
-    @contextmanager
-    def hidden_gradients(self) -> Iterator[None]:
-        """Context manager that hides the gradients from an optimizer that steps other stages.
-
-        Only a module that is not copied accumulates them in the optimizer's own parameters.
-        """
-        own = () if self._tables.entries else self._slots.parameters.values()
-        held = [(parameter, parameter.grad) for parameter in own]
-        for parameter, _ in held:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in held:
-                parameter.grad = gradient
 
     @property
     def newest(self) -> int:
