@@ -13,8 +13,7 @@ weights at which the gradient was taken:
 - `WeightAverage`: keeps an exponential average, and changes nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -183,51 +182,45 @@ class HookStates:
         for name, old in before.items():
             for hook, states in zip(self.hooks, self.states, strict=True):
                 update = WeightUpdate(name, old, after[name].detach(), delay, states.setdefault(name, {}))
-                with _in_place(update, hook, writes=True):
-                    hook.after_step(update)
+                _run(hook, update, predicts=False)
             for hook, states in zip(self.hooks, self.states, strict=True):
                 if hook.predicts(delay):
                     update = WeightUpdate(name, old, after[name].detach(), delay, states[name])
-                    with _in_place(update, hook, writes=False):
-                        read[name] = _prediction(update, hook)
+                    read[name] = _run(hook, update, predicts=True)
         return read
 
 
-@contextmanager
-def _in_place(update: WeightUpdate, hook: UpdateHook, writes: bool) -> Iterator[None]:
-    """Context manager in which `hook` must write into no tensor of `update`, or into ``after`` if it `writes`.
+def _run(hook: UpdateHook, update: WeightUpdate, predicts: bool) -> Tensor:
+    """What `hook` predicts, or ``update.after`` as it leaves it.
 
-    `PenstockError` at the end if it did, or gave one other memory or another form.
+    Raises `PenstockError` for a prediction that is not like ``update.after``, or if the hook changed another tensor
+    than this one, or its form or memory: nothing else reaches the weights.
     """
-    watched = {"before": (update.before, True), "after": (update.after, not writes)}
-    found = {name: _marks(*tensor) for name, tensor in watched.items()}
-    yield
-    for name, tensor in watched.items():
-        if _marks(*tensor) != found[name]:
+    own, where = update.after, f"update_hooks=: {type(hook).__name__}"
+    watched = ("before", update.before, True), ("after", own, predicts)
+    marks = [_marks(tensor, whole) for _, tensor, whole in watched]
+    found: object = hook.predict(update) if predicts else hook.after_step(update)
+    for (name, tensor, whole), mark in zip(watched, marks, strict=True):
+        if _marks(tensor, whole) != mark:
             raise PenstockError(
-                f"update_hooks=: {type(hook).__name__} changed update.{name} of {update.name}: expected writes into "
-                "update.after in after_step alone, in its own memory (update.after.copy_(...)), since nothing else "
-                "reaches the weights. Return a prediction from predict, and keep other tensors in update.state"
+                f"{where} changed update.{name} of {update.name}: expected changes of update.after in after_step alone, "
+                "in its own memory. Write update.after.copy_(...), and keep other tensors in update.state"
             )
+    if not predicts:
+        return own
+    if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != (own.shape, own.dtype, own.device):
+        form = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else text_of(found)
+        raise PenstockError(
+            f"{where}.predict: expected a tensor like update.after of {update.name}, {tuple(own.shape)} {own.dtype} on "
+            f"{own.device}, found {form}. Return one"
+        )
+    return found
 
 
 def _marks(tensor: Tensor, whole: bool) -> tuple[object, ...]:
     """What changes if `tensor` gets another form or other memory, and if `whole` if it is written."""
     memory = 0 if isinstance(tensor, DTensor) else tensor.data_ptr()
     return tensor.shape, tensor.dtype, memory, times_written(tensor) if whole else 0
-
-
-def _prediction(update: WeightUpdate, hook: UpdateHook) -> Tensor:
-    found: object = hook.predict(update)
-    own = update.after
-    forms = [(each.shape, each.dtype, each.device) if isinstance(each, Tensor) else None for each in (found, own)]
-    if forms[0] != forms[1] or not isinstance(found, Tensor):
-        text = f"{tuple(found.shape)} {found.dtype} on {found.device}" if isinstance(found, Tensor) else text_of(found)
-        raise PenstockError(
-            f"update_hooks=: {type(hook).__name__}.predict returned {text} for {update.name}: expected a tensor like "
-            f"update.after, {tuple(own.shape)} {own.dtype} on {own.device}. Return one"
-        )
-    return found
 
 
 def read_hooks(given: Sequence[UpdateHook] | UpdateHook) -> tuple[UpdateHook, ...]:
