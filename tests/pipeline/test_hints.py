@@ -98,7 +98,8 @@ def test_the_log_says_how_many_updates_a_step_makes(caplog: pytest.LogCaptureFix
 
     said = [record.getMessage() for record in caplog.records if "updates per step" in record.getMessage()]
     assert said == [
-        "updates per step: 2 under pipedream, one for 1 microbatch(es); schedules that flush make one per step"
+        "updates per step: 2 under pipedream, one for 1 microbatch(es), so learning rates and schedulers count more of "
+        "them than steps. Give microbatches=1, or choose a schedule that flushes, for one update per step"
     ]
 
 

@@ -67,11 +67,11 @@ class _Stage:
         """One update; what forwards read of it where that is not `newest`."""
         before = {name: p.detach().clone() for name, p in self.stepped.items() if p.grad is not None}
         for optimizer in self.optimizers:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            scaled = [(group, group["lr"]) for group in optimizer.param_groups if self.rate != 1]
+            for group, rate in scaled:
                 group["lr"] = rate * self.rate
             optimizer.step()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            for group, rate in scaled:
                 group["lr"] = rate
         for scheduler in self.schedulers:
             scheduler.step()

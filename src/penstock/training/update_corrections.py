@@ -203,8 +203,8 @@ def _run(hook: UpdateHook, update: WeightUpdate, predicts: bool) -> Tensor:
     for (name, tensor, whole), mark in zip(watched, marks, strict=True):
         if _marks(tensor, whole) != mark:
             raise PenstockError(
-                f"{where} changed update.{name} of {update.name}: expected changes of update.after in after_step alone, "
-                "in its own memory. Write update.after.copy_(...), and keep other tensors in update.state"
+                f"{where} changed update.{name} of {update.name}: expected changes of update.after alone, in "
+                "after_step and in its own memory. Write update.after.copy_(...), and keep the rest in update.state"
             )
     if not predicts:
         return own

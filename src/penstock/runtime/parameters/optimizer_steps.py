@@ -287,7 +287,9 @@ class _GroupOptions:
 
 def _set_base_rates(scheduler: Any, options: OptionsOfGroups) -> None:
     """Has `scheduler`, and those that it consists of, begin with the rates that the groups in `options` began with."""
-    scheduler.base_lrs = [own.get("initial_lr", rate) for own, rate in zip(options, scheduler.base_lrs, strict=True)]
+    if hasattr(scheduler, "base_lrs"):
+        pairs = zip(options, scheduler.base_lrs, strict=True)
+        scheduler.base_lrs = [own.get("initial_lr", rate) for own, rate in pairs]
     for each in getattr(scheduler, "_schedulers", ()):
         _set_base_rates(each, options)
 
