@@ -69,7 +69,7 @@ def test_a_loss_that_is_a_sum_has_a_hint(caplog: pytest.LogCaptureFixture, loss_
 
 @pytest.mark.parametrize("ending", ["closed", "forgotten"])
 def test_a_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFixture, ending: str) -> None:
-    pipe = make("pipedream")
+    pipe = make("pipedream", microbatches=1)
     pipe.step(X, Y)
     if ending == "closed":
         pipe.close()
@@ -83,7 +83,7 @@ def test_a_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFi
 
 
 def test_a_pipeline_that_failed_has_no_hint_to_drain(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="of the user"), make("pipedream") as pipe:
+    with pytest.raises(ValueError, match="of the user"), make("pipedream", microbatches=1) as pipe:
         pipe.step(X, Y)
         raise ValueError("of the user")
 

@@ -184,7 +184,8 @@ WRONG: dict[str, tuple[Callable[[], ScheduleDefinition], str]] = {
     "its update is in the next step": (
         lambda: replace(EAGER, order=update_late),
         "schedule 'eager' violates an invariant: a step carries the actions of its own minibatch, and a drain none\n"
-        "  rank 0: ... 0R0<1 0B0@0 0R1<1 0B1@0 0R2<1 0B2@0 0R3<1 0B3@0 >>0U1<0<< 0F4@1 0S4>1 0F5@1 0S5>1 0R4<1 0B4@1 ...\n"
+        "  rank 0: ... 0S3>1 0R1<1 0B1@0 0R2<1 0B2@0 0R3<1 0B3@0 >>0U1<0<< 0F4@1 0S4>1 0F5@1 0S5>1 0F6@1 0S6>1 0R4<1 "
+        "...\n"
         "  expected: in step(1) only microbatches 4 to 7\n"
         "  fix: yield it in the step that it belongs to",
     ),

@@ -11,7 +11,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -26,9 +26,6 @@ from penstock.training.recipes import Recipe
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
 __all__ = ["Updater", "choose_compute_weights", "replaced_parameters"]
-
-CHECKED_UPDATES = 2
-"""The first updates of a stage in which its optimizers are watched."""
 
 OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 """The options of every group of an optimizer, without its parameters."""
@@ -69,12 +66,14 @@ class Updater:
                 self.schedulers.append(make_scheduler(lr_scheduler, optimizer))
             apart = sorted(factors)[:1] if together else sorted(factors)
             self._options.append(_GroupOptions(optimizer, self.schedulers[-1] if self.schedulers else None, apart))
-            optimizer.register_step_pre_hook(self._note_step)
+            # A wrapper of an optimizer may lack what hooks need.
+            with suppress(AttributeError):
+                optimizer.register_step_pre_hook(self._note_step)
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
         self._waiting: dict[int, tuple[VersionedWeights, int, Mapping[str, Tensor] | None]] = {}
         """By stage, the updates that wait for those of other stages."""
-        self.hold_interrupts: Callable[[], object] = int
+        self.hold_interrupts: Callable[[], object] = lambda: None
         """Called before the one update of a step, from which on Ctrl-C waits for the end of the step."""
         self._stepping = self._warned = False
         with ExitStack() as stack:
@@ -121,7 +120,7 @@ class Updater:
             for options, optimizer in zip(self._options, self.optimizers, strict=True):
                 options.choose(stages[0])
                 stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
-                if len(self._updates) > len(stages) and self._updates[stages[0]] < CHECKED_UPDATES:
+                if len(self._updates) > len(stages):
                     stack.enter_context(_nothing_shared(optimizer, self._note_step))
                 optimizer.step()
             self.rates = self._present_rates()
@@ -227,10 +226,10 @@ class _GroupOptions:
         if stage == self._chosen or stage not in self._kept:
             return
         self._kept[self._chosen] = present, _ = self._present()
-        for number, (now, left) in enumerate(zip(present, self._left, strict=False)):
+        for now, left, *kept in zip(present, self._left, *(own for own, _ in self._kept.values()), strict=False):
             changed = {key: value for key, value in now.items() if key not in left or not _equal(value, left[key])}
-            for options, _ in self._kept.values():
-                options[number].update(changed)
+            for options in kept:
+                options.update(changed)
         self._set(stage)
 
     def advance(self) -> None:
@@ -260,9 +259,8 @@ class _GroupOptions:
                     self._scheduler.step()
             reached = updates[stage]
             options, state = self._present()
-            for group, now, own, begun in zip(
-                self._optimizer.param_groups, options, loaded, self._initial[0], strict=True
-            ):
+            groups = zip(self._optimizer.param_groups, options, loaded, self._initial[0], strict=False)
+            for group, now, own, begun in groups:
                 scheduled = {key for key in now if key == "lr" or not _equal(now[key], begun.get(key))}
                 if group["params"]:
                     now.update({key: value for key, value in own.items() if exact or key not in scheduled})
@@ -288,7 +286,7 @@ class _GroupOptions:
 def _set_base_rates(scheduler: Any, options: OptionsOfGroups) -> None:
     """Has `scheduler`, and those that it consists of, begin with the rates that the groups in `options` began with."""
     if hasattr(scheduler, "base_lrs"):
-        pairs = zip(options, scheduler.base_lrs, strict=True)
+        pairs = zip(options, scheduler.base_lrs, strict=False)
         scheduler.base_lrs = [own.get("initial_lr", rate) for own, rate in pairs]
     for each in getattr(scheduler, "_schedulers", ()):
         _set_base_rates(each, options)
@@ -333,7 +331,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _own(value: Any) -> Any:
-    """A copy of `value` if it is a tensor: schedulers change such learning rates in place."""
+    """A copy of `value`: schedulers change learning rates that are tensors in place."""
     return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
