@@ -49,7 +49,6 @@ from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count,
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import plan_for, resume_training
-from penstock.runtime.devices.interrupts import held_interrupts
 from penstock.runtime.engine.engine import parameters_of
 from penstock.runtime.execution.recomputation import Recompute
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
@@ -330,11 +329,7 @@ class Pipeline:
             self._conditions.check()
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
-        with (
-            held_interrupts() as self._updater.hold_interrupts,
-            self._guarded("in a step"),
-            self._explained("step", inputs, target),
-        ):
+        with self._updater.whole_step(), self._guarded("in a step"), self._explained("step", inputs, target):
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
@@ -392,9 +387,7 @@ class Pipeline:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Gives the parameters their `averages` inside a ``with`` block: for evaluations, predictions and `state_dict`,
-        not for training.
-        """
+        """Gives the parameters their `averages` in a ``with`` block: for results, `state_dict` and `save_weights`."""
         averages = self.averages()
         with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
             yield

@@ -82,6 +82,13 @@ class _Stage:
         read = {name: (readings or {}).get(name, weights) for name, weights in self.newest.items()}
         self.versions.append([{name: self._version(name, read[name]) for name in read} for _ in range(self.replicas)])
 
+    def end_update(self, version: int, readings: Mapping[str, Tensor]) -> None:
+        """Drops the gradients at `version`, and makes a new one."""
+        for weights in self.versions[version]:
+            for weight in weights.values():
+                weight.grad = None
+        self.publish(readings)
+
     def _version(self, name: str, weights: Tensor) -> nn.Parameter:
         own = self.newest[name]
         lowered = self.dtype is not None and own.requires_grad and own.ndim > 1 and own.dtype == torch.float32
@@ -303,10 +310,7 @@ class Training:
             if self.scales is not None and index == len(self._stages) - 1:
                 self._overflown.append(overflown)
         for index, version in versions.items():
-            for weights in self._stages[index].versions[version]:
-                for weight in weights.values():
-                    weight.grad = None
-            self._stages[index].publish(readings)
+            self._stages[index].end_update(version, readings)
 
     def _note_norms(self, indices: Iterable[int]) -> None:
         if self._clip is None and self.scales is None:

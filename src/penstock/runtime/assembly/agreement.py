@@ -154,18 +154,7 @@ def check_optimizers(
             groups.append(options)
             mine.update({names[id(p)]: options for p in group["params"] if id(p) in names and p.requires_grad})
     gathered = world.gather((mine, groups), "while they compared their optimizers")
-    for rank, (_, theirs) in enumerate(gathered[: world.rank]):
-        # A rank may leave out groups that have no parameter there.
-        pairs = zip(groups, theirs, strict=True) if len(groups) == len(theirs) else ()
-        different = [(key, value, there.get(key)) for here, there in pairs for key, value in here.items()]
-        different = [each for each in different if each[1] != each[2]]
-        if different:
-            logging.getLogger("penstock").warning(
-                "a group of the optimizer has %s=%s on rank %d and %s on rank %d: all ranks take part in one training. "
-                "Build the same optimizer on every rank, unless you mean it",
-                *(different[0][0], different[0][2], rank, different[0][1], world.rank),
-            )
-            break
+    _compare_groups([groups for _, groups in gathered[: world.rank + 1]])
     for rank, (other, _) in enumerate(gathered):
         for name in (name for name in mine if name in other):
             for option in dict.fromkeys((*mine[name], *other[name])):
@@ -177,6 +166,24 @@ def check_optimizers(
                         "apart. Build the same optimizer and scheduler on every rank"
                     )
     return any(other for other, _ in gathered)
+
+
+def _compare_groups(of_ranks: Sequence[Sequence[Mapping[str, str]]]) -> None:
+    """Warns of an option that a group of the last of the ranks, this one, has other than an earlier rank."""
+    for rank, groups in enumerate(of_ranks[:-1]):
+        # A rank may leave out groups that have no parameter there.
+        pairs = zip(groups, of_ranks[-1], strict=True) if len(groups) == len(of_ranks[-1]) else ()
+        for there, here in pairs:
+            for option in (option for option in here if here[option] != there.get(option)):
+                found = f"{option}={there.get(option, 'none')} on rank {rank}"
+                logging.getLogger("penstock").warning(
+                    "a group of the optimizer has %s and %s on rank %d: all ranks take part in one training. Build the "
+                    "same optimizer on every rank, unless you mean it",
+                    found,
+                    here[option],
+                    len(of_ranks) - 1,
+                )
+                return
 
 
 def _describe(value: Any) -> str:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
+from penstock.runtime.devices.interrupts import held_interrupts
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
-from penstock.torch_internals.optimizers import step_hooks
+from penstock.torch_internals.optimizers import flat_schedulers, step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
@@ -73,8 +74,7 @@ class Updater:
         """By stage, the number of its updates."""
         self._waiting: dict[int, tuple[VersionedWeights, int, Mapping[str, Tensor] | None]] = {}
         """By stage, the updates that wait for those of other stages."""
-        self.hold_interrupts: Callable[[], object] = lambda: None
-        """Called before the one update of a step, from which on Ctrl-C waits for the end of the step."""
+        self._hold_interrupts: Callable[[], object] = lambda: None
         self._stepping = self._warned = False
         with ExitStack() as stack:
             for optimizer in self.optimizers:
@@ -95,7 +95,7 @@ class Updater:
         if self._together and len(self._waiting) < len(self._updates):
             return ()
         if self._together:
-            self.hold_interrupts()
+            self._hold_interrupts()
         waiting, self._waiting = dict(sorted(self._waiting.items())), {}
         for held, number, own in waiting.values():
             held.begin_update(number, own or {})
@@ -104,6 +104,12 @@ class Updater:
         for held, *_ in waiting.values():
             held.end_update(published)
         return list(waiting)
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Context manager around a step. If all stages step at once, Ctrl-C waits from that moment for its end."""
+        with held_interrupts() as self._hold_interrupts:
+            yield
 
     def discard(self) -> None:
         """Drops the updates that wait for others."""
@@ -283,13 +289,10 @@ class _GroupOptions:
         self._left = _options_of(self._optimizer)
 
 
-def _set_base_rates(scheduler: Any, options: OptionsOfGroups) -> None:
-    """Has `scheduler`, and those that it consists of, begin with the rates that the groups in `options` began with."""
-    if hasattr(scheduler, "base_lrs"):
-        pairs = zip(options, scheduler.base_lrs, strict=False)
-        scheduler.base_lrs = [own.get("initial_lr", rate) for own, rate in pairs]
-    for each in getattr(scheduler, "_schedulers", ()):
-        _set_base_rates(each, options)
+def _set_base_rates(scheduler: LRScheduler, options: OptionsOfGroups) -> None:
+    """Has `scheduler` begin with the rates that the groups in `options` began with."""
+    for each in flat_schedulers(scheduler):
+        each.base_lrs = [own.get("initial_lr", rate) for own, rate in zip(options, each.base_lrs, strict=False)]
 
 
 @contextmanager
