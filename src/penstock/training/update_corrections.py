@@ -199,15 +199,17 @@ def _run(hook: UpdateHook, update: WeightUpdate, predicts: bool) -> Tensor:
     own, where = update.after, f"update_hooks=: {type(hook).__name__}"
     watched = ("before", update.before, True), ("after", own, predicts)
     marks = [_marks(tensor, whole) for _, tensor, whole in watched]
-    found: object = hook.predict(update) if predicts else hook.after_step(update)
+    found: object = own
+    if predicts:
+        found = hook.predict(update)
+    else:
+        hook.after_step(update)
     for (name, tensor, whole), mark in zip(watched, marks, strict=True):
         if _marks(tensor, whole) != mark:
             raise PenstockError(
                 f"{where} changed update.{name} of {update.name}: expected changes of update.after alone, in "
                 "after_step and in its own memory. Write update.after.copy_(...), and keep the rest in update.state"
             )
-    if not predicts:
-        return own
     if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != (own.shape, own.dtype, own.device):
         form = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else text_of(found)
         raise PenstockError(

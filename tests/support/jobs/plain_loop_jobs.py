@@ -83,8 +83,9 @@ class StateCounter(_Own):
     """Counts in its state, beside those of parameters."""
 
     def rate(self, group: dict[str, Any]) -> Any:
-        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, arg-type, assignment, operator]
-        return group["lr"] / self.state["steps"]  # type: ignore[index, operator]
+        state: Any = self.state
+        state["steps"] = state.get("steps", 0) + 1
+        return group["lr"] / state["steps"]
 
 
 class GlobalNorm(_Own):

@@ -261,9 +261,9 @@ class _GroupOptions:
             with warnings.catch_warnings():
                 # The scheduler has not seen the earlier steps of the optimizer.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                for _ in range(updates[stage] - reached if self._scheduler is not None else 0):
+                while self._scheduler is not None and reached < updates[stage]:
                     self._scheduler.step()
-            reached = updates[stage]
+                    reached += 1
             options, state = self._present()
             groups = zip(self._optimizer.param_groups, options, loaded, self._initial[0], strict=False)
             for group, now, own, begun in groups:
@@ -317,7 +317,8 @@ def _nothing_shared(optimizer: torch.optim.Optimizer, own_hook: object) -> Itera
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """What `optimizer` counts outside of the state of parameters and the options of groups."""
-    values = {**vars(optimizer), **{key: value for key, value in optimizer.state.items() if isinstance(key, str)}}
+    state: Any = optimizer.state
+    values = {**vars(optimizer), **{key: value for key, value in state.items() if isinstance(key, str)}}
     return {
         name: float(value)
         for name, value in values.items()
