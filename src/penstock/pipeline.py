@@ -319,7 +319,7 @@ class Pipeline:
             self._conditions.check()
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
-        with self._guarded("in a step"), self._explained("step", inputs, target):
+        with self._updater.whole_step(), self._guarded("in a step"), self._explained("step", inputs, target):
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
@@ -377,9 +377,7 @@ class Pipeline:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Gives the parameters their `averages` inside a ``with`` block: for evaluations, predictions and `state_dict`,
-        not for training.
-        """
+        """Gives the parameters their `averages` in a ``with`` block: for results, `state_dict` and `save_weights`."""
         averages = self.averages()
         with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
             yield
@@ -485,6 +483,7 @@ class Pipeline:
 
         Raises `CheckpointError`, before anything is changed, if `state` is not whole or of another training.
         """
+        self._conditions.check_weights("load_state_dict")
         with self._guarded.loading(self.drain):
             self._checkpoints.training.check(state)
             self._checkpoints.training.restore(state)
@@ -518,6 +517,7 @@ class Pipeline:
         the same on all ranks, if it cannot be written; the training can go on. ``wait=False`` saves while steps run,
         and returns a handle. docs/checkpoints.md says more.
         """
+        self._conditions.check_weights("save")
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
     def load(self, directory: str | Path) -> None:
@@ -526,6 +526,7 @@ class Pipeline:
         `directory`: that of a run, whose newest whole checkpoint is taken, or one step in it. `CheckpointError` on all
         ranks, before anything is changed, if there is none, or one that is damaged or of another training.
         """
+        self._conditions.check_weights("load")
         self._checkpoints.load(directory, self._guarded)
 
     def save_weights(

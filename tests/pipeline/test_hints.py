@@ -69,7 +69,7 @@ def test_a_loss_that_is_a_sum_has_a_hint(caplog: pytest.LogCaptureFixture, loss_
 
 @pytest.mark.parametrize("ending", ["closed", "forgotten"])
 def test_a_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFixture, ending: str) -> None:
-    pipe = make("pipedream")
+    pipe = make("pipedream", microbatches=1)
     pipe.step(X, Y)
     if ending == "closed":
         pipe.close()
@@ -83,7 +83,7 @@ def test_a_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFi
 
 
 def test_a_pipeline_that_failed_has_no_hint_to_drain(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="of the user"), make("pipedream") as pipe:
+    with pytest.raises(ValueError, match="of the user"), make("pipedream", microbatches=1) as pipe:
         pipe.step(X, Y)
         raise ValueError("of the user")
 
@@ -98,7 +98,8 @@ def test_the_log_says_how_many_updates_a_step_makes(caplog: pytest.LogCaptureFix
 
     said = [record.getMessage() for record in caplog.records if "updates per step" in record.getMessage()]
     assert said == [
-        "updates per step: 2 under pipedream, one for 1 microbatch(es); schedules that flush make one per step"
+        "updates per step: 2 under pipedream, one for 1 microbatch(es), so learning rates and schedulers count more of "
+        "them than steps. Give microbatches=1, or choose a schedule that flushes, for one update per step"
     ]
 
 

@@ -2,6 +2,7 @@
 what it has lost.
 """
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -190,8 +191,46 @@ def test_an_asynchronous_step_that_failed_says_what_is_lost_and_a_load_repairs_i
     assert_same(weights(failing), weights(plain))
 
 
+class _Interrupted(torch.optim.SGD):
+    """Its user presses Ctrl-C in its second step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 2:
+            signal.raise_signal(signal.SIGINT)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("schedule", FLUSHING)
+def test_ctrl_c_in_an_update_waits_for_the_end_of_the_step(schedule: str) -> None:
+    interrupted = make(schedule, optimizer=lambda p: _Interrupted(p, lr=0.1))
+    plain = make(schedule, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    train(interrupted, range(1))
+    with pytest.raises(KeyboardInterrupt):
+        train(interrupted, range(1, 2))
+    assert interrupted.steps == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    assert train(interrupted, range(2, STEPS)) == train(plain, range(STEPS))[2:]
+    assert_same(weights(interrupted), weights(plain))
+
+
+def test_a_second_ctrl_c_has_its_effect_at_once() -> None:
+    class Impatient(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the second one had no effect")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make("gpipe", optimizer=lambda p: Impatient(p, lr=0.1)), range(1))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 class _Failing(torch.optim.SGD):
-    """Fails at its third step of the second stage."""
+    """Fails when `left` steps have been made."""
 
     left: ClassVar[int] = -1
 
@@ -203,7 +242,8 @@ class _Failing(torch.optim.SGD):
 
 
 def test_a_flushing_step_that_failed_between_updates_says_so(tmp_path: Any) -> None:
-    failing, plain = (make("gpipe", optimizer=lambda p: _Failing(p, lr=0.1)) for _ in range(2))
+    halves = lambda p: [_Failing(p[:4], lr=0.1), _Failing(p[4:], lr=0.1)]  # noqa: E731
+    failing, plain = (make("gpipe", optimizer=halves) for _ in range(2))
     losses = train(failing, range(2))
     failing.save(tmp_path / "saved")
     _Failing.left = 2

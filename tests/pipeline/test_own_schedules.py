@@ -13,6 +13,8 @@ from penstock.scheduling import (
     PipelineShape,
     ScheduleDefinition,
     Segment,
+    Step,
+    Update,
     VersionRule,
     define_by_programs,
     format_programs,
@@ -137,6 +139,15 @@ def forgetful(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Ent
     return iter([action for action in actions if not str(action).startswith("0B3@")])
 
 
+def update_late(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
+    """That of `EAGER`, whose updates are in the next step, or in a drain."""
+    (stage,) = shape.stages_of(rank)
+    made = segment.minibatch if isinstance(segment, Step) else segment.minibatches
+    if made > 0:
+        yield Update(stage, made, made - 1)
+    yield from (entry for entry in EAGER.order(shape, rank, segment) if not isinstance(entry, Update))
+
+
 WRONG: dict[str, tuple[Callable[[], ScheduleDefinition], str]] = {
     "a backward is missing": (
         lambda: replace(EAGER, order=forgetful),
@@ -166,6 +177,14 @@ WRONG: dict[str, tuple[Callable[[], ScheduleDefinition], str]] = {
         lambda: replace(LATE, flushes=True),
         "schedule 'late' violates an invariant: a step carries the actions of its own minibatch, and a drain none\n"
         "  rank 0: ... 0S4>1 0F5@0 0S5>1 0F6@0 0S6>1 0F7@0 0S7>1 >>0R0<1<< 0B0@0 0R1<1 0B1@0 0R2<1 0B2@0 0R3<1 0B3@0 "
+        "...\n"
+        "  expected: in step(1) only microbatches 4 to 7\n"
+        "  fix: yield it in the step that it belongs to",
+    ),
+    "its update is in the next step": (
+        lambda: replace(EAGER, order=update_late),
+        "schedule 'eager' violates an invariant: a step carries the actions of its own minibatch, and a drain none\n"
+        "  rank 0: ... 0S3>1 0R1<1 0B1@0 0R2<1 0B2@0 0R3<1 0B3@0 >>0U1<0<< 0F4@1 0S4>1 0F5@1 0S5>1 0F6@1 0S6>1 0R4<1 "
         "...\n"
         "  expected: in step(1) only microbatches 4 to 7\n"
         "  fix: yield it in the step that it belongs to",

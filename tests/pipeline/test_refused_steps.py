@@ -4,13 +4,16 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import penstock
 from penstock.training.scaling import LossScale
@@ -126,6 +129,26 @@ def test_a_step_among_averages() -> None:
             pipe.step(X, Y)
 
     assert all(torch.equal(old, new) for old, new in zip(before, weights(pipe), strict=True))
+    assert_trains(pipe)
+
+
+def test_averages_are_not_saved_or_loaded_over(tmp_path: Path) -> None:
+    pipe = build(update_hooks=[penstock.WeightAverage(0.5)])
+    assert_trains(pipe)
+    saved, state = pipe.save(tmp_path / "run"), pipe.state_dict()
+    with pipe.averaged():
+        for call in (
+            lambda: pipe.save(tmp_path / "run"),
+            lambda: pipe.save(tmp_path / "run", wait=False),
+            lambda: pipe.load(saved),
+            lambda: pipe.load_state_dict(state),
+        ):
+            with pytest.raises(penstock.PenstockError, match=r"was called inside of averaged\(\)"):
+                call()
+        pipe.save_weights(tmp_path / "averages")
+    pipe.load(saved)
+
+    assert_close(load_file(tmp_path / "averages" / "model.safetensors"), dict(pipe.averages()))
     assert_trains(pipe)
 
 

@@ -232,3 +232,53 @@ def test_averages_that_no_hook_keeps_are_refused() -> None:
     pipe = penstock.Pipeline(case.build(), **case.options)
     with pytest.raises(penstock.PenstockError, match=r"expected a penstock\.WeightAverage"):
         pipe.averages()
+
+
+class _Wrong(penstock.UpdateHook):
+    """Does `after_step` in every update, or predicts what `prediction` returns."""
+
+    def __init__(self, prediction: Any = None, change: Any = None) -> None:
+        self.prediction, self.change = prediction, change
+
+    def after_step(self, update: penstock.WeightUpdate) -> None:
+        if self.change is not None:
+            self.change(update)
+
+    def predicts(self, delay: int) -> bool:
+        return self.prediction is not None
+
+    def predict(self, update: penstock.WeightUpdate) -> Any:
+        return self.prediction(update)
+
+
+def replace_memory(tensor: Tensor) -> None:
+    tensor.data = torch.zeros_like(tensor)
+
+
+WRONG = {
+    "one row": (_Wrong(lambda u: u.after[:1]), r"_Wrong.predict: expected a tensor like update.after .*\(1, "),
+    "another type": (_Wrong(lambda u: u.after.float()), r"_Wrong.predict: .* found .* torch.float32"),
+    "nothing": (_Wrong(lambda u: None), r"_Wrong.predict: .* found nothing"),
+    "a number": (_Wrong(lambda u: 3), r"_Wrong.predict: .* found 3"),
+    "a prediction in place": (_Wrong(lambda u: u.after.mul_(2)), r"_Wrong changed update.after of"),
+    "before, predicting": (_Wrong(lambda u: u.before.add_(u.after)), r"_Wrong changed update.before of"),
+    "before": (_Wrong(change=lambda u: u.before.zero_()), r"_Wrong changed update.before of"),
+    "another form": (_Wrong(change=lambda u: u.after.resize_(1)), r"_Wrong changed update.after of"),
+    "other memory": (_Wrong(change=lambda u: replace_memory(u.after)), r"_Wrong changed update.after of"),
+    "other memory before": (_Wrong(change=lambda u: replace_memory(u.before)), r"_Wrong changed update.before of"),
+}
+
+
+@pytest.mark.parametrize("run", [run_pipeline, run_reference])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_hook_that_returns_or_changes_something_else_is_refused(name: str, run: Callable[..., Outcome]) -> None:
+    hook, said = WRONG[name]
+    with pytest.raises(penstock.PenstockError, match=said):
+        run(Case("layered", "2bw", 2, 4), update_hooks=hook)
+
+
+def test_a_hook_may_write_after_and_predict_anew() -> None:
+    hook = _Wrong(lambda u: u.after * 1.1, lambda u: u.after.mul_(0.9))
+    case = Case("layered", "2bw", 2, 4)
+
+    assert_equal(run_reference(case, update_hooks=hook), run_pipeline(case, update_hooks=hook))

@@ -132,6 +132,7 @@ def test_the_room_touches_some() -> None:
             "distributed",
             "export",
             "modules",
+            "optimizers",
             "profiler",
             "pytrees",
             "tensors",

@@ -53,10 +53,9 @@ class PipelineModule(LightningModule):  # type: ignore[misc]
         inputs, target = self.split(batch)
         result = self.pipe.step(inputs, target)
         counter: Any = self.optimizers()
-        own = self.pipe.optimizer
-        if own is not None:
+        if result.lr:
             # What callbacks show.
-            counter.param_groups[0]["lr"] = own.param_groups[0]["lr"]
+            counter.param_groups[0]["lr"] = result.lr[0]
         counter.step()
         if self.global_step % self.trainer.log_every_n_steps == 0 or self.trainer.is_last_batch:
             self.log("loss", float(result.loss), prog_bar=True)

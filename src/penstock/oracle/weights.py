@@ -36,7 +36,8 @@ class _Stage:
     """All the versions of one stage's weights, and what each replica has of its own."""
 
     newest: Weights
-    """What the optimizer steps."""
+    stepped: Weights
+    """What its optimizers step: `newest`; or where all stages update at once those of all at the first, none later."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     schedulers: list[LRScheduler]
     rate: float
@@ -64,22 +65,29 @@ class _Stage:
 
     def step(self) -> dict[str, Tensor]:
         """One update; what forwards read of it where that is not `newest`."""
-        before = {name: p.detach().clone() for name, p in self.newest.items() if p.grad is not None}
+        before = {name: p.detach().clone() for name, p in self.stepped.items() if p.grad is not None}
         for optimizer in self.optimizers:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            scaled = [(group, group["lr"]) for group in optimizer.param_groups if self.rate != 1]
+            for group, rate in scaled:
                 group["lr"] = rate * self.rate
             optimizer.step()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            for group, rate in scaled:
                 group["lr"] = rate
         for scheduler in self.schedulers:
             scheduler.step()
-        return self.hooks.after_step(before, self.newest, self.delay)
+        return self.hooks.after_step(before, self.stepped, self.delay)
 
     def publish(self, readings: Mapping[str, Tensor] | None = None) -> None:
         """A new version: of `readings` where there are any, else of the newest weights."""
-        read = {**self.newest, **(readings or {})}
+        read = {name: (readings or {}).get(name, weights) for name, weights in self.newest.items()}
         self.versions.append([{name: self._version(name, read[name]) for name in read} for _ in range(self.replicas)])
+
+    def end_update(self, version: int, readings: Mapping[str, Tensor]) -> None:
+        """Drops the gradients at `version`, and makes a new one."""
+        for weights in self.versions[version]:
+            for weight in weights.values():
+                weight.grad = None
+        self.publish(readings)
 
     def _version(self, name: str, weights: Tensor) -> nn.Parameter:
         own = self.newest[name]
@@ -126,22 +134,24 @@ class Training:
         for name, parameter in chain.parameters.items():
             self._names.setdefault(id(parameter), name)
         self._stages: list[_Stage] = []
+        at_once = plan.definition.updates_at_once
         # What is not trained is one tensor for all stages, since a forward may write it.
-        fixed = _copy({name: p for name, p in chain.parameters.items() if not p.requires_grad})
+        common = _copy({name: p for name, p in chain.parameters.items() if at_once or not p.requires_grad})
+        every: Weights = {}
         for index, replicas in enumerate(plan.replicas):
             modules = [
                 layer.module for layer, stage in zip(chain.layers, self._stage_of, strict=True) if stage == index
             ]
             used = {id(p) for module in modules for p in module.parameters()}
             newest = _copy({n: p for n, p in chain.parameters.items() if id(p) in used and self._names[id(p)] == n})
-            newest |= {name: fixed[name] for name in newest if name in fixed}
+            newest |= {name: common[name] for name in newest if name in common}
+            every |= newest
             split = plan.routing == "split" and max(plan.replicas) > 1
-            made = make_optimizers(recipe.optimizer, newest)
-            schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in made if recipe.lr_scheduler]
             stage = _Stage(
                 newest=newest,
-                optimizers=made,
-                schedulers=schedulers,
+                stepped={} if at_once else newest,
+                optimizers=(),
+                schedulers=[],
                 rate=sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0,
                 modules=modules,
                 buffers=[{}, *(_copies_of_buffers(modules) for _ in range(1, replicas))],
@@ -155,6 +165,11 @@ class Training:
             )
             stage.publish()
             self._stages.append(stage)
+        if at_once:
+            self._stages[0].stepped = every
+        for stage in self._stages:
+            stage.optimizers = make_optimizers(recipe.optimizer, stage.stepped)
+            stage.schedulers = [make_scheduler(recipe.lr_scheduler, o) for o in stage.optimizers if recipe.lr_scheduler]
 
     def forward(
         self, inputs: dict[str, Tensor], samples: int, versions: Sequence[int], microbatch: int, seed: int
@@ -277,7 +292,8 @@ class Training:
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
         self._note_norms(versions)
-        for index, version in versions.items():
+        readings: dict[str, Tensor] = {}
+        for index in versions:
             stage = self._stages[index]
             known = self._known(index, apart)
             update = len(stage.versions)
@@ -287,15 +303,14 @@ class Training:
                 overflown = [of for _, of in bad]
                 known = {at: norms for at, norms in known.items() if at not in bad}
             if self._clip is not None:
-                trained = [parameter for parameter in stage.newest.values() if parameter.grad is not None]
+                trained = [parameter for parameter in stage.stepped.values() if parameter.grad is not None]
                 clip_grads_with_norm_(trained, self._clip, self._norm(known.values()))
-            readings = stage.step() if self.scales is None or update not in overflown else {}
+            if self.scales is None or update not in overflown:
+                readings |= stage.step()
             if self.scales is not None and index == len(self._stages) - 1:
                 self._overflown.append(overflown)
-            for weights in stage.versions[version]:
-                for weight in weights.values():
-                    weight.grad = None
-            stage.publish(readings)
+        for index, version in versions.items():
+            self._stages[index].end_update(version, readings)
 
     def _note_norms(self, indices: Iterable[int]) -> None:
         if self._clip is None and self.scales is None:

@@ -285,6 +285,11 @@ class ScheduleDefinition:
         """Whether all stages make the same updates, each late enough to use data of all other stages."""
         return self.flushes or self.defers_updates
 
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether the updates of a step could all be made at its end: no action of the step reads the new weights."""
+        return self.flushes and not self.updates_per_microbatch
+
     def __str__(self) -> str:
         return self.name
 

@@ -51,7 +51,16 @@ def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> t
     trained = NamedParameters({name: parameter for name, parameter in named.items() if parameter.requires_grad})
     if not trained:
         return ()
-    made = make(trained)
+    try:
+        made = make(trained)
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise PenstockError(
+            "optimizer=: expected an optimizer of some of the parameters, found one of none: the function selects none "
+            f"of the {len(trained)} that this process trains ({trained.names[0]}, ...). Pass a group, which may be "
+            'empty, as in torch.optim.Adam([{"params": selected}]), or return [] where nothing is selected'
+        ) from error
     optimizers = tuple(made) if isinstance(made, tuple | list) else (made,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):

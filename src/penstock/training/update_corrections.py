@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from penstock.arguments import check_fields, entries, instance, number
+from penstock.arguments import check_fields, entries, instance, number, text_of
 from penstock.errors import PenstockError
+from penstock.torch_internals.tensors import times_written
 
 __all__ = [
     "ErrorFeedback",
@@ -180,11 +182,47 @@ class HookStates:
         for name, old in before.items():
             for hook, states in zip(self.hooks, self.states, strict=True):
                 update = WeightUpdate(name, old, after[name].detach(), delay, states.setdefault(name, {}))
-                hook.after_step(update)
+                _run(hook, update, predicts=False)
             for hook, states in zip(self.hooks, self.states, strict=True):
                 if hook.predicts(delay):
-                    read[name] = hook.predict(WeightUpdate(name, old, after[name].detach(), delay, states[name]))
+                    update = WeightUpdate(name, old, after[name].detach(), delay, states[name])
+                    read[name] = _run(hook, update, predicts=True)
         return read
+
+
+def _run(hook: UpdateHook, update: WeightUpdate, predicts: bool) -> Tensor:
+    """What `hook` predicts, or ``update.after`` as it leaves it.
+
+    Raises `PenstockError` for a prediction that is not like ``update.after``, or if the hook changed another tensor
+    than this one, or its form or memory: nothing else reaches the weights.
+    """
+    own, where = update.after, f"update_hooks=: {type(hook).__name__}"
+    watched = ("before", update.before, True), ("after", own, predicts)
+    marks = [_marks(tensor, whole) for _, tensor, whole in watched]
+    found: object = own
+    if predicts:
+        found = hook.predict(update)
+    else:
+        hook.after_step(update)
+    for (name, tensor, whole), mark in zip(watched, marks, strict=True):
+        if _marks(tensor, whole) != mark:
+            raise PenstockError(
+                f"{where} changed update.{name} of {update.name}: expected changes of update.after alone, in "
+                "after_step and in its own memory. Write update.after.copy_(...), and keep the rest in update.state"
+            )
+    if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != (own.shape, own.dtype, own.device):
+        form = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else text_of(found)
+        raise PenstockError(
+            f"{where}.predict: expected a tensor like update.after of {update.name}, {tuple(own.shape)} {own.dtype} on "
+            f"{own.device}, found {form}. Return one"
+        )
+    return found
+
+
+def _marks(tensor: Tensor, whole: bool) -> tuple[object, ...]:
+    """What changes if `tensor` gets another form or other memory, and if `whole` if it is written."""
+    memory = 0 if isinstance(tensor, DTensor) else tensor.data_ptr()
+    return tensor.shape, tensor.dtype, memory, times_written(tensor) if whole else 0
 
 
 def read_hooks(given: Sequence[UpdateHook] | UpdateHook) -> tuple[UpdateHook, ...]:

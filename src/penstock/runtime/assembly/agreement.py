@@ -4,6 +4,7 @@ A difference would end in a hang, or in other numbers than those of one device.
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -139,18 +140,22 @@ def check_optimizers(
     """Whether any rank trains a parameter. Raises `PenstockError` on every rank that holds one of the `named`
     parameters if another rank, a replica or one that shares it, steps it with other options. Collective.
 
-    `schedulers`: of the learning rates, one for each of `optimizers`, or none.
+    Warns where groups of the same number have other options. `schedulers`: of the learning rates, one for each of
+    `optimizers`, or none.
     """
     names = {id(parameter): name for name, parameter in named.items()}
     mine: dict[str, dict[str, str]] = {}
+    groups = []
     for number, optimizer in enumerate(optimizers):
         scheduler = type(schedulers[number]).__qualname__ if schedulers else "none"
         for group in optimizer.param_groups:
             options = {"optimizer": type(optimizer).__qualname__, "lr_scheduler": scheduler}
             options.update({key: _describe(value) for key, value in group.items() if key != "params"})
+            groups.append(options)
             mine.update({names[id(p)]: options for p in group["params"] if id(p) in names and p.requires_grad})
-    gathered = world.gather(mine, "while they compared their optimizers")
-    for rank, other in enumerate(gathered):
+    gathered = world.gather((mine, groups), "while they compared their optimizers")
+    _compare_groups([groups for _, groups in gathered[: world.rank + 1]])
+    for rank, (other, _) in enumerate(gathered):
         for name in (name for name in mine if name in other):
             for option in dict.fromkeys((*mine[name], *other[name])):
                 here, there = mine[name].get(option, "none"), other[name].get(option, "none")
@@ -160,7 +165,25 @@ def check_optimizers(
                         "expected the same on all ranks that hold a copy of this parameter, whose copies would drift "
                         "apart. Build the same optimizer and scheduler on every rank"
                     )
-    return any(gathered)
+    return any(other for other, _ in gathered)
+
+
+def _compare_groups(of_ranks: Sequence[Sequence[Mapping[str, str]]]) -> None:
+    """Warns of an option that a group of the last of the ranks, this one, has other than an earlier rank."""
+    for rank, groups in enumerate(of_ranks[:-1]):
+        # A rank may leave out groups that have no parameter there.
+        pairs = zip(groups, of_ranks[-1], strict=True) if len(groups) == len(of_ranks[-1]) else ()
+        for there, here in pairs:
+            for option in (option for option in here if here[option] != there.get(option)):
+                found = f"{option}={there.get(option, 'none')} on rank {rank}"
+                logging.getLogger("penstock").warning(
+                    "a group of the optimizer has %s and %s on rank %d: all ranks take part in one training. Build the "
+                    "same optimizer on every rank, unless you mean it",
+                    found,
+                    here[option],
+                    len(of_ranks) - 1,
+                )
+                return
 
 
 def _describe(value: Any) -> str:

@@ -19,7 +19,7 @@ __all__ = ["DrainReminder", "give_hints"]
 
 
 def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Schedule, rank: int) -> None:
-    """Hints at a model in evaluation mode and at losses that are sums, and says how many updates a step makes."""
+    """Hints at a model in evaluation mode, at losses that are sums, and at steps of several updates."""
     if rank != 0:
         return
     log = logging.getLogger("penstock")
@@ -36,8 +36,9 @@ def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Sc
         )
     sizes = schedule.guarantees.microbatches_per_update
     if schedule.definition.updates_per_microbatch and schedule.microbatches > min(sizes):
-        log.info(
-            "updates per step: %d under %s, one for %d microbatch(es); schedules that flush make one per step",
+        log.warning(
+            "updates per step: %d under %s, one for %d microbatch(es), so learning rates and schedulers count more of "
+            "them than steps. Give microbatches=1, or choose a schedule that flushes, for one update per step",
             schedule.microbatches // min(sizes),
             schedule.name,
             min(sizes),

@@ -68,7 +68,8 @@ def start_engine(
     )
     optimizers = make_optimizers(recipe.optimizer, parameters_of(stages))
     factors = learning_rate_factors(schedule, stages, recipe.scale_learning_rates)
-    updater = Updater(optimizers, factors, recipe.lr_scheduler, recipe.hooks, delays)
+    together = schedule.definition.updates_at_once
+    updater = Updater(optimizers, factors, recipe.lr_scheduler, recipe.hooks, delays, together=together)
     workers = make_workers(
         recipe,
         schedule,

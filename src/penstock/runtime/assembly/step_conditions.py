@@ -23,7 +23,7 @@ class StepConditions:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context manager in which steps are refused, since the parameters hold averages."""
+        """Context manager in which the parameters hold averages."""
         self._averaged = True
         try:
             yield
@@ -44,9 +44,13 @@ class StepConditions:
                 "gradient on some rank, found none. Unfreeze parameters before the pipeline is built, or return an "
                 "optimizer over them; evaluate() and predict() need none"
             )
+        self.check_weights("step")
+        self._claim.check()
+
+    def check_weights(self, call: str) -> None:
+        """Raises `PenstockError` if the parameters hold averages, with which `call` would train, save or be undone."""
         if self._averaged:
             raise PenstockError(
-                "step() was called inside of averaged(): expected evaluations, predictions and state dicts only, since "
-                "the parameters hold averages there. Call step() after the block"
+                f"{call}() was called inside of averaged(): expected evaluations, predictions, state dicts and "
+                f"save_weights() only, since the parameters hold averages there. Call {call}() after the block"
             )
-        self._claim.check()

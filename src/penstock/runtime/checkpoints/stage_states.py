@@ -68,6 +68,7 @@ class StageStates:
         training, weights = self.training, self.weights[stage]
         engine, updater = training.engine, training.updater
         own = {id(parameter) for parameter in weights.stepped.values()}
+        updater.choose(stage)
         state = {
             "model": {name: whole(t.detach()) for name, t in training.held.items() if id(t) in own},
             "optimizer": training.named(whole, weights.stepped.keys()),

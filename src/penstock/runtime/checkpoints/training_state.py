@@ -117,7 +117,7 @@ class TrainingState:
                 assign(tensor, read_value(state["model"][name]))
         progress, engine = state["pipeline"], self.engine
         history = open_history(state, self.run, self.rank)
-        self.updater.load_state(progress, updates_of(history))
+        self.updater.load_state(progress, updates_of(history), exact=history is not None or "history" not in state)
         engine.load_scale(progress)
         engine.seed, engine.steps = progress["seed"], progress["steps"]
         engine.resume(progress["microbatches"], history)
@@ -149,10 +149,17 @@ class TrainingState:
         return [[type(one).__qualname__, name] for one, name in zip(self.optimizers, schedulers, strict=True)]
 
     def _grouped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
-        """Group, name and parameter, in the order of the optimizer."""
+        """Group, name and parameter, in the order of the optimizer. `CheckpointError` for one of another model."""
         names = {id(parameter): name for name, parameter in self.trained().items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise CheckpointError(
+                        f"{type(optimizer).__qualname__}: expected groups of the parameters that this process trains, "
+                        f"those of pipe.parameters(), found another one of shape {tuple(parameter.shape)}. It has no "
+                        "gradient and no name in a checkpoint. Take it out, or make it part of the model before the "
+                        "pipeline is built"
+                    )
                 yield group, names[id(parameter)], parameter
 
     def _check_model(self, model: State) -> None:

@@ -146,6 +146,7 @@ class Worker:
         self._timings.clear()
         self._mailbox.discard()
         self.gradients.discard()
+        self._updater.discard()
         for head in self._heads.values():
             head.discard()
         for stage in self.stages.values():
@@ -296,12 +297,12 @@ class Worker:
         with nullcontext() if order is None else order.making(version, gradients):
             self.snapshots.before_update(stage)
             start = self._now()
-            # The optimizers have the parameters of all stages, and step those with gradients.
-            for other in self._weights:
-                other.set_aside()
-            if weights.begin_update(version, {} if skipped else gradients):
-                weights.end_update({} if skipped else self._updater.step(stage, weights))
-                self.snapshots.after_update(stage, version)
+            if not self._updater.together:
+                # The optimizers have the parameters of all stages, and step those with gradients.
+                for other in self._weights:
+                    other.set_aside()
+            for made in self._updater.update(stage, version, weights, None if skipped else gradients):
+                self.snapshots.after_update(made, version)
             stop = self._now()
         self.gradients.forget(stage, version)
         return start, stop

@@ -1,14 +1,17 @@
-"""The optimizers of a process, stepped one stage at a time.
+"""The optimizers of a process, stepped for its stages.
 
-A process has one set of optimizers for all its stages, and its stages update at different times. An optimizer steps the
-parameters that have gradients, which are those of one stage. Options that change from update to update (learning rates,
-by a scheduler of PyTorch's) follow the number of updates of each stage, and so does the state of the user's hooks.
+A process has one set of optimizers for all its stages. Under a schedule that flushes they step once per update, as in a
+loop of PyTorch's: at the last update of a stage of the process. No action of a step reads the weights that it makes.
+Under other schedules stages update at different times. An optimizer then steps the parameters that have gradients,
+which are those of one stage, and its groups have the options of that stage. What a scheduler, or the optimizer itself,
+changes from update to update follows the number of updates of the stage.
 """
 
 import copy
+import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -16,14 +19,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
+from penstock.runtime.devices.interrupts import held_interrupts
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
+from penstock.torch_internals.optimizers import flat_schedulers, step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
 __all__ = ["Updater", "choose_compute_weights", "replaced_parameters"]
 
-_Options: TypeAlias = list[dict[str, Any]]
+OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 """The options of every group of an optimizer, without its parameters."""
 
 
@@ -47,46 +52,105 @@ class Updater:
         lr_scheduler: MakeScheduler | None,
         hooks: tuple[UpdateHook, ...],
         delays: tuple[int, ...],
+        *,
+        together: bool,
     ) -> None:
         self.hooks = HookStates(hooks)
         self._delays = delays
         self.optimizers = tuple(optimizers)
         self._factors = factors
-        self._lr_schedules = [
-            _LrSchedule(make_scheduler(lr_scheduler, optimizer)) for optimizer in self.optimizers if lr_scheduler
-        ]
+        self.together = together
+        """Whether all stages step at once."""
+        self.schedulers: list[LRScheduler] = []
+        """The schedulers of the optimizers, in their order; none if the user makes none."""
+        self._options: list[_GroupOptions] = []
+        for optimizer in self.optimizers:
+            if lr_scheduler is not None:
+                self.schedulers.append(make_scheduler(lr_scheduler, optimizer))
+            apart = sorted(factors)[:1] if together else sorted(factors)
+            self._options.append(_GroupOptions(optimizer, self.schedulers[-1] if self.schedulers else None, apart))
+            # A wrapper of an optimizer may lack what hooks need.
+            with suppress(AttributeError):
+                optimizer.register_step_pre_hook(self._note_step)
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
+        self._waiting: dict[int, tuple[VersionedWeights, int, Mapping[str, Tensor] | None]] = {}
+        """By stage, the updates that wait for those of other stages."""
+        self._hold_interrupts: Callable[[], object] = lambda: None
+        self._stepping = self._warned = False
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
             self.rates = self._present_rates()
         """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
 
-    def step(self, stage: int, weights: VersionedWeights) -> dict[str, Tensor]:
-        """Makes one update of `stage`, whose `weights` alone have gradients. Returns the weights that forwards are to
-        read instead of those that the optimizers made.
+    def update(
+        self, stage: int, version: int, weights: VersionedWeights, gradients: Mapping[str, Tensor] | None
+    ) -> Sequence[int]:
+        """Updates `stage`, or keeps that until all stages come that step together. Returns the stages that have their
+        new versions now. `gradients`: None for a version that equals the one before it.
         """
+        if weights.newest >= version:
+            # Another replica of the stage, in this process, has made it.
+            return ()
+        self._waiting[stage] = weights, version, gradients
+        if self.together and len(self._waiting) < len(self._updates):
+            return ()
+        if self.together:
+            self._hold_interrupts()
+        waiting, self._waiting = dict(sorted(self._waiting.items())), {}
+        for held, number, own in waiting.values():
+            held.begin_update(number, own or {})
+        stepped = {name: parameter for held, *_ in waiting.values() for name, parameter in held.stepped.items()}
+        published = {} if gradients is None else self._step(list(waiting), stepped)
+        for held, *_ in waiting.values():
+            held.end_update(published)
+        return list(waiting)
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Context manager around a step. If all stages step at once, Ctrl-C waits from that moment for its end."""
+        with held_interrupts() as self._hold_interrupts:
+            yield
+
+    def discard(self) -> None:
+        """Drops the updates that wait for others."""
+        self._waiting.clear()
+
+    def _step(self, stages: Sequence[int], stepped: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Steps the parameters of `stages`. Returns the weights that forwards are to read instead of these."""
         before: dict[str, Tensor] = {}
         if self.hooks.hooks:
-            stepped = weights.stepped.items()
-            before = {name: parameter.detach().clone() for name, parameter in stepped if parameter.grad is not None}
+            before = {name: p.detach().clone() for name, p in stepped.items() if p.grad is not None}
+        self._stepping = True
         with ExitStack() as stack:
-            for lr_schedule in self._lr_schedules:
-                lr_schedule.apply(self._updates[stage], min(self._updates.values()))
-            for optimizer in self.optimizers:
-                stack.enter_context(_scaled(optimizer, self._factors[stage]))
+            stack.callback(setattr, self, "_stepping", False)
+            for options, optimizer in zip(self._options, self.optimizers, strict=True):
+                options.choose(stages[0])
+                stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
+                if len(self._updates) > len(stages):
+                    stack.enter_context(_nothing_shared(optimizer, self._note_step))
                 optimizer.step()
             self.rates = self._present_rates()
-        self._updates[stage] += 1
+        for options in self._options:
+            options.advance()
+        for stage in stages:
+            self._updates[stage] += 1
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
-        return self.hooks.after_step(before, weights.stepped, self._delays[stage]) if before else {}
+        return self.hooks.after_step(before, stepped, self._delays[stages[0]]) if before else {}
 
-    @property
-    def schedulers(self) -> list[LRScheduler]:
-        """The schedulers of the optimizers, in their order; none if the user makes none."""
-        return [lr_schedule.scheduler for lr_schedule in self._lr_schedules]
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Warns once of a step by the user; one with gradients of the user's own has an effect."""
+        if not (self._stepping or self._warned) and all(
+            parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self._warned = True
+            logging.getLogger("penstock").warning(
+                "%s.step() was called by hand, without gradients: it trains nothing, since pipe.step() makes the "
+                "updates and leaves no gradients. Leave the call out",
+                type(optimizer).__qualname__,
+            )
 
     def _present_rates(self) -> tuple[float | Tensor | None, ...]:
         return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
@@ -105,28 +169,34 @@ class Updater:
     @property
     def scheduler_names(self) -> tuple[str | None, ...]:
         """By optimizer, the class of its scheduler; None without one."""
-        return tuple(one.name for one in self._lr_schedules) or (None,) * len(self.optimizers)
+        return tuple(type(one).__qualname__ for one in self.schedulers) or (None,) * len(self.optimizers)
+
+    def choose(self, stage: int) -> None:
+        """Gives the groups of the optimizers the options that they have at the next update of `stage`."""
+        for options in self._options:
+            options.choose(stage)
 
     def state(self, stage: int | None = None) -> dict[str, int]:
         """The state for a checkpoint: the updates of `stage`, or of the one with the most; {} without schedulers."""
-        if not self._lr_schedules:
+        if not self.schedulers:
             return {}
-        return {"updates": max(self._updates.values()) if stage is None else self._updates[stage]}
+        return {"updates": max(self._updates.values()) if stage is None else self._updates[stage], "next_options": 1}
 
     def updates_of(self, stage: int) -> int:
         """The number of updates of `stage`."""
         return self._updates[stage]
 
-    def load_state(self, state: Mapping[str, Any], updates: Mapping[int, int] | None = None) -> None:
-        """Restores `state`, or starts anew if it has no updates. Sets the options of the optimizers.
+    def load_state(self, state: Mapping[str, Any], updates: Mapping[int, int], exact: bool) -> None:
+        """Restores `state`, or starts anew if it has no updates. The optimizers have the options of a checkpoint.
 
-        `updates`: by stage, where stages have made different numbers of them.
+        `updates`: by stage, where stages have made different numbers of them. `exact`: whether the options are those
+        of the next update of every stage; if not, they are computed. Older checkpoints had those of the last update.
         """
-        if self._lr_schedules:
-            reached = int(state.get("updates", 0))
-            self._updates = {stage: (updates or {}).get(stage, reached) for stage in self._updates}
-            for lr_schedule in self._lr_schedules:
-                lr_schedule.restart(max(min(self._updates.values()) - 1, 0))
+        reached = int(state.get("updates", 0))
+        self._updates = {stage: updates.get(stage, reached) for stage in self._updates}
+        exact = exact and len({*self._updates.values()}) == 1 and ("next_options" in state or not self.schedulers)
+        for options in self._options:
+            options.restart(self._updates, exact)
 
 
 @contextmanager
@@ -144,57 +214,131 @@ def replaced_parameters(parameters: Mapping[str, nn.Parameter], others: Mapping[
                 parameters[name].copy_(tensor)
 
 
-class _LrSchedule:
-    """Sets the options of an optimizer for any update, as its scheduler would."""
+class _GroupOptions:
+    """Gives the groups of an optimizer the options that a stage has at its next update.
 
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self.scheduler = scheduler
-        self._reached = 0
-        """The last update whose options have been computed."""
-        self._options: dict[int, _Options] = {0: _options_of(scheduler.optimizer)}
-        """By update; those that no stage needs any more are dropped."""
-        self._initial = copy.deepcopy(scheduler.state_dict()), _options_of(scheduler.optimizer)
+    Each of the stages `apart` has options and a state of `scheduler` of its own. What the user changes in the groups
+    between updates counts for all of them. A single stage, or stages that step together, have those of the optimizer.
+    """
 
-    @property
-    def name(self) -> str:
-        """The class of the scheduler."""
-        return type(self.scheduler).__qualname__
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, apart: Sequence[int]) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._chosen, self._initial = apart[0], self._present()
+        self._kept = {stage: self._present() for stage in apart}
+        """By stage: the options, and the state of the scheduler. Those of the chosen stage are out of date."""
+        self._left = _options_of(optimizer)
+        """As the last update left them: what differs now is a change by the user."""
 
-    def restart(self, reached: int) -> None:
-        """Goes to update `reached`, step by step: the process that saved may have had other optimizers."""
-        state, options = self._initial
-        self.scheduler.load_state_dict(copy.deepcopy(state))
-        self._reached, self._options = 0, {0: options}
-        self.apply(reached, reached)
+    def choose(self, stage: int) -> None:
+        """Gives the groups the options of `stage`."""
+        if stage == self._chosen or stage not in self._kept:
+            return
+        self._kept[self._chosen] = present, _ = self._present()
+        for now, left, *kept in zip(present, self._left, *(own for own, _ in self._kept.values()), strict=False):
+            changed = {key: value for key, value in now.items() if key not in left or not _equal(value, left[key])}
+            for options in kept:
+                options.update(changed)
+        self._set(stage)
 
-    def apply(self, update: int, oldest: int) -> None:
-        """Sets the options of `update`. No stage needs those of updates before `oldest` any more."""
-        while self._reached < update:
-            # A scheduler may compute the next options from the present ones.
-            _set_options(self.scheduler.optimizer, self._options[self._reached])
+    def advance(self) -> None:
+        """Ends an update of the chosen stage."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+        if len(self._kept) > 1:
+            self._left = _options_of(self._optimizer)
+
+    def restart(self, updates: Mapping[int, int], exact: bool) -> None:
+        """Begins after `updates` of each stage, with the present options if they are `exact`, else with those that the
+        scheduler makes of the present ones.
+
+        It goes there step by step: the process that saved may have had other optimizers.
+        """
+        loaded = _options_of(self._optimizer)
+        if self._scheduler is not None:
+            self._kept[self._chosen] = self._initial
+            self._set(self._chosen)
+            _set_base_rates(self._scheduler, loaded)
+        reached = 0
+        for stage in sorted(self._kept, key=lambda stage: updates[stage]):
             with warnings.catch_warnings():
-                # After a checkpoint the scheduler has not seen the earlier steps of the optimizer.
+                # The scheduler has not seen the earlier steps of the optimizer.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self.scheduler.step()
-            self._reached += 1
-            self._options[self._reached] = _options_of(self.scheduler.optimizer)
-        _set_options(self.scheduler.optimizer, self._options[update])
-        for old in [old for old in self._options if old < oldest]:
-            del self._options[old]
+                while self._scheduler is not None and reached < updates[stage]:
+                    self._scheduler.step()
+                    reached += 1
+            options, state = self._present()
+            groups = zip(self._optimizer.param_groups, options, loaded, self._initial[0], strict=False)
+            for group, now, own, begun in groups:
+                scheduled = {key for key in now if key == "lr" or not _equal(now[key], begun.get(key))}
+                if group["params"]:
+                    now.update({key: value for key, value in own.items() if exact or key not in scheduled})
+            self._kept[stage] = options, state
+        self._set(self._chosen)
+
+    def _present(self) -> tuple[OptionsOfGroups, dict[str, Any]]:
+        state = {} if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
+        return _options_of(self._optimizer), state
+
+    def _set(self, stage: int) -> None:
+        self._chosen = stage
+        options, state = copy.deepcopy(self._kept[stage])
+        for group, own in zip(self._optimizer.param_groups, options, strict=False):
+            for key in group.keys() - own.keys() - {"params"}:
+                del group[key]
+            group.update(own)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state)
+        self._left = _options_of(self._optimizer)
 
 
-def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
+def _set_base_rates(scheduler: LRScheduler, options: OptionsOfGroups) -> None:
+    """Has `scheduler` begin with the rates that the groups in `options` began with."""
+    for each in flat_schedulers(scheduler):
+        each.base_lrs = [own.get("initial_lr", rate) for own, rate in zip(options, each.base_lrs, strict=False)]
+
+
+@contextmanager
+def _nothing_shared(optimizer: torch.optim.Optimizer, own_hook: object) -> Iterator[None]:
+    """Context manager in which `optimizer` steps one of several stages, each at its own time.
+
+    Raises `PenstockError` if it has hooks on its steps beside `own_hook`, or counts steps outside of the state of
+    parameters and the options of groups: it would count those of all stages together.
+    """
+    before = _numbers(optimizer)
+    hooked = any(hook != own_hook for hook in step_hooks(optimizer))
+    yield
+    changed = [name for name, value in _numbers(optimizer).items() if value != before.get(name)]
+    if hooked or changed:
+        found = f"its attribute {changed[0]!r} changes" if changed else "hooks run"
+        raise PenstockError(
+            f"{type(optimizer).__qualname__}: {found} with every step, and under this schedule every stage of the "
+            "process has steps of its own: expected nothing that stages share. Choose a schedule that flushes, run one "
+            "process per stage, or keep such values in the state of every parameter"
+        )
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What `optimizer` counts outside of the state of parameters and the options of groups."""
+    state: Any = optimizer.state
+    values = {**vars(optimizer), **{key: value for key, value in state.items() if isinstance(key, str)}}
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> OptionsOfGroups:
     return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _set_options(optimizer: torch.optim.Optimizer, options: _Options) -> None:
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update({key: _own(value) for key, value in own.items()})
+def _equal(value: Any, other: Any) -> bool:
+    return value is other or (type(value) is type(other) and bool(value == other))
 
 
 def _own(value: Any) -> Any:
-    """A copy of `value` if it is a tensor: schedulers change such learning rates in place."""
-    return value.clone() if isinstance(value, Tensor) else value
+    """A copy of `value`: schedulers change learning rates that are tensors in place."""
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 @contextmanager

@@ -270,6 +270,9 @@ class _Proof:
     def _require_segments(self, row: _Row) -> None:
         bound = row.kinds < _U if self.schedule.flushes else row.kinds == _F
         _equal(row.numbers[bound] // self.schedule.microbatches, row.segments[bound])
+        if self.schedule.definition.updates_at_once:
+            updates = row.kinds == _U
+            _equal(row.numbers[updates] - 1, row.segments[updates])
 
     def _require_versions(self, row: _Row, stage: int, turn: _Turns) -> None:
         read = row.others[turn.forwards]

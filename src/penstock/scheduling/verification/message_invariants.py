@@ -366,9 +366,13 @@ def require_segments(staged: StagedPrograms) -> None:
             start, end = starts[number][rank], staged.ends[number][rank]
             for index in range(start, end):
                 action = row[index]
-                if not isinstance(action, Forward | InputGradients | WeightGradients | Send | Receive):
+                if isinstance(action, Update) and staged.schedule.definition.updates_at_once:
+                    microbatch = (action.version - 1) * staged.schedule.microbatches
+                elif isinstance(action, Forward | InputGradients | WeightGradients | Send | Receive):
+                    microbatch = action.microbatch
+                else:
                     continue
-                if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
+                if (flushes or isinstance(action, Forward)) and microbatch not in own:
                     expected = f"in {_name(staged, number)} " + (
                         f"only microbatches {own.start} to {own.stop - 1}" if own else "no such action"
                     )
