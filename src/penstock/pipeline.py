@@ -285,7 +285,9 @@ class Pipeline:
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
         back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None
-        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back, loads=not self._rebuilt)
+        self._resumption = resume_training(
+            self, resume, self._world, timeout_seconds, back, claims=checkpoints.claims, loads=not self._rebuilt
+        )
         if resume is not None:
             self._opened.callback(self._resumption.close)
 

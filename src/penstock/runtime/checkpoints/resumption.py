@@ -9,6 +9,7 @@ from typing import Protocol, SupportsFloat
 from penstock.errors import PlanError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
+from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.preemption import Preemption
 from penstock.runtime.checkpoints.rollbacks import Rollbacks
 from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
@@ -73,14 +74,15 @@ def resume_training(
     timeout_seconds: float,
     go_back: Callable[[str | Path], object] | None,
     *,
+    claims: DirectoryClaims,
     loads: bool = True,
 ) -> Resumption:
     """Loads the newest checkpoint in `directory` if there is one and it `loads`, and watches for signals to save there
     and leave.
 
     Does nothing without a directory. `go_back`: loads the newest one after a loss that is not finite; None if it is not
-    to. Collective. `CheckpointError` if `directory` cannot take checkpoints, or has checkpoints and none of them is
-    whole and of this training.
+    to. `claims`: those of the training. Collective. `CheckpointError` if `directory` cannot take checkpoints, belongs
+    to another job, or has checkpoints and none of them is whole and of this training.
     """
     if directory is None:
         return Resumption(Preemption(world, training, None, timeout_seconds), None)
@@ -92,9 +94,14 @@ def resume_training(
         return bool(steps_in(run))
 
     ranks = Ranks(world.rank, world.gather)
-    if loads and any(ranks.together(look)):
-        ranks.alone(lambda: _tidy(checked_path(directory)))
-        training.load(directory)
+    if loads:
+        found = any(ranks.together(look))
+        run = checked_path(directory)
+        claims.lock(run, ranks)
+        if found:
+            ranks.alone(lambda: _tidy(run))
+            training.load(directory)
+        claims.claim(run, ranks)
     preemption = Preemption(world, training, directory, timeout_seconds)
     if go_back is None:
         return Resumption(preemption, None)
