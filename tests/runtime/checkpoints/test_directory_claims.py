@@ -231,7 +231,12 @@ def test_a_child_that_ends_gives_back_nothing_of_its_parents(tmp_path: Path) -> 
         os._exit(0)
     os.waitpid(child, 0)
     assert (tmp_path / "run" / ".penstock-lock").exists()
-    with job(lambda: pytest.raises(CheckpointError, make, resume=tmp_path / "run")):
+
+    def resume() -> None:
+        with pytest.raises(CheckpointError, match="found process"):
+            make(resume=tmp_path / "run")
+
+    with job(resume):
         pass
 
 
