@@ -4,6 +4,7 @@ It captures the model, makes a schedule of the plan, has the schedule proved, an
 Then it hands the programs of the schedule to the workers, step by step.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,7 +28,7 @@ from penstock.reporting.straggler_source import StragglerSource
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checked_schedules import check_schedule
-from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.failure_guard import FailureGuard, collective
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.hints import DrainReminder, give_hints
@@ -319,6 +320,7 @@ class Pipeline:
         """The rank of this process; 0 in a single process."""
         return self._world.rank
 
+    @collective
     def step(self, inputs: Any, target: Any = None) -> StepResult:
         """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
 
@@ -336,6 +338,7 @@ class Pipeline:
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
 
+    @collective
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
 
@@ -345,6 +348,7 @@ class Pipeline:
         """
         self._guarded.run("in a drain", self._engine.drain)
 
+    @collective
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
 
@@ -356,6 +360,7 @@ class Pipeline:
         with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target), lifted(self._model):
             return StepResult(self._engine.evaluate(microbatches))
 
+    @collective
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode with the newest weights, on every rank, for a batch of any size.
 
@@ -379,6 +384,7 @@ class Pipeline:
         start = f"{prefix}." if prefix else ""
         return ((start + name, parameter) for name, parameter in self._parameters().items())
 
+    @collective
     def averages(self) -> dict[str, Tensor]:
         """The averages of this process's parameters, by name, that a `WeightAverage` in ``update_hooks`` keeps.
 
@@ -396,6 +402,7 @@ class Pipeline:
         with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
             yield
 
+    @collective
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         self._guarded.check_open()
@@ -425,6 +432,7 @@ class Pipeline:
             all_ranks=all_ranks,
         )
 
+    @collective
     def stragglers(
         self, *, profile: Profile | None = None, tolerance: float = 1.25, layers: bool = False
     ) -> Stragglers:
@@ -434,6 +442,7 @@ class Pipeline:
         measure = self.measure if layers else None
         return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
 
+    @collective
     def replan(self, *, profile: Profile | None = None, apply: Place | None = None) -> Plan:
         """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
         says what is expected of it and how to apply it. `profile` as in `stragglers`.
@@ -484,6 +493,7 @@ class Pipeline:
         """
         return self._engine.prediction_error()
 
+    @collective
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.
 
@@ -492,6 +502,7 @@ class Pipeline:
         self.drain()
         return self._checkpoints.training.copied()
 
+    @collective
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
@@ -520,6 +531,7 @@ class Pipeline:
     def save(
         self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ..., wait: Literal[False]
     ) -> BackgroundSave: ...
+    @collective
     def save(
         self, directory: Place, step: Count = None, *, keep: Count = None, keep_every: Count = None, wait: bool = True
     ) -> Path | BackgroundSave:
@@ -532,6 +544,7 @@ class Pipeline:
         """
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
+    @collective
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
@@ -540,6 +553,7 @@ class Pipeline:
         """
         self._checkpoints.load(directory, self._guarded)
 
+    @collective
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
     ) -> None:
@@ -556,6 +570,7 @@ class Pipeline:
         held = hold(self._chain, self._checkpoints.training.held, self._world)
         export_weights(self._model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
+    @collective
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
         """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
 
@@ -564,15 +579,25 @@ class Pipeline:
         self.drain()
         return hold(self._chain, self._checkpoints.training.held, self._world).state_dict(rank)
 
+    @collective
     def close(self) -> None:
-        """Ends the transport's threads and removes its hooks on the process and the model. A second call does nothing.
+        """Drains if microbatches are in flight, waits for a save, ends the transport's threads, and removes its hooks
+        on the process and the model. A second call does nothing.
 
-        It does not drain, and waits for a save. A pipeline that lives as long as its process need not be closed.
+        It does not drain after a failure, nor while an exception is on its way. A pipeline that lives as long as its
+        process need not be closed.
         """
-        if not (self._guarded.closed or self._guarded.failed):
-            self._drain_reminder.remind()
-        self._guarded.closed = True
-        self._opened.close()
+        if self._guarded.forked:
+            return
+        ends = not (self._guarded.closed or self._guarded.failed)
+        try:
+            if ends and self._engine.undrained and sys.exc_info()[0] is None:
+                self.drain()
+        finally:
+            if ends:
+                self._drain_reminder.remind()
+            self._guarded.closed = True
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -8,10 +8,12 @@ They save at the end of a step, and not at the beginning of the next one. A load
 already, which would be lost.
 """
 
+import atexit
 import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -53,7 +55,7 @@ class Preemption:
         self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
         if directory is None:
             return
-        self._training = training
+        self._training, self._watch = training, world.watch
         # Also where no handler is set: another process may have one.
         self._agreement = StopAgreement(world.watch, world.rank, world.processes, training.steps)
         # Python sets handlers in the main thread only.
@@ -61,6 +63,10 @@ class Preemption:
             for number in _SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._replaced[number] = signal.signal(number, self._note)
+            # What runs at the exit of the process, such as the wait for a child, must not be kept from ending.
+            atexit.register(self._give_back)
+            give_back = weakref.WeakMethod(self._give_back)
+            os.register_at_fork(after_in_child=lambda: (own := give_back()) and own())
 
     def after_step(self, check: Callable[[], None]) -> None:
         """Saves and raises ``SystemExit`` if all ranks stop after the present step. `check` raises if another rank has
@@ -82,15 +88,23 @@ class Preemption:
 
     def close(self) -> None:
         """Gives the signals back, except those that others have taken."""
+        self._give_back()
+        atexit.unregister(self._give_back)
+        if self._agreement is not None:
+            self._agreement.close()
+
+    def _give_back(self) -> None:
         for number, before in self._replaced.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
         self._replaced.clear()
-        if self._agreement is not None:
-            self._agreement.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # torchrun passes on a signal that a scheduler may have sent to this process as well: a second one changes
         # nothing.
         assert self._agreement is not None, "there is a handler with an agreement only"
+        if self._watch is not None and self._watch.failure is not None:
+            # No step will end any more. torchrun sends the signal, too, to the ranks beside one that failed.
+            self._give_back()
+            os.kill(os.getpid(), number)
         self._agreement.ask(number)
