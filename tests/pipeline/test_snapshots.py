@@ -223,10 +223,9 @@ def test_a_save_that_fails_is_reported_and_the_training_goes_on(
     (tmp_path / "run").write_text("a file")
     with pytest.raises(penstock.CheckpointError, match="expected a directory or nothing, found a file"):
         pipe.save(tmp_path / "run", wait=False)
-    foreign = tmp_path / "first" / "step-000001"
-    foreign.mkdir(parents=True)
-    (foreign / "manifest.json").write_text("{}")
-    (foreign / "notes.txt").write_text("mine")
+    pipe.save(tmp_path / "first", 7)
+    (tmp_path / "first" / "step-000001").mkdir()
+    (tmp_path / "first" / "step-000001" / "notes.txt").write_text("mine")
     save = pipe.save(tmp_path / "first", wait=False)
     with pytest.raises(penstock.CheckpointError, match="found files that Penstock has not written"):
         save.wait()
