@@ -31,7 +31,7 @@ from penstock.runtime.assembly.checked_schedules import check_schedule
 from penstock.runtime.assembly.failure_guard import FailureGuard, collective
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
-from penstock.runtime.assembly.hints import DrainReminder, give_hints
+from penstock.runtime.assembly.hints import give_hints, remind_to_drain
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
@@ -277,7 +277,7 @@ class Pipeline:
             self._conditions = StepConditions(model, trains)
             if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:
                 self._opened.callback(reminder.remove)
-            self._drain_reminder = DrainReminder(self, self._engine, self._world.rank)
+            self._drain_reminder = remind_to_drain(self, self._engine, self._world.rank)
             self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
             give_hints(model, recipe, self.schedule, self._world.rank)
             self._outside = OutsideState(model, self._chain)
@@ -589,13 +589,11 @@ class Pipeline:
         """
         if self._guarded.forked:
             return
-        ends = not (self._guarded.closed or self._guarded.failed)
+        self._drain_reminder.detach()
         try:
-            if ends and self._engine.undrained and sys.exc_info()[0] is None:
+            if self._engine.undrained and not (self._guarded.closed or self._guarded.failed or sys.exc_info()[0]):
                 self.drain()
         finally:
-            if ends:
-                self._drain_reminder.remind()
             self._guarded.closed = True
             self._opened.close()
 
@@ -616,7 +614,6 @@ class Pipeline:
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
         if not (self._guarded.closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
             self._world.report("outside the pipeline", error)
-        self._drain_reminder.cancel()
         # The user sees the exception of the block, whatever closing meets.
         with suppress(Exception):
             self.close()

@@ -23,7 +23,7 @@ from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.stop_agreements import StopAgreement
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["Preemption"]
+__all__ = ["Preemption", "Training"]
 
 _BEGUN = "PENSTOCK_FLEET_BEGUN"
 """The file that says that a training has made a step: an executor that shares devices keeps it running until then."""
@@ -31,11 +31,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("penstock")
 
 
-class _Saved(Protocol):
-    """What is saved: a `Pipeline`."""
+class Training(Protocol):
+    """What is saved, resumed, or goes back: a `Pipeline`."""
 
     @property
     def steps(self) -> int: ...
+
+    def load(self, directory: str | Path) -> None: ...
 
     def save(self, directory: str | Path) -> object: ...
 
@@ -47,7 +49,7 @@ class Preemption:
     has a handler of its own.
     """
 
-    def __init__(self, world: World, training: _Saved, directory: str | Path | None, timeout_seconds: float) -> None:
+    def __init__(self, world: World, training: Training, directory: str | Path | None, timeout_seconds: float) -> None:
         self._directory = directory
         self._rank, self._timeout_seconds = world.rank, timeout_seconds
         self._replaced: dict[signal.Signals, Any] = {}

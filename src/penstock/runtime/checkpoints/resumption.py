@@ -4,30 +4,19 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, SupportsFloat
+from typing import SupportsFloat
 
 from penstock.errors import PlanError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
-from penstock.runtime.checkpoints.preemption import Preemption
+from penstock.runtime.checkpoints.preemption import Preemption, Training
 from penstock.runtime.checkpoints.rollbacks import Rollbacks
 from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 
 __all__ = ["Resumption", "plan_for", "resume_training"]
-
-
-class _Training(Protocol):
-    """What is resumed: a `Pipeline`."""
-
-    @property
-    def steps(self) -> int: ...
-
-    def load(self, directory: str | Path) -> None: ...
-
-    def save(self, directory: str | Path) -> object: ...
 
 
 def plan_for(plan: Plan | str | Callable[[int], Plan] | None, world: World) -> Plan | str | None:
@@ -68,7 +57,7 @@ class Resumption:
 
 
 def resume_training(
-    training: _Training,
+    training: Training,
     directory: str | Path | None,
     world: World,
     timeout_seconds: float,
