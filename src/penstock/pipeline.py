@@ -589,11 +589,13 @@ class Pipeline:
         """
         if self._guarded.forked:
             return
-        self._drain_reminder.detach()
+        ended = self._guarded.closed or self._guarded.failed
         try:
-            if self._engine.undrained and not (self._guarded.closed or self._guarded.failed or sys.exc_info()[0]):
+            if self._engine.undrained and not ended and sys.exc_info()[0] is None:
                 self.drain()
         finally:
+            if not ended:
+                self._drain_reminder()
             self._guarded.closed = True
             self._opened.close()
 
@@ -614,6 +616,7 @@ class Pipeline:
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
         if not (self._guarded.closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
             self._world.report("outside the pipeline", error)
+        self._drain_reminder.detach()
         # The user sees the exception of the block, whatever closing meets.
         with suppress(Exception):
             self.close()

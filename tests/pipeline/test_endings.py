@@ -56,3 +56,17 @@ def test_a_call_of_one_rank_only_is_named(fork_server: ForkServer, tmp_path: Pat
     assert [ended[caller][0], ended[1 - caller][0]] == [1, 0]
     named = f"rank {caller} is in {call}(), which all ranks must call, and rank {1 - caller} ended after step 1 without"
     assert named in ended[caller][1]
+
+
+def test_a_rank_beside_one_that_failed_ends_by_a_signal(fork_server: ForkServer, tmp_path: Path) -> None:
+    """torchrun sends it SIGTERM, which would be noted for the next step, and kills it half a minute later."""
+    arguments = [SCRIPT, str(tmp_path / "run"), "sleeps resume raises", "1"]
+    sleeping, failed = fork_server.start_ranks(arguments, 2)
+    try:
+        ((code, _),) = finish([failed], SECONDS)
+        sleeping.kill(signal.SIGTERM)
+        ((other_code, _),) = finish([sleeping], SECONDS)
+    finally:
+        sleeping.kill()
+
+    assert (code, other_code) == (1, -signal.SIGTERM)

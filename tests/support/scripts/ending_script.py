@@ -3,6 +3,7 @@
 END has words: "save" (a save that does not wait is under way), "hook" (the script has an excepthook of its own),
 "resume", and how RANK ends: "raises", "interrupted", "killed", or with a call that the others do not make
 ("calls save"). "daemon": all ranks end while a child of each waits.
+"sleeps": the others sleep meanwhile, outside of the pipeline.
 """
 
 import multiprocessing
@@ -47,6 +48,10 @@ def go_wrong() -> None:
     raise ValueError("the data set is gone")
 
 
+if end[0] == "sleeps":
+    if rank == failing:
+        go_wrong()
+    time.sleep(600)
 if end[0] == "daemon":
     multiprocessing.get_context("fork").Process(target=threading.Event().wait, daemon=True).start()
     if "closed" in end:

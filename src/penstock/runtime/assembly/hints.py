@@ -54,8 +54,8 @@ def _sums(loss_fn: object) -> bool:
 
 
 def remind_to_drain(pipe: object, engine: Engine, rank: int) -> "weakref.finalize[..., object]":
-    """Hints, when `pipe` is gone or the process ends, that microbatches of `engine` were never finished. `detach` of
-    what it returns keeps it from that.
+    """Hints, when `pipe` is gone or the process ends, that microbatches of `engine` were never finished. A call of what
+    it returns does so now, and `detach` not at all.
     """
     # No strong reference: what is reminded of must not be kept alive by it.
     return weakref.finalize(pipe, _remind, weakref.ref(engine), rank)
