@@ -240,7 +240,7 @@ def test_tensors_stay_together() -> None:
     ],
 )
 def test_a_place_that_no_epoch_has_is_refused(place: tuple[Any, ...], named: str) -> None:
-    batches = penstock.loader(list(range(6)), batch_size=3)
+    batches = loader(TensorDataset(torch.arange(6)), batch_size=3)
     with pytest.raises(penstock.PenstockError, match=named):
         batches.set_epoch(*place)
     assert (batches.epoch, batches.position) == (0, 0)
@@ -248,14 +248,14 @@ def test_a_place_that_no_epoch_has_is_refused(place: tuple[Any, ...], named: str
 
 def test_loaders_that_a_checkpoint_could_exchange_are_refused() -> None:
     since = loader_uses()
-    train, validation = (penstock.loader(list(range(6)), batch_size=3) for _ in range(2))
-    assert [next(iter(train)).tolist(), next(iter(validation)).tolist()] == [[0, 1, 2]] * 2
+    train, validation = (loader(TensorDataset(torch.arange(6)), batch_size=3) for _ in range(2))
+    assert [next(iter(train))[0].tolist(), next(iter(validation))[0].tolist()] == [[0, 1, 2]] * 2
     # At the same batch they need not be told apart.
     assert len(loader_states(since)) == 2
     validation.set_epoch(1)
     with pytest.raises(penstock.PenstockError, match=r"two loaders are made in the same way.*another seed="):
         loader_states(since)
     del validation
-    other = penstock.loader(list(range(6)), batch_size=3, seed=1)
+    other = loader(TensorDataset(torch.arange(6)), batch_size=3, seed=1)
     other.set_epoch(5)
     assert len(loader_states(since)) == 2

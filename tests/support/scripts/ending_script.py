@@ -62,6 +62,7 @@ if end[0] == "calls":
         call = getattr(pipe, end[1])
         call(*{"step": (x, x), "evaluate": (x, x), "predict": (x,), "save": (directory,)}.get(end[1], ()))
     sys.exit()
+given: list[faults.Kill | faults.Slow]
 if "files" in end:
     given = [faults.Kill(rank=0, path="run/", change=4)]
 else:

@@ -145,8 +145,8 @@ class Checkpoints:
 
         (path, number, retention), collected = self.ranks.each(prepare)
         agree_on_target(path, number, retention, self.ranks)
-        names = {"plan": self.plan.to_yaml(), "run": self.claims.claim(path, self.ranks)}
-        return partial(write, directory=path, step=number, retention=retention, **names), collected
+        run, plan = self.claims.claim(path, self.ranks), self.plan.to_yaml()
+        return partial(write, directory=path, step=number, retention=retention, plan=plan, run=run), collected
 
     def find(self, directory: str | os.PathLike[str]) -> Loaded:
         """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""
