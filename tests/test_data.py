@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import penstock
 from penstock.capturing import capture
-from penstock.data import loader, prefetch, shapes_of
+from penstock.data import loader, loader_states, loader_uses, prefetch, shapes_of
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import split
 from penstock.runtime.batches.required_inputs import find_inputs
@@ -226,3 +226,36 @@ def test_tensors_stay_together() -> None:
     dataset = TensorDataset(torch.arange(6), torch.arange(6) * 2)
 
     assert all(torch.equal(2 * x, y) for x, y in loader(dataset, 2, shuffle=True))
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ((0, 99), r"set_epoch\(position=\): expected a whole number from 0 to 2, found 99"),
+        ((-1,), r"set_epoch\(epoch=\): expected a whole number, 0 or more, found -1"),
+        (("a",), "found 'a'"),
+        ((True,), "found True"),
+        ((0, 1.5), r"found 1\.5"),
+        ((None,), "found nothing"),
+    ],
+)
+def test_a_place_that_no_epoch_has_is_refused(place: tuple[Any, ...], named: str) -> None:
+    batches = loader(TensorDataset(torch.arange(6)), batch_size=3)
+    with pytest.raises(penstock.PenstockError, match=named):
+        batches.set_epoch(*place)
+    assert (batches.epoch, batches.position) == (0, 0)
+
+
+def test_loaders_that_a_checkpoint_could_exchange_are_refused() -> None:
+    since = loader_uses()
+    train, validation = (loader(TensorDataset(torch.arange(6)), batch_size=3) for _ in range(2))
+    assert [next(iter(train))[0].tolist(), next(iter(validation))[0].tolist()] == [[0, 1, 2]] * 2
+    # At the same batch they need not be told apart.
+    assert len(loader_states(since)) == 2
+    validation.set_epoch(1)
+    with pytest.raises(penstock.PenstockError, match=r"two loaders are made in the same way.*another seed="):
+        loader_states(since)
+    del validation
+    other = loader(TensorDataset(torch.arange(6)), batch_size=3, seed=1)
+    other.set_epoch(5)
+    assert len(loader_states(since)) == 2

@@ -8,7 +8,6 @@ batch to the device while the present one is computed.
 import inspect
 import itertools
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
@@ -124,8 +123,10 @@ class Batches:
             yield list(indices[start : start + self._batch_size])
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Goes to batch `position` of `epoch`, for the next ``iter()``."""
-        self.epoch, self.position, self.used_at = epoch, position, next(_USES)
+        """Goes to batch `position` of `epoch`, for the next ``iter()``. `PenstockError` if there is no such batch."""
+        epoch = integer(0).but("give the number of an epoch").check("set_epoch(epoch=)", epoch)
+        batch = integer(0, len(self)).but("give the number of a batch of an epoch")
+        self.epoch, self.position, self.used_at = epoch, batch.check("set_epoch(position=)", position), next(_USES)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for `load_state_dict` in another run: batches that were returned count as used.
@@ -160,13 +161,6 @@ class Batches:
                     f"the state is of a loader with {name} {state[name]} and this one has {name} {own[name]}: expected "
                     "the same, since the order of the samples depends on it. Make the same loader, or say where to "
                     "begin with set_epoch"
-                )
-        for name, most in (("epoch", math.inf), ("position", len(self))):
-            count = state[name]
-            if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most:
-                raise PenstockError(
-                    f"{name} of the loader's state is {count!r}: expected a whole number from 0 to {most}. Pass what "
-                    "state_dict() of a loader returned"
                 )
         self.set_epoch(state["epoch"], state["position"])
 
@@ -239,8 +233,20 @@ class _Loaders:
             )
 
     def states(self, since: int) -> list[dict[str, Any]]:
-        """The states of the loaders that were used after `since`, in the order in which they were made."""
-        return [batches.used() for batches in self._in_order() if batches.used_at > since]
+        """The states of the loaders that were used after `since`, in the order in which they were made.
+
+        `PenstockError` if two could be taken for each other when they are made again.
+        """
+        states = [batches.used() for batches in self._in_order() if batches.used_at > since]
+        places = {"epoch", "position"}
+        for one, other in itertools.combinations(states, 2):
+            if one != other and all(one[name] == other[name] for name in one.keys() - places):
+                raise PenstockError(
+                    f"two loaders are made in the same way and are at different batches ({one}; {other}): expected "
+                    "loaders that a checkpoint can tell apart, since another order of making them would exchange their "
+                    "batches. Give one of them another seed="
+                )
+        return states
 
     def restore(self, states: list[Mapping[str, Any]]) -> None:
         """Gives each of `states` to a loader like that of then, the newest ones if there are several."""

@@ -4,6 +4,7 @@ It captures the model, makes a schedule of the plan, has the schedule proved, an
 Then it hands the programs of the schedule to the workers, step by step.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,10 +27,10 @@ from penstock.reporting.straggler_source import StragglerSource
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checked_schedules import check_schedule
-from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.failure_guard import FailureGuard, collective
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
-from penstock.runtime.assembly.hints import DrainReminder, give_hints
+from penstock.runtime.assembly.hints import give_hints, remind_to_drain
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.pipeline_arguments import check_pipeline, plan_arguments, planned_anew
@@ -272,7 +273,7 @@ class Pipeline:
             self._guarded.undo_with(self._engine.discard, self.schedule)
             trains = check_optimizers(self._world, self.optimizers, self._parameters(), self._updater.schedulers)
             self._conditions = StepConditions(model, trains)
-            self._drain_reminder = DrainReminder(self, self._engine, self._world.rank)
+            self._drain_reminder = remind_to_drain(self, self._engine, self._world.rank)
             self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
             give_hints(model, recipe, self.schedule, self._world.rank)
             self._outside = OutsideState(model, self._chain)
@@ -281,7 +282,9 @@ class Pipeline:
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
         back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None
-        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back, loads=not self._rebuilt)
+        self._resumption = resume_training(
+            self, resume, self._world, timeout_seconds, back, claims=checkpoints.claims, loads=not self._rebuilt
+        )
         if resume is not None:
             self._opened.callback(self._resumption.close)
 
@@ -307,6 +310,7 @@ class Pipeline:
         """The rank of this process; 0 in a single process."""
         return self._world.rank
 
+    @collective
     def step(self, inputs: Any, target: Any = None) -> StepResult:
         """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
 
@@ -324,6 +328,7 @@ class Pipeline:
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
 
+    @collective
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
 
@@ -333,6 +338,7 @@ class Pipeline:
         """
         self._guarded.run("in a drain", self._engine.drain)
 
+    @collective
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
 
@@ -344,6 +350,7 @@ class Pipeline:
         with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
             return StepResult(self._engine.evaluate(microbatches))
 
+    @collective
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode with the newest weights, on every rank, for a batch of any size.
 
@@ -367,6 +374,7 @@ class Pipeline:
         start = f"{prefix}." if prefix else ""
         return ((start + name, parameter) for name, parameter in self._parameters().items())
 
+    @collective
     def averages(self) -> dict[str, Tensor]:
         """The averages of this process's parameters, by name, that a `WeightAverage` in ``update_hooks`` keeps.
 
@@ -382,6 +390,7 @@ class Pipeline:
         with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
             yield
 
+    @collective
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         self._guarded.check_open()
@@ -411,6 +420,7 @@ class Pipeline:
             all_ranks=all_ranks,
         )
 
+    @collective
     def stragglers(
         self, *, profile: Profile | None = None, tolerance: float = 1.25, layers: bool = False
     ) -> Stragglers:
@@ -420,6 +430,7 @@ class Pipeline:
         measure = self.measure if layers else None
         return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
 
+    @collective
     def replan(self, *, profile: Profile | None = None, apply: Place | None = None) -> Plan:
         """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
         says what is expected of it and how to apply it. `profile` as in `stragglers`.
@@ -470,6 +481,7 @@ class Pipeline:
         """
         return self._engine.prediction_error()
 
+    @collective
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.
 
@@ -478,6 +490,7 @@ class Pipeline:
         self.drain()
         return self._checkpoints.training.copied()
 
+    @collective
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
@@ -507,6 +520,7 @@ class Pipeline:
     def save(
         self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ..., wait: Literal[False]
     ) -> BackgroundSave: ...
+    @collective
     def save(
         self, directory: Place, step: Count = None, *, keep: Count = None, keep_every: Count = None, wait: bool = True
     ) -> Path | BackgroundSave:
@@ -520,6 +534,7 @@ class Pipeline:
         self._conditions.check_weights("save")
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
+    @collective
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
@@ -529,6 +544,7 @@ class Pipeline:
         self._conditions.check_weights("load")
         self._checkpoints.load(directory, self._guarded)
 
+    @collective
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
     ) -> None:
@@ -545,6 +561,7 @@ class Pipeline:
         held = hold(self._chain, self._checkpoints.training.held, self._world)
         export_weights(self._model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
+    @collective
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
         """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
 
@@ -553,15 +570,25 @@ class Pipeline:
         self.drain()
         return hold(self._chain, self._checkpoints.training.held, self._world).state_dict(rank)
 
+    @collective
     def close(self) -> None:
-        """Ends the transport's threads and removes its hooks on the process and the model. A second call does nothing.
+        """Drains if microbatches are in flight, waits for a save, ends the transport's threads, and removes its hooks
+        on the process and the model. A second call does nothing.
 
-        It does not drain, and waits for a save. A pipeline that lives as long as its process need not be closed.
+        It does not drain after a failure, nor while an exception is on its way. A pipeline that lives as long as its
+        process need not be closed.
         """
-        if not (self._guarded.closed or self._guarded.failed):
-            self._drain_reminder.remind()
-        self._guarded.closed = True
-        self._opened.close()
+        if self._guarded.forked:
+            return
+        ended = self._guarded.closed or self._guarded.failed
+        try:
+            if self._engine.undrained and not ended and sys.exc_info()[0] is None:
+                self.drain()
+        finally:
+            if not ended:
+                self._drain_reminder()
+            self._guarded.closed = True
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -580,7 +607,7 @@ class Pipeline:
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
         if not (self._guarded.closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
             self._world.report("outside the pipeline", error)
-        self._drain_reminder.cancel()
+        self._drain_reminder.detach()
         # The user sees the exception of the block, whatever closing meets.
         with suppress(Exception):
             self.close()

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -67,19 +68,35 @@ def test_a_loss_that_is_a_sum_has_a_hint(caplog: pytest.LogCaptureFixture, loss_
     assert "reduction='sum'" in hint
 
 
-@pytest.mark.parametrize("ending", ["closed", "forgotten"])
-def test_a_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFixture, ending: str) -> None:
+def test_a_forgotten_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFixture) -> None:
     pipe = make("pipedream", microbatches=1)
     pipe.step(X, Y)
-    if ending == "closed":
-        pipe.close()
-        pipe.close()
     del pipe
     gc.collect()
 
     (hint,) = hints(caplog)
     assert "microbatches in flight" in hint
     assert "pipe.drain()" in hint
+
+
+def test_close_drains_unless_an_error_is_on_its_way(caplog: pytest.LogCaptureFixture) -> None:
+    closed, left, failed = (make("pipedream", microbatches=1) for _ in range(3))
+    for pipe in (closed, left, failed):
+        pipe.step(X, Y)
+    with left:
+        pass
+    closed.close()
+    closed.close()
+    before = [parameter.detach().clone() for parameter in failed.parameters()]
+    with pytest.raises(KeyError), closing(failed):
+        raise KeyError("an error of the script")
+
+    assert all(map(torch.equal, closed.parameters(), left.parameters()))
+    assert all(map(torch.equal, failed.parameters(), before))
+    assert not all(map(torch.equal, failed.parameters(), closed.parameters()))
+    # The third one.
+    (hint,) = hints(caplog)
+    assert "microbatches in flight" in hint
 
 
 def test_a_pipeline_that_failed_has_no_hint_to_drain(caplog: pytest.LogCaptureFixture) -> None:

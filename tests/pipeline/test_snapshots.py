@@ -221,8 +221,13 @@ def test_a_save_that_fails_is_reported_and_the_training_goes_on(
     pipe = build(cut)
     losses = [float(pipe.step(*cut.batches[0]).loss)]
     (tmp_path / "run").write_text("a file")
-    save = pipe.save(tmp_path / "run", wait=False)
     with pytest.raises(penstock.CheckpointError, match="expected a directory or nothing, found a file"):
+        pipe.save(tmp_path / "run", wait=False)
+    pipe.save(tmp_path / "first", 7)
+    (tmp_path / "first" / "step-000001").mkdir()
+    (tmp_path / "first" / "step-000001" / "notes.txt").write_text("mine")
+    save = pipe.save(tmp_path / "first", wait=False)
+    with pytest.raises(penstock.CheckpointError, match="found files that Penstock has not written"):
         save.wait()
     losses.append(float(pipe.step(*cut.batches[1]).loss))
     second = pipe.save(tmp_path / "other", wait=False)
@@ -236,12 +241,23 @@ def test_a_save_that_fails_is_reported_and_the_training_goes_on(
     assert (second.wait().parent.name, third.wait().parent.name) == ("other", "third")
 
 
-def test_a_save_whose_stages_are_behind_is_given_up_by_close(tmp_path: Path) -> None:
+def test_close_drains_and_finishes_a_save_whose_stages_are_behind(tmp_path: Path) -> None:
     cut = Cut(Case("layered", "pipedream", 3, 1), 1)
     pipe = build(cut)
     pipe.step(*cut.batches[0])
     save = pipe.save(tmp_path / "run", wait=False)
     pipe.close()
+
+    assert save.wait() == tmp_path / "run" / "step-000001"
+
+
+def test_a_save_whose_stages_are_behind_is_given_up_after_an_error(tmp_path: Path) -> None:
+    cut = Cut(Case("layered", "pipedream", 3, 1), 1)
+    pipe = build(cut)
+    pipe.step(*cut.batches[0])
+    save = pipe.save(tmp_path / "run", wait=False)
+    with pytest.raises(KeyError), pipe:
+        raise KeyError("an error of the script")
 
     with pytest.raises(penstock.CheckpointError, match=r"Call drain\(\) or the save's wait\(\) before close\(\)"):
         save.wait()

@@ -112,10 +112,10 @@ class Child:
         """The standard error so far."""
         return self._stem.with_suffix(".err").read_text()
 
-    def kill(self) -> None:
-        """Kills it if it still runs."""
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Kills it, or sends it another signal, if it still runs."""
         if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, number)
 
 
 def _serve() -> str | None:

@@ -201,3 +201,38 @@ def test_the_stacks_of_running_threads_are_those_of_their_calls() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_records_of_failed_runs_are_removed_a_day_later(tmp_path: Path) -> None:
+    """Not those of runs that may go on, nor what others have put there."""
+    day = 24 * 3600
+    for name, age, file in (
+        ("penstock-run-old", 2 * day, "job.json"),
+        ("penstock-run-new", day / 2, "job.json"),
+        ("penstock-run-of-mine", 2 * day, "thesis.tex"),
+        ("elsewhere", 2 * day, "job.json"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    (tmp_path / "penstock-run-link").symlink_to(tmp_path / "elsewhere")
+    recorder = FlightRecorder()
+    watch = watch_over(tmp_path / "penstock-run-present", recorder)
+    assert eventually(lambda: not (tmp_path / "penstock-run-old").exists())
+    watch.close()
+
+    left = ["elsewhere", "penstock-run-link", "penstock-run-new", "penstock-run-of-mine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert (tmp_path / "elsewhere" / "job.json").exists()
+
+
+def test_a_given_run_directory_has_its_neighbours_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "penstock-run-old").mkdir()
+    (tmp_path / "penstock-run-old" / "job.json").write_text("{}")
+    os.utime(tmp_path / "penstock-run-old", (0, 0))
+    recorder = FlightRecorder()
+    watch = watch_over(tmp_path / "given", recorder, temporary=False)
+    assert eventually((tmp_path / "given" / "job.json").exists)
+    watch.close()
+
+    assert (tmp_path / "penstock-run-old").exists()

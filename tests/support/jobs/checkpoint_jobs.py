@@ -67,7 +67,7 @@ def refuse_on_all(directory: Path) -> list[str]:
 
 def fail_on_one_rank(directory: Path) -> tuple[str, int, bool]:
     """The error of a save in which the disk of the last rank is full, and whether training and saving go on."""
-    with _make(microbatches=2) as pipe:
+    with _make(microbatches=2, resume=directory) as pipe:
         pipe.step(*SUBJECT.batches[0])
         pipe.save(directory)
         pipe.step(*SUBJECT.batches[1])

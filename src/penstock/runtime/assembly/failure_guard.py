@@ -3,16 +3,42 @@
 A refusal changes nothing: the call did not begin. If all processes refuse a call, all can go on.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["FailureGuard"]
+__all__ = ["FailureGuard", "collective"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def collective(method: Callable[P, T]) -> Callable[P, T]:
+    """Notes the calls of a `method` of `Pipeline` that all ranks must make, for the errors of a rank that waits in one
+    for ranks that do not make it.
+    """
+
+    @wraps(method)
+    def noted(*arguments: P.args, **options: P.kwargs) -> T:
+        pipe: Any = arguments[0]
+        watch = pipe._world.watch
+        if watch is None or watch.call:
+            return method(*arguments, **options)
+        watch.call = f"{method.__name__}()"
+        try:
+            return method(*arguments, **options)
+        finally:
+            watch.call, watch.done = "", f"after step {pipe.steps}"
+
+    return noted
 
 
 class FailureGuard:
@@ -20,6 +46,7 @@ class FailureGuard:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._process = os.getpid()
         self._failed = ""
         """By what the pipeline failed, and where."""
         self._running = threading.Lock()
@@ -42,6 +69,11 @@ class FailureGuard:
     def failed(self) -> bool:
         """Whether the pipeline has failed."""
         return bool(self._failed)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that is a rank, and has copies of its connections to other ranks."""
+        return self._world.processes > 1 and os.getpid() != self._process
 
     @contextmanager
     def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:
@@ -80,7 +112,15 @@ class FailureGuard:
             work()
 
     def check_open(self) -> None:
-        """Raises `PenstockError` if the pipeline has failed, was closed, or is used by another call."""
+        """Raises `PenstockError` if the pipeline has failed, was closed, is used by another call, or is a copy in a
+        child.
+        """
+        if self.forked:
+            raise PenstockError(
+                f"process {os.getpid()} was forked by rank {self._world.rank} (process {self._process}) after the "
+                "pipeline was built: expected calls in that process only, since it is the one that the other ranks are "
+                "connected to. Make the call there, and give the child what it needs, such as copies of weights"
+            )
         if self._lost_state and self._failed:
             raise PenstockError(
                 f"this pipeline failed before ({self._failed}), when some stages had made an update that others had "

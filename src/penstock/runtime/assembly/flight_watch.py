@@ -8,6 +8,8 @@ import atexit
 import logging
 import os
 import queue
+import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -35,6 +37,10 @@ __all__ = ["RUN_DIR", "FlightWatch", "watch_flight"]
 
 RUN_DIR = "PENSTOCK_RUN_DIR"
 """The environment variable with the run directory. It is kept when the run ends; a temporary one is removed."""
+_PREFIX = "penstock-run-"
+"""How the names of temporary directories begin."""
+_KEPT_SECONDS = 24 * 3600.0
+"""How long the records of a run that failed are kept at least."""
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 5.0
 """A process that is killed leaves a record that is no older than this."""
@@ -138,6 +144,8 @@ class FlightWatch(WaitObserver):
         self._directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._neighbours[0] == self._process:
             self._directory.write(self._job)
+            if self._temporary:
+                _remove_old(self._directory.path.parent)
         self._stacks = SignalStacks(self._directory.stacks_file(self._process))
         self._write()
 
@@ -230,7 +238,7 @@ def watch_flight(
     given = os.environ.get(RUN_DIR, "")
     if world.processes == 1 and not given:
         return lambda: None
-    path = Path(given) if given else Path(tempfile.gettempdir()) / f"penstock-run-{world.name}"
+    path = Path(given) if given else Path(tempfile.gettempdir()) / f"{_PREFIX}{world.name}"
     identities = [RecordedProcess(*identity) for identity in world.gather(astuple(own_identity()))]
     schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
     ranks = world.processes // plan.tensor_parallel
@@ -247,6 +255,16 @@ def watch_flight(
     world.observe(watch)
     _log.debug("flight records of this run: %s", path)
     return watch.close
+
+
+def _remove_old(parent: Path) -> None:
+    """Removes the records of this user's runs that ended long ago. Those of a run that goes on are never that old."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = path.lstat()
+            old = time.time() - found.st_mtime > _KEPT_SECONDS
+            if old and found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and (path / "job.json").is_file():
+                shutil.rmtree(path)
 
 
 def _memory(device: torch.device) -> Memory:

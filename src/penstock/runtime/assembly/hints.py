@@ -15,7 +15,7 @@ from penstock.runtime.engine.engine import Engine
 from penstock.scheduling.schedules import Schedule
 from penstock.training.recipes import Recipe
 
-__all__ = ["DrainReminder", "give_hints"]
+__all__ = ["give_hints", "remind_to_drain"]
 
 
 def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Schedule, rank: int) -> None:
@@ -54,20 +54,12 @@ def _sums(loss_fn: object) -> bool:
     return getattr(loss_fn, "reduction", None) == "sum"
 
 
-class DrainReminder:
-    """Hints, when `pipe` is closed or gone or the process ends, that microbatches of `engine` were never finished."""
-
-    def __init__(self, pipe: object, engine: Engine, rank: int) -> None:
-        # No strong reference: what is reminded of must not be kept alive by it.
-        self._finalizer = weakref.finalize(pipe, _remind, weakref.ref(engine), rank)
-
-    def remind(self) -> None:
-        """Gives the hint now if it is due; not again later."""
-        self._finalizer()
-
-    def cancel(self) -> None:
-        """Gives no hint any more: the pipeline failed, which has a message of its own."""
-        self._finalizer.detach()
+def remind_to_drain(pipe: object, engine: Engine, rank: int) -> "weakref.finalize[..., object]":
+    """Hints, when `pipe` is gone or the process ends, that microbatches of `engine` were never finished. A call of what
+    it returns does so now, and `detach` not at all.
+    """
+    # No strong reference: what is reminded of must not be kept alive by it.
+    return weakref.finalize(pipe, _remind, weakref.ref(engine), rank)
 
 
 def _remind(engine_of: weakref.ref[Engine], rank: int) -> None:

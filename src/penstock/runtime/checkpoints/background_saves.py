@@ -108,8 +108,8 @@ class BackgroundSaves:
             self._copier.submit(publish, snapshot).add_done_callback(lambda ended: _report(save, ended))
 
         if hooks_allowed():
-            atexit.unregister(self.close)
-            atexit.register(self.close)
+            atexit.unregister(self._leave)
+            atexit.register(self._leave)
         snapshot = self._engine.snapshot(self._states.weights, self._states.collect, write_beside)
         here = time.perf_counter() - self._began - snapshot.stalled_seconds
         save._stalled = lambda: here + snapshot.stalled_seconds
@@ -119,7 +119,7 @@ class BackgroundSaves:
         """Waits for the save that is under way. Gives it up if the pipeline has `failed` or some stages need more steps
         for it. Ends the thread.
         """
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave)
         save, gather = self._present, self._gather
         if save is not None and gather is not None and not save.done:
             if failed or not self._engine.snapshot_reached:
@@ -137,6 +137,10 @@ class BackgroundSaves:
             )
             logging.getLogger("penstock").warning("%s", error)
             save._result.set_exception(error)
+
+    def _leave(self) -> None:
+        """Runs at the exit of the process, also after an error."""
+        self.close(self._gather is not None and self._gather.has_failed())
 
     def _reach(self) -> None:
         """Has all stages make what is to be saved, and other processes no longer waited for without end."""

@@ -41,7 +41,7 @@ from penstock.runtime.checkpoints.step_directories import (
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["MODEL", "CheckpointState", "assign_owners", "write"]
+__all__ = ["MODEL", "CheckpointState", "agree_on_target", "assign_owners", "write"]
 
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""
@@ -66,12 +66,14 @@ _Part: TypeAlias = tuple[dict[str, Json], dict[str, Json]]
 """What a process has written: the manifest's entries of tensors, by key, and of files, by name."""
 
 
-def write(state: CheckpointState, directory: Path, step: int, *, retention: Retention, ranks: Ranks, plan: str) -> Path:
-    """Writes the checkpoint of `step` into the run's `directory`, and returns its path. Collective.
+def write(
+    state: CheckpointState, directory: Path, step: int, *, retention: Retention, ranks: Ranks, plan: str, run: str
+) -> Path:
+    """Writes the checkpoint of `step` into the `directory`, and returns its path. Collective.
 
-    `plan`: the text of the plan. Raises `CheckpointError` on all processes if one of them fails.
+    `plan`: the text of the plan. `run`: the name of the run. Raises `CheckpointError` on all processes if one of them
+    fails.
     """
-    _agree(directory, step, retention, ranks)
     ranks.alone(lambda: check_target(directory))
     # What was left by a process that was killed may be what fills the disk.
     ranks.alone(lambda: recover(directory))
@@ -83,7 +85,7 @@ def write(state: CheckpointState, directory: Path, step: int, *, retention: Rete
         owners = assign_owners(own)
         parts = ranks.together(lambda: _write_own(state, owners, written, ranks.rank))
         documents = ranks.gather(state.document)
-        path = ranks.alone(lambda: _finish(written, step, parts, documents, plan))
+        path = ranks.alone(lambda: _finish(written, step, parts, documents, {"run": run, "plan": plan}))
     except CheckpointError:
         # All processes have come here, so none of them writes any more.
         ranks.alone(lambda: _give_up(written))
@@ -92,8 +94,10 @@ def write(state: CheckpointState, directory: Path, step: int, *, retention: Rete
     return directory / str(path)
 
 
-def _agree(directory: Path, step: int, retention: Retention, ranks: Ranks) -> None:
-    """All processes save the same step to the same place, by the same rules."""
+def agree_on_target(directory: Path, step: int, retention: Retention, ranks: Ranks) -> None:
+    """Raises `CheckpointError` unless all processes save the same step to the same place, by the same rules.
+    Collective.
+    """
     target = (
         f"step {step} to {os.path.abspath(directory)} with keep={retention.keep}, keep_every={retention.keep_every}"
     )
@@ -200,17 +204,17 @@ def _write_file(path: Path, entries: Mapping[str, StoredEntry], own: Iterator[tu
 
 
 def _finish(
-    written: Path, step: int, parts: Sequence[_Part], documents: Sequence[Mapping[str, Json]], plan: str
+    written: Path, step: int, parts: Sequence[_Part], documents: Sequence[Mapping[str, Json]], names: Mapping[str, str]
 ) -> str:
     """Writes the manifest, and gives the directory its name. Returns the name."""
     tensors = {key: entry for part, _ in parts for key, entry in part.items()}
     files = {name: entry for _, part in parts for name, entry in part.items()}
     content = {
         "step": step,
+        **names,
         "penstock": _version(),
         "torch": torch.__version__,
         "processes": len(documents),
-        "plan": plan,
         **_merge(documents),
         "files": files,
         "tensors": tensors,

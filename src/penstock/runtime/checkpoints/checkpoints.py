@@ -18,7 +18,8 @@ from penstock.runtime.assembly.gathered_tensors import shared_names
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves
 from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors
-from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, write
+from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, agree_on_target, write
+from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
@@ -46,6 +47,7 @@ class Checkpoints:
     training: TrainingState
     own: OwnStates
     saves: BackgroundSaves
+    claims: DirectoryClaims
     timeout_seconds: float
 
     @property
@@ -59,6 +61,7 @@ class Checkpoints:
         """
         restore_loaders([])
         self.saves.close(failed)
+        self.claims.close()
 
     def collect(self) -> CheckpointState:
         """The state of this process, which refers to the tensors of the training itself. The pipeline has drained.
@@ -107,8 +110,8 @@ class Checkpoints:
         if not wait:
             return self._begin(directory, step, (keep, keep_every))
         self.saves.drain()
-        (path, number, retention), state = self._prepare(directory, step, (keep, keep_every), self.collect)
-        return write(state, path, number, retention=retention, ranks=self.ranks, plan=self.plan.to_yaml())
+        write_to, state = self._prepare(directory, step, (keep, keep_every), self.collect)
+        return write_to(state, ranks=self.ranks)
 
     def _begin(self, directory: object, step: object, keeping: tuple[int | None, int | None]) -> BackgroundSave:
         """Begins to write a checkpoint beside the training. Collective."""
@@ -118,20 +121,19 @@ class Checkpoints:
             tensors: dict[str, Tensor] = {}
             return self.own.collect(self.training.engine.seed, tensors), tensors
 
-        (path, number, retention), (own, tensors) = self._prepare(directory, step, keeping, collect_own)
+        write_to, (own, tensors) = self._prepare(directory, step, keeping, collect_own)
         gather = self.world.gather_beside(self.timeout_seconds)
-        ranks, plan = Ranks(self.world.rank, gather), self.plan.to_yaml()
+        ranks = Ranks(self.world.rank, gather)
 
         def write_beside(collect: Callable[[], Mapping[str, Any]]) -> Path:
-            state = ranks.each(lambda: self._lay_out(collect(), own, tensors))
-            return write(state, path, number, retention=retention, ranks=ranks, plan=plan)
+            return write_to(ranks.each(lambda: self._lay_out(collect(), own, tensors)), ranks=ranks)
 
         return self.saves.begin(write_beside, gather)
 
     def _prepare(
         self, directory: object, step: object, keeping: tuple[int | None, int | None], collect: Callable[[], T]
-    ) -> tuple[tuple[Path, int, Retention], T]:
-        """Where a save goes, and what `collect` returns. Collective."""
+    ) -> tuple[Callable[..., Path], T]:
+        """What writes to the place of a save, which is this run's, and what `collect` returns. Collective."""
 
         def prepare() -> tuple[tuple[Path, int, Retention], T]:
             path, retention = checked_path(directory), Retention(*keeping)
@@ -141,7 +143,10 @@ class Checkpoints:
             assert isinstance(number, int)
             return (path, number, retention), collect()
 
-        return self.ranks.each(prepare)
+        (path, number, retention), collected = self.ranks.each(prepare)
+        agree_on_target(path, number, retention, self.ranks)
+        run, plan = self.claims.claim(path, self.ranks), self.plan.to_yaml()
+        return partial(write, directory=path, step=number, retention=retention, plan=plan, run=run), collected
 
     def find(self, directory: str | os.PathLike[str]) -> Loaded:
         """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""
@@ -173,6 +178,7 @@ class Checkpoints:
             with guarded("in a load"):
                 self.training.restore(found.state)
                 self.own.restore(found.own, found.manifest, kinds)
+            self.claims.run = found.manifest.run
 
     def _read(self, manifest: Manifest) -> Loaded:
         content, trained = manifest.content, self.training.trained()
@@ -229,5 +235,6 @@ def make_checkpoints(
         training,
         own=OwnStates(engine.device),
         saves=BackgroundSaves(states, drain),
+        claims=DirectoryClaims(world.name),
         timeout_seconds=timeout_seconds,
     )

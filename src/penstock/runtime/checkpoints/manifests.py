@@ -38,6 +38,11 @@ class Manifest:
         return int(self.content["step"])
 
     @property
+    def run(self) -> str:
+        """The name of the run that saved it; empty if it was written before runs had names."""
+        return str(self.content.get("run", ""))
+
+    @property
     def model(self) -> Mapping[str, Mapping[str, Any]]:
         """By name, ``dtype`` and ``shape`` of all entries of the model's state dict, and ``stored``, under which name
         the tensor is stored.

@@ -8,10 +8,12 @@ They save at the end of a step, and not at the beginning of the next one. A load
 already, which would be lost.
 """
 
+import atexit
 import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -21,7 +23,7 @@ from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.stop_agreements import StopAgreement
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["Preemption"]
+__all__ = ["Preemption", "Training"]
 
 _BEGUN = "PENSTOCK_FLEET_BEGUN"
 """The file that says that a training has made a step: an executor that shares devices keeps it running until then."""
@@ -29,11 +31,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("penstock")
 
 
-class _Saved(Protocol):
-    """What is saved: a `Pipeline`."""
+class Training(Protocol):
+    """What is saved, resumed, or goes back: a `Pipeline`."""
 
     @property
     def steps(self) -> int: ...
+
+    def load(self, directory: str | Path) -> None: ...
 
     def save(self, directory: str | Path) -> object: ...
 
@@ -45,7 +49,7 @@ class Preemption:
     has a handler of its own.
     """
 
-    def __init__(self, world: World, training: _Saved, directory: str | Path | None, timeout_seconds: float) -> None:
+    def __init__(self, world: World, training: Training, directory: str | Path | None, timeout_seconds: float) -> None:
         self._directory = directory
         self._rank, self._timeout_seconds = world.rank, timeout_seconds
         self._replaced: dict[signal.Signals, Any] = {}
@@ -53,7 +57,7 @@ class Preemption:
         self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
         if directory is None:
             return
-        self._training = training
+        self._training, self._watch = training, world.watch
         # Also where no handler is set: another process may have one.
         self._agreement = StopAgreement(world.watch, world.rank, world.processes, training.steps)
         # Python sets handlers in the main thread only.
@@ -61,6 +65,10 @@ class Preemption:
             for number in _SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._replaced[number] = signal.signal(number, self._note)
+            # What runs at the exit of the process, such as the wait for a child, must not be kept from ending.
+            atexit.register(self._give_back)
+            give_back = weakref.WeakMethod(self._give_back)
+            os.register_at_fork(after_in_child=lambda: (own := give_back()) and own())
 
     def after_step(self, check: Callable[[], None]) -> None:
         """Saves and raises ``SystemExit`` if all ranks stop after the present step. `check` raises if another rank has
@@ -82,15 +90,23 @@ class Preemption:
 
     def close(self) -> None:
         """Gives the signals back, except those that others have taken."""
+        self._give_back()
+        atexit.unregister(self._give_back)
+        if self._agreement is not None:
+            self._agreement.close()
+
+    def _give_back(self) -> None:
         for number, before in self._replaced.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
         self._replaced.clear()
-        if self._agreement is not None:
-            self._agreement.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # torchrun passes on a signal that a scheduler may have sent to this process as well: a second one changes
         # nothing.
         assert self._agreement is not None, "there is a handler with an agreement only"
+        if self._watch is not None and self._watch.failure is not None:
+            # No step will end any more. torchrun sends the signal, too, to the ranks beside one that failed.
+            self._give_back()
+            os.kill(os.getpid(), number)
         self._agreement.ask(number)

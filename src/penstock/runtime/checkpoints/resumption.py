@@ -4,29 +4,19 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, SupportsFloat
+from typing import SupportsFloat
 
 from penstock.errors import PlanError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
-from penstock.runtime.checkpoints.preemption import Preemption
+from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
+from penstock.runtime.checkpoints.preemption import Preemption, Training
 from penstock.runtime.checkpoints.rollbacks import Rollbacks
 from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 
 __all__ = ["Resumption", "plan_for", "resume_training"]
-
-
-class _Training(Protocol):
-    """What is resumed: a `Pipeline`."""
-
-    @property
-    def steps(self) -> int: ...
-
-    def load(self, directory: str | Path) -> None: ...
-
-    def save(self, directory: str | Path) -> object: ...
 
 
 def plan_for(plan: Plan | str | Callable[[int], Plan] | None, world: World) -> Plan | str | None:
@@ -67,20 +57,21 @@ class Resumption:
 
 
 def resume_training(
-    training: _Training,
+    training: Training,
     directory: str | Path | None,
     world: World,
     timeout_seconds: float,
     go_back: Callable[[str | Path], object] | None,
     *,
+    claims: DirectoryClaims,
     loads: bool = True,
 ) -> Resumption:
     """Loads the newest checkpoint in `directory` if there is one and it `loads`, and watches for signals to save there
     and leave.
 
     Does nothing without a directory. `go_back`: loads the newest one after a loss that is not finite; None if it is not
-    to. Collective. `CheckpointError` if `directory` cannot take checkpoints, or has checkpoints and none of them is
-    whole and of this training.
+    to. `claims`: those of the training. Collective. `CheckpointError` if `directory` cannot take checkpoints, belongs
+    to another job, or has checkpoints and none of them is whole and of this training.
     """
     if directory is None:
         return Resumption(Preemption(world, training, None, timeout_seconds), None)
@@ -92,9 +83,14 @@ def resume_training(
         return bool(steps_in(run))
 
     ranks = Ranks(world.rank, world.gather)
-    if loads and any(ranks.together(look)):
-        ranks.alone(lambda: _tidy(checked_path(directory)))
-        training.load(directory)
+    if loads:
+        found = any(ranks.together(look))
+        run = checked_path(directory)
+        claims.lock(run, ranks)
+        if found:
+            ranks.alone(lambda: _tidy(run))
+            training.load(directory)
+        claims.claim(run, ranks)
     preemption = Preemption(world, training, directory, timeout_seconds)
     if go_back is None:
         return Resumption(preemption, None)

@@ -9,9 +9,10 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, SupportsFloat
+from typing import SupportsFloat
 
 from penstock.errors import CheckpointError, PenstockError
+from penstock.runtime.checkpoints.preemption import Training
 
 __all__ = ["MOST_RETURNS", "Rollbacks"]
 
@@ -19,17 +20,10 @@ MOST_RETURNS = 3
 """How often a training goes back to the same step before it gives up."""
 
 
-class _Training(Protocol):
-    """What goes back: a `Pipeline`."""
-
-    @property
-    def steps(self) -> int: ...
-
-
 class Rollbacks:
     """Has `training` go back to the newest checkpoint in `directory`, which `go_back` loads. `rank`: this process's."""
 
-    def __init__(self, training: _Training, directory: str | Path, rank: int, go_back: Callable[[], object]) -> None:
+    def __init__(self, training: Training, directory: str | Path, rank: int, go_back: Callable[[], object]) -> None:
         self.count = 0
         """How often the training went back."""
         self._training, self._directory, self._rank, self._go_back = training, directory, rank, go_back

@@ -4,12 +4,13 @@
     run/.penstock-saving-...    one that is being written, or was when its process ended
     run/.penstock-replaced-...  an older checkpoint of a step that is saved again, while the new one takes its place
     run/.penstock-removed-...   one that is being removed
+    run/.penstock-lock          the job that changes the directory, while it does
 
 Laws of this file:
   1. Nothing is removed or replaced but files with Penstock's names in directories with Penstock's names. A directory
      that has anything else in it stays whole.
   2. At every moment each published checkpoint is whole, under its own name or as the replaced one.
-  3. Only one process changes the directory.
+  3. Only the process that holds the lock changes the directory.
 """
 
 import logging
@@ -23,12 +24,14 @@ from pathlib import Path
 from penstock.errors import CheckpointError
 
 __all__ = [
+    "LOCK",
     "MANIFEST",
     "begin",
     "check_target",
     "discard",
     "file_name",
     "is_file_name",
+    "make_directory",
     "publish",
     "recover",
     "remove",
@@ -38,6 +41,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+LOCK = ".penstock-lock"
 _INDEX = "model.safetensors.index.json"
 _STEP = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.penstock-replaced-(\d{6,})-[0-9a-f]{16}")
@@ -101,12 +105,17 @@ def check_target(run: Path) -> None:
         )
 
 
-def begin(run: Path) -> Path:
-    """Makes `run` where it is missing, and in it a new empty directory for the files of a checkpoint."""
+def make_directory(run: Path) -> None:
+    """Makes `run` where it is missing."""
     missing = [path for path in (run, *run.parents) if not path.exists()]
     run.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in missing:
         write_through(path.parent)
+
+
+def begin(run: Path) -> Path:
+    """Makes a new empty directory in `run` for the files of a checkpoint, and `run` where it is missing."""
+    make_directory(run)
     path = run / f".penstock-saving-{secrets.token_hex(8)}"
     path.mkdir(mode=0o700)
     return path
@@ -193,10 +202,10 @@ def _only_ours(directory: Path) -> bool:
 
 
 def _is_ours(entry: Path) -> bool:
-    """Whether `entry` is a mark of Penstock's: a step with a manifest, or what a save that was ended has left."""
+    """Whether `entry` is a mark of Penstock's: a step with a manifest, or what a job that was ended has left."""
     if _STEP.fullmatch(entry.name):
         return (entry / MANIFEST).is_file()
-    return bool(_LEFT.fullmatch(entry.name) or _REPLACED.fullmatch(entry.name))
+    return bool(entry.name == LOCK or _LEFT.fullmatch(entry.name) or _REPLACED.fullmatch(entry.name))
 
 
 def _entries(directory: Path) -> Iterator[Path]:

@@ -43,6 +43,15 @@ class PatientGather:
         """Makes the present call, and all later ones, raise `TransportError`."""
         self._given_up = True
 
+    def has_failed(self) -> bool:
+        """Whether this rank or another one has failed, so that none need be waited for. Called at the exit of the
+        process.
+        """
+        if self._board is None:
+            return False
+        self._board.report_last_error()
+        return self._board.failed or self._board.watch.failure is not None
+
     def __call__(self, value: Any) -> Sequence[Any]:
         if self._store is None:
             return [value]
@@ -66,12 +75,13 @@ class PatientGather:
 
     def _wait(self, names: list[str]) -> None:
         assert self._store is not None
-        began = time.monotonic()
+        began, others = time.monotonic(), [rank for rank in range(self._ranks) if rank != self._rank]
         while not self._store.check(names):
             if self._given_up:
                 raise TransportError("a save beside the training was given up: this pipeline has been closed")
             if self._board is not None:
                 self._board.check()
+                self._board.check_processes(others, "a save beside the training")
             since = self._hurried_at if self._round == 0 else began
             if since is not None and time.monotonic() - max(since, began) > self._timeout_seconds:
                 missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]

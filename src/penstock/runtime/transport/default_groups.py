@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from penstock.errors import TransportError
 from penstock.runtime.transport.attempts import attempt_store, shares_store
 from penstock.runtime.transport.descriptor_limits import descriptor_error
+from penstock.runtime.transport.launches import START, read_number
 from penstock.runtime.transport.network_interfaces import choose_interface
 from penstock.runtime.transport.timeouts import run_bounded
 
@@ -27,24 +28,19 @@ __all__ = ["call_at_meeting", "make_default_group"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.02
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STORE_TIMEOUT = timedelta(minutes=10)
 """How long calls of the finished group may wait at the store; NCCL's of the user's, for example."""
 
 
-def make_default_group(timeout_seconds: float) -> None:
-    """Makes the default group: Gloo for the host, and NCCL for GPUs if there are any.
+def make_default_group(rank: int, processes: int, timeout_seconds: float) -> None:
+    """Makes the default group of `processes`, of which this is `rank`: Gloo for the host, and NCCL for GPUs if there
+    are any.
 
-    `TransportError` if the environment is incomplete, or names the ranks that do not come within `timeout_seconds`.
+    `TransportError` if the environment has no address to meet at, or if ranks do not come within `timeout_seconds`.
     """
-    missing = [name for name in _NEEDED if not os.environ.get(name)]
-    if missing:
-        raise TransportError(
-            f"expected the environment variables {', '.join(_NEEDED)}, which torchrun sets; {', '.join(missing)} "
-            "is not set. Start with torchrun, or set all of them for every process"
-        )
-    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ.get("MASTER_ADDR", ""), read_number("MASTER_PORT", 1, 65535)
+    if not host:
+        raise TransportError(f"the environment variable MASTER_ADDR: expected the host of rank 0, found none. {START}")
     # Under torchrun its agent holds the store; otherwise rank 0 does.
     serves = rank == 0 and not shares_store()
     deadline = time.monotonic() + timeout_seconds

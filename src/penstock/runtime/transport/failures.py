@@ -8,6 +8,7 @@ system's word.
 """
 
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -55,6 +56,8 @@ class FailureBoard:
         self._ended: set[int] = set()
         """Ranks that are known to have ended, and will read no report."""
         self._next_look = 0.0
+        self._looking = threading.Lock()
+        """The main thread and that of a save look for processes."""
         self.observer = WaitObserver()
         self.failed = False
         """Whether this rank has failed or knows of one that has."""
@@ -81,8 +84,7 @@ class FailureBoard:
         others = set(range(self._ranks)) - {self._rank}
         self.watch.observe(sorted(others))
         while (waited := time.monotonic() - began) < seconds * _LONGEST_LINGER:
-            states = self.watch.states
-            gone = {rank for rank in others if self._has_ended(rank) or (rank in states and states[rank].left)}
+            gone = {rank for rank in others if self._has_ended(rank) or self.has_left(rank)}
             readers = others - gone - self._ended
             if self.watch.ask(lambda store: store.add(READERS, 0), self._patience) >= len(readers):
                 return
@@ -112,10 +114,12 @@ class FailureBoard:
         """Raises `TransportError` if the process of one of `ranks` has ended without a word. Only the operating system
         tells this, of processes on the same host. `context` says what this rank waits for.
         """
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + _LOOK_SECONDS
+        with self._looking:
+            if time.monotonic() >= self._next_look:
+                self._next_look = time.monotonic() + _LOOK_SECONDS
+                self._look_for_processes(ranks, context)
+
+    def _look_for_processes(self, ranks: Sequence[int], context: str) -> None:
         self.watch.observe(ranks)
         ended = {rank for rank in ranks if self._has_ended(rank)}
         # What it sent in the end may still be on its way.
@@ -124,7 +128,7 @@ class FailureBoard:
             if self.watch.silent_seconds == 0:
                 self.watch.look(_ANSWER_SECONDS)
                 self.check()
-            if rank not in self.watch.states or not self.watch.states[rank].left:
+            if not self.has_left(rank):
                 self.failed = True
                 raise TransportError(
                     f"rank {rank} has ended ({context}). It was probably killed (out of memory?): look at its log"
@@ -143,8 +147,7 @@ class FailureBoard:
         while True:
             self.watch.look(self._patience)
             self.check()
-            states = self.watch.states
-            left = [rank for rank in ranks if rank in states and states[rank].left]
+            left = [rank for rank in ranks if self.has_left(rank)]
             # The error of a script may be reported after the script has closed its pipeline.
             if not left or self.watch.lost or time.monotonic() > deadline:
                 break
@@ -153,10 +156,10 @@ class FailureBoard:
         ended = [rank for rank in ranks if self._has_ended(rank)]
         self._ended.update(ended or (ranks if len(ranks) == 1 else ()))
         killed, gone = "was probably killed (out of memory?)", "left the training loop earlier"
-        what = gone if left else f"{killed} or {gone}" if self.watch.lost else killed
+        what = self.describe_left(left) or f"It {f'{killed} or {gone}' if self.watch.lost else killed}: look at its log"
         result = TransportError(
-            f"{name_ranks(left or ended or ranks)} closed its connection to this rank ({context}). It {what}: look at "
-            f"its log. The connection says: {error}"
+            f"{name_ranks(left or ended or ranks)} closed its connection to this rank ({context}). {what}. The "
+            f"connection says: {error}"
         )
         result.__cause__ = error
         return result
@@ -174,6 +177,24 @@ class FailureBoard:
         known = [(rank, states[rank].describe(self.processes.get(rank))) for rank in ranks if rank in states]
         return "".join(f" Rank {rank} {text}." for rank, text in known)
 
+    def has_left(self, rank: int) -> bool:
+        """Whether `rank` is known to take part no longer."""
+        return rank in self.watch.states and self.watch.states[rank].left
+
+    def describe_left(self, ranks: Sequence[int]) -> str:
+        """What those of `ranks` that have left did not do, in a sentence for an error; empty if none has left."""
+        left = [rank for rank in ranks if self.has_left(rank)]
+        if not left:
+            return ""
+        text = "It left the training loop earlier: "
+        if not self.watch.call:
+            return f"{text}look at its log"
+        return (
+            f"{text}rank {self._rank} is in {self.watch.call}, which all ranks must call, and rank {left[0]} ended "
+            f"{self.watch.states[left[0]].done} without it. Make the same calls on every rank, also those that "
+            "only one rank needs, and as many steps"
+        )
+
     def _has_ended(self, rank: int) -> bool:
         return rank in self.processes and self.processes[rank].has_ended()
 
@@ -189,7 +210,7 @@ class FailureBoard:
         Called at the exit of the process. Where the user has replaced ``sys.excepthook``, no other place sees it.
         """
         error = getattr(sys, "last_value", None)
-        if not self.failed and isinstance(error, Exception) and not isinstance(error, TransportError):
+        if not self.failed and error is not None and not isinstance(error, TransportError):
             self.report("outside the pipeline", "".join(traceback.format_exception(error)))
 
     def close(self, last: Callable[[Store], None] | None = None) -> None:

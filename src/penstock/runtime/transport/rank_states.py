@@ -71,6 +71,8 @@ class RankState:
     """For how long, when it wrote this."""
     left: bool
     """Whether it takes part no longer: it closed its pipeline, or its script ended."""
+    done: str
+    """How far it came: after step 4."""
     seen: float = 0.0
     """When this process saw this sign first, by its own clock."""
 
@@ -81,6 +83,7 @@ class RankState:
             "place": self.place,
             "place_seconds": self.place_seconds,
             "left": self.left,
+            "done": self.done,
         }
 
     @classmethod

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from penstock.errors import TransportError
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import StoreUnreachable, StoreWatch
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
@@ -81,12 +82,22 @@ class StoreGather:
             pause = min(1.2 * pause, longest)
             if time.monotonic() > checked + POLL_SECONDS:
                 self._timeout.check(deadline, context, self._missing(keys))
+                self._check_left(keys, context)
                 checked = time.monotonic()
 
     def _missing(self, keys: Sequence[str]) -> Sequence[int]:
         """The ranks that have not come; all others if the last one comes just now."""
         found = self._ask(lambda store: [store.check([key]) for key in keys])
         return [rank for rank, there in enumerate(found) if not there] or self._others
+
+    def _check_left(self, keys: Sequence[str], context: str) -> None:
+        """Raises `TransportError` if a rank has left without a value: what it wrote before it left is there by now."""
+        board = self._timeout.board
+        left = [rank for rank in self._others if board.has_left(rank)]
+        gone = [rank for rank in left if not self._ask(lambda store, key=keys[rank]: store.check([key]))]
+        if gone:
+            board.failed = True
+            raise TransportError(f"rank {gone[0]} does not come ({context}). {board.describe_left(gone)}")
 
     def _ask(self, call: Any) -> Any:
         """What the store answers. Raises like the timeout if another rank fails, or the store does not answer."""

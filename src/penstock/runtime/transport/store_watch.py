@@ -52,6 +52,10 @@ class StoreWatch:
         """The record of the first failure of a run, as this process knows it."""
         self.doing = "", time.monotonic()
         """Where the main thread is, and since when; it is written with the signs of life."""
+        self.call = ""
+        """The method of the pipeline that the main thread is in and all ranks must call; empty outside."""
+        self.done = "before the first step"
+        """How far this rank came in such calls; it is written with the signs of life."""
         self.left = False
         """Whether this rank takes part no longer; it is written with the signs of life."""
         self.lost = False
@@ -159,7 +163,7 @@ class StoreWatch:
 
     def _live(self, store: Store) -> None:
         place, since = self.doing
-        state = RankState(time.monotonic(), place, time.monotonic() - since, self.left)
+        state = RankState(time.monotonic(), place, time.monotonic() - since, self.left, self.done)
         store.set(_state_key(self._rank), encode_plain(state.fields()).decode())
 
     def _look(self, store: Store) -> None:

@@ -4,7 +4,6 @@ The pipeline asks its world for ranks, a transport and collective calls, and doe
 single process all ranks live in it, and the numbers are the same.
 """
 
-import os
 import sys
 import time
 import traceback
@@ -29,6 +28,7 @@ from penstock.runtime.transport.default_groups import call_at_meeting, make_defa
 from penstock.runtime.transport.descriptor_limits import require_descriptors
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.launches import launched_rank
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.run_keys import agree_on_key
@@ -310,17 +310,18 @@ def _read_all(store: Store, names: list[str]) -> Sequence[Sequence[float]] | Non
 def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
     """Joins the processes of the initialized default group, else those of ``torchrun``, else this process alone.
 
-    `TransportError` if another process does not come within `timeout_seconds`.
+    `TransportError` if another process does not come within `timeout_seconds`, and as from `launched_rank`.
     """
     prepare_gpu()
     if dist.is_available() and dist.is_initialized():
         return Processes(timeout_seconds) if dist.get_world_size() > 1 else SingleProcess()
-    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and "RANK" in os.environ:
-        if not hooks_allowed():
-            raise TransportError(
-                f"WORLD_SIZE is {processes} and {PROCESS_HOOKS}=0: expected a process group that you have made, found "
-                f"none. Call torch.distributed.init_process_group() before, or unset {PROCESS_HOOKS}"
-            )
-        make_default_group(timeout_seconds)
-        return Processes(timeout_seconds)
-    return SingleProcess()
+    rank, processes = launched_rank()
+    if processes == 1:
+        return SingleProcess()
+    if not hooks_allowed():
+        raise TransportError(
+            f"WORLD_SIZE is {processes} and {PROCESS_HOOKS}=0: expected a process group that you have made, found "
+            f"none. Call torch.distributed.init_process_group() before, or unset {PROCESS_HOOKS}"
+        )
+    make_default_group(rank, processes, timeout_seconds)
+    return Processes(timeout_seconds)

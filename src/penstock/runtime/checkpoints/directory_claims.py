@@ -1,0 +1,173 @@
+"""Which job and which run a directory of checkpoints belongs to: one at a time, so that none destroys another's work.
+
+A job locks the directory at its first save, or when it starts with ``resume=``, until its pipelines are closed. The
+operating system takes the lock from a process that ends, however it ends. A run has a random name, which is in all of
+its checkpoints; what goes on from a checkpoint has the name of that one.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.agreement import Ranks
+from penstock.runtime.checkpoints.manifests import read_manifest
+from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
+
+__all__ = ["DirectoryClaims"]
+
+_PATIENCE_SECONDS = 2.0, 100.0
+"""How long a lock is waited for that a job on this host holds, which may be about to end, and one on another host: a
+server of NFS keeps the locks of a host that was lost for 90 s by default."""
+_POLL_SECONDS = 0.1
+
+
+class _Lock:
+    """A lock on a directory, for as long as a claim of this process refers to it."""
+
+    def __init__(self, directory: Path, run: str) -> None:
+        path = directory / LOCK
+        self.descriptor = _acquire(path, {"pid": os.getpid(), "host": socket.gethostname(), "run": run})
+        self.release = weakref.finalize(self, _release, path, self.descriptor)
+
+
+_LOCKS: "weakref.WeakValueDictionary[Path, _Lock]" = weakref.WeakValueDictionary()
+"""The locks of this process. Its pipelines share them: what they save is told apart by the names of their runs."""
+
+
+def _forget() -> None:
+    """Leaves the locks to the parent of a child that was forked, which may live longer."""
+    for lock in list(_LOCKS.values()):
+        if lock.release.detach():
+            os.close(lock.descriptor)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class DirectoryClaims:
+    """The directories that a pipeline saves to. `run`: the name of its run, the same on all ranks."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self._claimed: dict[Path, str] = {}
+        """By directory, the name of the run that it belongs to."""
+        self._locks: list[_Lock] = []
+
+    def lock(self, directory: Path, ranks: Ranks) -> None:
+        """Locks `directory`, which is made where it is missing. Collective. `CheckpointError` on all ranks if another
+        job holds the lock.
+        """
+        ranks.each(lambda: self._lock(directory) if ranks.rank == 0 else None)
+
+    def claim(self, directory: Path, ranks: Ranks) -> str:
+        """The name of the run that saves to `directory`, which is locked. Collective. `CheckpointError` on all ranks if
+        it has checkpoints of another run.
+        """
+        path = directory.absolute()
+        if path not in self._claimed:
+            self.lock(directory, ranks)
+            ranks.each(lambda: _check_runs(directory, self.run) if ranks.rank == 0 else None)
+            self._claimed[path] = self.run
+        return self._claimed[path]
+
+    def close(self) -> None:
+        """Gives the locks back."""
+        self._claimed.clear()
+        self._locks.clear()
+
+    def _lock(self, directory: Path) -> None:
+        check_target(directory)
+        make_directory(directory)
+        path = directory.resolve()
+        lock = _LOCKS.get(path)
+        if lock is None:
+            _LOCKS[path] = lock = _Lock(path, self.run)
+        self._locks.append(lock)
+
+
+def _check_runs(directory: Path, run: str) -> None:
+    found = {path: _run_of(path) for _, path in steps_in(directory)}
+    # A damaged one may be of this run, which has loaded the one before.
+    known = {run, None} if run in found.values() else {run}
+    others = [path.name for path, name in found.items() if name not in known]
+    if others:
+        names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise CheckpointError(
+            f"{directory}: expected checkpoints of this run only, found {names} of another run, which a save could "
+            f"replace or remove. To go on with that run, pass resume={str(directory)!r} or load it before. To begin a "
+            "new one, save to another directory, or remove those checkpoints first"
+        )
+
+
+def _run_of(path: Path) -> str | None:
+    """The name of the run that has saved `path`; None if its manifest is damaged."""
+    with suppress(CheckpointError, LookupError, TypeError, AttributeError, OSError):
+        return read_manifest(path).run
+    return None
+
+
+def _acquire(path: Path, holder: dict[str, Any]) -> int:
+    """A descriptor of the locked file `path`, which describes the `holder`."""
+    began = time.monotonic()
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = _read(descriptor)
+            os.close(descriptor)
+            here, elsewhere = _PATIENCE_SECONDS
+            if time.monotonic() - began > (here if other.get("host") == holder["host"] else elsewhere):
+                raise CheckpointError(
+                    f"{path.parent}: expected no other job that saves to this directory, found process "
+                    f"{other.get('pid')} on host {other.get('host')} with the run {other.get('run')}, which holds "
+                    f"{path.name}. End that job, or give this one another directory"
+                ) from None
+            time.sleep(_POLL_SECONDS)
+            continue
+        except OSError as error:
+            logging.getLogger("penstock").warning(
+                "%s: this file system has no locks (%s), so another job that saves there is not noticed",
+                path.parent,
+                error.strerror,
+            )
+        # The job before removes the file when it gives the lock back.
+        if _is_file(path, descriptor):
+            break
+        os.close(descriptor)
+    # A full disk keeps no job from the lock.
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    return descriptor
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """What the holder of a lock has written of itself; nothing if that cannot be read."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _release(path: Path, descriptor: int) -> None:
+    # It is removed while it is locked: a job that opens it meanwhile finds that it is not that file any more.
+    if _is_file(path, descriptor):
+        with suppress(OSError):
+            path.unlink()
+    os.close(descriptor)
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False

@@ -1,0 +1,265 @@
+"""A directory of checkpoints belongs to one run, and one job at a time saves there."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock
+from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.manifests import read_manifest
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def make(**options: Any) -> penstock.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    sample = (torch.zeros(2, 4).double(),)
+    return penstock.Pipeline(model, sample, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+
+
+def trained(steps: int, **options: Any) -> penstock.Pipeline:
+    pipe = make(**options)
+    for number in range(steps):
+        x = torch.full((2, 4), 1.0 + number).double()
+        pipe.step(x, x)
+    return pipe
+
+
+def files(run: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent != run}
+
+
+def run_of(path: Path) -> str:
+    return read_manifest(path).run
+
+
+@contextmanager
+def job(work: Callable[[], object]) -> Iterator[int]:
+    """Another process that does `work`, and then stands still until it is killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            held = work()
+            os.write(writer, b"done")
+            time.sleep(600)
+            del held
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        assert os.read(reader, 4) == b"done"
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep": 1}, {"step": 2}, {"step": 50}, {"keep": 3, "wait": False}],
+    ids=["it would remove", "it would replace", "beside", "while the training goes on"],
+)
+def test_a_training_begun_anew_harms_no_checkpoint_of_the_one_before(tmp_path: Path, options: dict[str, Any]) -> None:
+    first = trained(0)
+    for step in (1, 2, 3, 4):
+        first.save(tmp_path / "run", step)
+    first.close()
+    before, second = files(tmp_path / "run"), trained(1)
+
+    refused = r"found step-000004, step-000003, step-000002 and 1 more of another run.*resume=.*another directory"
+    with pytest.raises(CheckpointError, match=refused):
+        second.save(tmp_path / "run", **options)
+    assert files(tmp_path / "run") == before
+    # The training goes on, and so do saves elsewhere.
+    second.step(torch.ones(2, 4).double(), torch.ones(2, 4).double())
+    assert second.save(tmp_path / "other").name == "step-000002"
+
+
+def test_what_goes_on_from_a_checkpoint_has_the_name_of_its_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    names = set()
+    with trained(1) as first:
+        names.add(run_of(first.save(run)))
+    with trained(1, resume=run) as resumed:
+        names.add(run_of(resumed.save(run, keep=1)))
+    loaded = trained(3)
+    loaded.load(run)
+    names.add(run_of(loaded.save(run, keep=1)))
+    names.add(run_of(loaded.save(tmp_path / "copy")))
+    other = trained(0)
+
+    assert len(names) == 1
+    assert run_of(other.save(tmp_path / "another")) not in names
+    assert [path.name for path in run.glob("step-*")] == ["step-000002"]
+
+
+def test_two_trainings_of_one_process_have_two_directories(tmp_path: Path) -> None:
+    generator, discriminator = trained(1), trained(1)
+    generator.save(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="step-000001 of another run"):
+        discriminator.save(tmp_path / "run")
+    generator.save(tmp_path / "run", 2, keep=1)
+
+
+def test_a_directory_stays_that_of_its_run_when_another_checkpoint_is_loaded(tmp_path: Path) -> None:
+    with trained(1) as pretrained:
+        pretrained.save(tmp_path / "pretrained")
+    with trained(2) as pipe:
+        name = run_of(pipe.save(tmp_path / "run"))
+        pipe.load(tmp_path / "pretrained")
+        assert run_of(pipe.save(tmp_path / "run")) == name
+    with trained(0, resume=tmp_path / "run") as resumed:
+        resumed.save(tmp_path / "run", keep=1)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """The manifest of `path` with another content, as if it had been written so."""
+    document = json.loads((path / "manifest.json").read_text())
+    change(document["content"])
+    text = json.dumps(document["content"], separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+def test_checkpoints_that_were_written_before_runs_had_names_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with trained(1) as pipe:
+        for step in (1, 2):
+            rewrite(pipe.save(run, step), lambda content: content.pop("run"))
+    with trained(1, resume=run) as resumed:
+        assert resumed.steps == 2
+        resumed.save(run)
+    with trained(0, resume=run) as again:
+        again.save(run, 3, keep=1)
+    anew = trained(1)
+    with pytest.raises(CheckpointError, match="step-000003 of another run"):
+        anew.save(run)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": "penstock-checkpoint-1"}'])
+def test_a_damaged_checkpoint_belongs_to_the_run_beside_it(tmp_path: Path, content: str) -> None:
+    run = tmp_path / "run"
+    with trained(1) as pipe:
+        pipe.save(run, 1)
+        (pipe.save(run, 2) / "manifest.json").write_text(content)
+    anew = trained(1)
+    with pytest.raises(CheckpointError, match="of another run"):
+        anew.save(run)
+    with trained(1, resume=run) as resumed:
+        assert resumed.save(run).name == "step-000002"
+
+
+def test_a_second_job_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
+    run, waiting = tmp_path / "run", trained(1)
+
+    def save() -> penstock.Pipeline:
+        pipe = trained(1)
+        pipe.save(run)
+        return pipe
+
+    with job(save) as other:
+        before = files(run)
+        refused = rf"expected no other job that saves to this directory, found process {other} on host .*End that job"
+        with pytest.raises(CheckpointError, match=refused):
+            waiting.save(run)
+        # A start that resumes would remove what the job is writing.
+        (run / ".penstock-saving-0123456789abcdef").mkdir()
+        with pytest.raises(CheckpointError, match=refused):
+            make(resume=run)
+        assert (run / ".penstock-saving-0123456789abcdef").is_dir()
+        assert files(run) == before
+        # Reading needs no lock.
+        waiting.load(run)
+    # It was killed.
+    assert trained(1, resume=run).save(run).name == "step-000002"
+
+
+def test_a_job_that_has_only_begun_holds_its_directory(tmp_path: Path) -> None:
+    with job(lambda: make(resume=tmp_path / "run")), pytest.raises(CheckpointError, match="found process"):
+        make(resume=tmp_path / "run")
+    make(resume=tmp_path / "run").close()
+
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_children_that_outlive_a_killed_job_hold_nothing(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+
+    def leave_a_child() -> penstock.Pipeline:
+        pipe = trained(1)
+        pipe.save(tmp_path / "run")
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        os.write(writer, child.to_bytes(8, "little"))
+        return pipe
+
+    with job(leave_a_child):
+        child = int.from_bytes(os.read(reader, 8), "little")
+    try:
+        with trained(1, resume=tmp_path / "run") as pipe:
+            assert pipe.save(tmp_path / "run").name == "step-000002"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_child_that_ends_gives_back_nothing_of_its_parents(tmp_path: Path) -> None:
+    pipe = trained(1)
+    pipe.save(tmp_path / "run")
+    child = os.fork()
+    if child == 0:
+        pipe.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run" / ".penstock-lock").exists()
+
+    def resume() -> None:
+        with pytest.raises(CheckpointError, match="found process"):
+            make(resume=tmp_path / "run")
+
+    with job(resume):
+        pass
+
+
+def test_pipelines_of_one_process_share_the_lock(tmp_path: Path) -> None:
+    first, run = trained(1), tmp_path / "run"
+    first.save(run)
+    second = make(resume=run)
+    first.close()
+    assert (run / ".penstock-lock").exists()
+    second.close()
+
+    assert [path.name for path in run.iterdir()] == ["step-000001"]
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING, "penstock"), trained(1) as pipe:
+        pipe.save(tmp_path / "run")
+        pipe.save(tmp_path / "run", 2)
+
+    assert caplog.text.count("this file system has no locks (No locks available)") == 1
