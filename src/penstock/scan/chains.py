@@ -171,7 +171,7 @@ def _by_rows(layer: nn.Module, given: Tensor) -> Tensor:
 
 
 def _check_jacobian(chain: ScanSequential, layer: nn.Module, given: Tensor, jacobian: Tensor) -> None:
-    """Raises `PenstockError`, the first time, if `jacobian` of `layer` does not take a gradient to what autograd does."""
+    """Raises `PenstockError` for a shape seen first whose `jacobian` is not what autograd computes for `layer`."""
     key = layer, given.shape
     if key in chain.checked:
         return
