@@ -1,11 +1,13 @@
 """The first backward of a `ScanSequential` compares its Jacobians with autograd, and refuses a layer by its name."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.scan import ScanSequential
+from penstock.scan import ScanRNN, ScanSequential, blelloch, diagonal_recurrence, estimate, linear
 
 
 class Function(nn.Module):
@@ -97,3 +99,20 @@ def test_each_shape_is_compared_once() -> None:
     gradients(chain)
 
     assert chain.checked == before and len(before) == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: ScanRNN(2, 2, group=5), r"ScanRNN\(group=5\): expected a torch.distributed.ProcessGroup"),
+        (lambda: estimate(1, 1, 1, device="tpu"), r"estimate\(device=\): expected a type of device"),
+        (lambda: estimate(None, 1, 1), r"estimate\(steps=\): expected a whole number"),  # type: ignore[arg-type]
+        (lambda: estimate(1, 1.5, 1), r"estimate\(batch=\): expected a whole number"),  # type: ignore[arg-type]
+        (lambda: blelloch(None, None), r"scan\(gradient=\): expected a torch.Tensor"),  # type: ignore[arg-type]
+        (lambda: linear(torch.ones(1, 1), [1]), r"scan\(jacobians=\): expected a torch.Tensor"),  # type: ignore[arg-type]
+        (lambda: diagonal_recurrence(torch.ones(2), None), r"diagonal_recurrence\(inputs=\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_refused(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(PenstockError, match=text):
+        call()

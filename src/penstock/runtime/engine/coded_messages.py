@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
-from penstock.training.wire_codecs import WireCodec, decode, encodes, round_to_wire
+from penstock.training.wire_codecs import WireCodec, decode, encode, encodes, round_to_wire
 
 __all__ = ["CodedMessages", "PlainMessages", "messages_of"]
 
@@ -170,8 +170,8 @@ class _CodedReceive:
 def _encode(codec: WireCodec, tensor: Tensor) -> tuple[Tensor, ...]:
     """The parts of `tensor`. Those of a missing gradient that are floating numbers are missing, too."""
     if not tensor.is_meta:
-        return codec.encode(tensor.detach())
-    parts = codec.encode(torch.zeros_like(tensor, device="cpu"))
+        return encode(codec, tensor.detach())
+    parts = encode(codec, torch.zeros_like(tensor, device="cpu"))
     return tuple(part.to("meta") if part.is_floating_point() else part for part in parts)
 
 
