@@ -229,7 +229,9 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    for key in (keys := [key for key, _ in pairs]):
-        if keys.count(key) > 1:
+    found = dict[str, object]()
+    for key, value in pairs:
+        if key in found:
             raise _WrittenTwice(f"the key {key!r} is written twice")
-    return dict(pairs)
+        found[key] = value
+    return found
