@@ -558,5 +558,5 @@ def test_a_file_of_absurd_values_is_refused(here, capsys, name: str, old: str, n
 def test_counts_beyond_all_use_are_refused_at_once() -> None:
     with pytest.raises(penstock.PenstockError, match="stages: expected a whole number from 1 to 65536"):
         Plan.uniform(10**7, 10**7)
-    with pytest.raises(penstock.PenstockError, match="microbatches=.: expected a whole number from 1 to 65536"):
+    with pytest.raises(penstock.PenstockError, match=r"microbatches=.: expected a whole number from 1 to 65536"):
         penstock.Pipeline([torch.nn.Linear(1, 1)], (torch.ones(1, 1),), torch.mean, torch.optim.SGD, microbatches=10**9)
