@@ -372,3 +372,15 @@ def test_other_wrong_arguments_are_refused(name: str) -> None:
     with pytest.raises(PenstockError) as caught:
         call()
     assert text in str(caught.value)
+
+
+class Handing(penstock.Pipeline):
+    """Hands on its arguments."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
+
+def test_a_class_that_hands_on_its_arguments_is_built() -> None:
+    with Handing(**{**OPTIONS, "model": build()}) as pipe:
+        pipe.step(X, Y)

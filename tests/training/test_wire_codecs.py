@@ -176,7 +176,7 @@ class Wrong(WireCodec):
         (Wrong(), "encode returns a tuple of tensors, found nothing"),
         (Wrong(parts=("a",)), "encode returns a tuple of tensors, found ('a',)"),
         (Wrong(parts=torch.ones(3)), "encode returns a tuple of tensors, found tensor"),
-        (Wrong(parts=(torch.ones(3),), tensor="a"), "decode returns a tensor, found 'a'"),
+        (Wrong(parts=(torch.ones(3),), tensor="a"), "of shape (8,) and torch.float32, found 'a'"),
     ],
 )
 def test_what_a_codec_returns_is_checked(codec, text):

@@ -12,19 +12,21 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
 
 __all__ = ["Reminder", "lifted"]
 
 
 class Reminder:
-    """Warns with `text`, once, before the forward or the state dict of the module that it is put on.
+    """Warns with `text`, once, before the forward or the state dict of the module that it is put on. It is the error of
+    a forward that a part without weights would end.
 
     Copies and pickles of the module have a reminder of their own.
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self._text, self._warns = text, True
         self._handles: list[RemovableHandle] = []
 
     def put_on(self, model: nn.Module) -> None:
@@ -41,10 +43,12 @@ class Reminder:
         self._handles = []
 
     def __call__(self, model: nn.Module, *arguments: Any) -> None:
-        """Is the hook."""
-        text, self._text = self._text, ""
-        if text:
-            warnings.warn(text, stacklevel=2)
+        """Is the hook. A forward, whose hook has one argument, fails where this process has no weights of a part."""
+        if len(arguments) == 1 and any(parameter.is_meta for parameter in model.parameters()):
+            raise PenstockError(self._text)
+        if self._warns:
+            self._warns = False
+            warnings.warn(self._text, stacklevel=2)
 
 
 @contextmanager

@@ -180,12 +180,11 @@ def encode(codec: WireCodec, tensor: Tensor) -> tuple[Tensor, ...]:
 def decode(codec: WireCodec, parts: tuple[Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What `codec` makes of `parts`. `PenstockError` if it has another shape or type than the tensor that was sent."""
     tensor = codec.decode(parts, dtype)
-    if not isinstance(tensor, Tensor):
-        raise PenstockError(f"wire_dtype={codec!r}: expected that decode returns a tensor, found {text_of(tensor)}")
-    if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
+    if not isinstance(tensor, Tensor) or tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
+        found = f"{tuple(tensor.shape)} and {tensor.dtype}" if isinstance(tensor, Tensor) else text_of(tensor)
         raise PenstockError(
             f"wire_dtype={codec!r}: expected that decode returns the tensor that was encoded, of shape {tuple(shape)} "
-            f"and {dtype}, found {tuple(tensor.shape)} and {tensor.dtype}: correct the codec"
+            f"and {dtype}, found {found}: correct the codec"
         )
     return tensor
 

@@ -28,8 +28,10 @@ class Advised:
     """A base of `Pipeline`, which says what to call in place of what it has not."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-        for name in options:
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        known = [each.name for each in parameters if each.name != "self"]
+        # A class of the user's may hand on what it is given.
+        for name in options if all(each.kind is not each.VAR_KEYWORD for each in parameters) else ():
             if name not in known:
                 near = f"Did you mean {_NAMES[name]!r}? " if name in _NAMES else suggestion(name, known)
                 raise PenstockError(

@@ -20,7 +20,8 @@ def remind(model: nn.Module | Sequence[nn.Module], chain: LayerChain, stages: Co
         f"penstock: this process trains {len(held)} of the {len(chain.layers)} layers of {type(model).__name__}. The "
         "weights of the others are in other processes; here they are those of before the training, or none. Use "
         "pipe.predict(inputs) instead of a call of the model, and pipe.save_weights(directory) or "
-        "pipe.full_state_dict() instead of its state dict or save_pretrained"
+        "pipe.full_state_dict() instead of its state dict or save_pretrained. To generate text, load what save_weights "
+        "wrote into a whole model"
     )
     reminder.put_on(model)
     return reminder

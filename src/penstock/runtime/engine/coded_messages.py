@@ -154,7 +154,7 @@ class _CodedReceive:
         place = 0
         for form in forms:
             count = 1 if form is None else form.parts
-            parts = [part for part in arrived[place : place + count] if part is not None]
+            parts = [part for part in arrived[place : place + count] if part is not None and not part.is_meta]
             missing = len(parts) < count
             tensors.append(None if missing else parts[0] if form is None else self._decode(form, parts))
             place += count
@@ -168,11 +168,11 @@ class _CodedReceive:
 
 @torch.no_grad()
 def _encode(codec: WireCodec, tensor: Tensor) -> tuple[Tensor, ...]:
-    """The parts of `tensor`. Those of a missing gradient that are floating numbers are missing, too."""
+    """The parts of `tensor`. Those of a missing gradient are missing, too; integers cannot be, so that it has none."""
     if not tensor.is_meta:
         return encode(codec, tensor.detach())
     parts = encode(codec, torch.zeros_like(tensor, device="cpu"))
-    return tuple(part.to("meta") if part.is_floating_point() else part for part in parts)
+    return tuple(part.to("meta") for part in parts) if all(part.is_floating_point() for part in parts) else ()
 
 
 def _ahead(kind: Hashable) -> Hashable:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -137,14 +136,8 @@ def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[li
 
 def _mark_missing(received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """`gradients` of `received`, with a tensor on the meta device in place of each that could exist and does not."""
-    return tuple(
-        [
-            torch.empty_like(leaf, device="meta", requires_grad=False)
-            if gradient is None and leaf.requires_grad
-            else gradient
-            for leaf, gradient in zip(received, gradients, strict=True)
-        ]
-    )
+    pairs = zip(received, gradients, strict=True)
+    return tuple([leaf.detach().to("meta") if own is None and leaf.requires_grad else own for leaf, own in pairs])
 
 
 def _repeat(

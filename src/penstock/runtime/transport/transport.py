@@ -191,7 +191,7 @@ class LoopbackTransport:
         sent = tuple(
             None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message
         )
-        staged = self._staging.in_place([tensor for tensor in sent if tensor is not None])
+        staged = self._staging.in_place([tensor for tensor in sent if tensor is not None and not tensor.is_meta])
         queue.arrived[queue.sent] = _LoopbackMessage(sent, staged)
         queue.sent += 1
 
