@@ -27,11 +27,18 @@ _NAMES = {
 class Advised:
     """A base of `Pipeline`, which says what to call in place of what it has not."""
 
+    __signature__: inspect.Signature
+    """Else tools would show that of `__new__`."""
+
+    def __init_subclass__(cls) -> None:
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        cls.__signature__ = inspect.Signature(parameters)
+
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        parameters = inspect.signature(cls.__init__).parameters.values()
-        known = [each.name for each in parameters if each.name != "self"]
+        known = list(cls.__signature__.parameters)
         # A class of the user's may hand on what it is given.
-        for name in options if all(each.kind is not each.VAR_KEYWORD for each in parameters) else ():
+        hands_on = any(each.kind is each.VAR_KEYWORD for each in cls.__signature__.parameters.values())
+        for name in () if hands_on else options:
             if name not in known:
                 near = f"Did you mean {_NAMES[name]!r}? " if name in _NAMES else suggestion(name, known)
                 raise PenstockError(
