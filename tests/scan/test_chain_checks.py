@@ -42,7 +42,7 @@ def chain_of(layer: nn.Module) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def gradients(chain: nn.Sequential) -> list[Tensor]:
-    """Those of the input and of the parameters. The loss has the gradient one everywhere."""
+    """The gradients of the input and of the parameters. That of the output is one everywhere."""
     given = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4).requires_grad_()
     return list(torch.autograd.grad(chain(given).sum(), [given, *chain.parameters()]))
 
