@@ -20,6 +20,7 @@ from penstock.errors import PenstockError, suggestion
 __all__ = [
     "FLAG",
     "PATH",
+    "SEED",
     "TEXT",
     "Rule",
     "check_arguments",
@@ -261,3 +262,7 @@ def _range(least: float | None, most: float | None) -> str:
             return f", {most} or less"
         case _:
             return f" from {least} to {most}"
+
+
+SEED: Rule[int] = integer(-(2**63), 2**63 - 1).but("give one such as 0")
+"""PyTorch's generators take no other numbers."""

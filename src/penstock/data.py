@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from penstock.arguments import FLAG, Rule, check_arguments, function, integer, text_of
+from penstock.arguments import FLAG, SEED, Rule, check_arguments, function, integer, text_of
 from penstock.capturing.device_names import read_device
 from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError, suggestion
@@ -321,7 +321,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     ),
     "batch_size": integer(1).but("give the samples of one global batch"),
     "shuffle": FLAG,
-    "seed": integer().but("give one such as 0, the same in every process"),
+    "seed": SEED.but("give one such as 0, the same in every process"),
     "drop_last": FLAG,
     "reads": FLAG,
     "microbatches": integer(1).but("give those of the pipeline").optional,

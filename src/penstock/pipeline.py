@@ -24,6 +24,7 @@ from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.reporting.straggler_source import StragglerSource
+from penstock.runtime.assembly.advice import Advised
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checked_schedules import check_schedule
@@ -71,7 +72,7 @@ from penstock.values.profiles import Profile
 __all__ = ["Pipeline"]
 
 
-class Pipeline:
+class Pipeline(Advised):
     """Trains `model` in pipeline stages, with the numbers of one device.
 
     Args:
@@ -509,8 +510,8 @@ class Pipeline:
     def track(self, **objects: Any) -> None:
         """Keeps the state of your own objects in checkpoints, by name: ``pipe.track(ema=ema)``.
 
-        They have ``state_dict()``, of numbers, texts, tensors and containers of these, and ``load_state_dict()``. If a
-        checkpoint was loaded before, they get their states now.
+        They have ``state_dict()``, of numbers, texts, tensors and containers of these, and ``load_state_dict()``; or
+        they are a `torch.Generator`. If a checkpoint was loaded before, they get their states now.
         """
         self._checkpoints.own.track(objects)
 

@@ -121,6 +121,41 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
     assert "Absent: part-1.safetensors, part-3.safetensors" in complaint(net(), tmp_path)
 
 
+def test_a_tensor_in_two_files_is_that_of_the_file_which_the_index_names(tmp_path: Path) -> None:
+    tensors = values()
+    first, *others = tensors
+    stored(tmp_path / "a.safetensors", tensors)
+    stored(tmp_path / "b.safetensors", {first: tensors[first] + 1, "more": torch.ones(1)})
+    homes = {**dict.fromkeys(tensors, "a.safetensors"), "more": "b.safetensors"}
+    for home, difference in (("a.safetensors", 0), ("b.safetensors", 1)):
+        index = {"weight_map": {**homes, first: home}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with warnings.catch_warnings(action="ignore"):
+            model = initialize(net(), load_weights(tmp_path))
+        assert torch.equal(model.state_dict()[first], tensors[first] + difference)
+        assert all(torch.equal(model.state_dict()[name], tensors[name]) for name in others)
+
+
+def fail(name: str) -> str:
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (fail, "rename= fails for 'first.weight': KeyError"),
+        (lambda name: None, r"rename\('first.weight'\): expected text, found nothing"),
+        (lambda name: [name], r"rename\('first.weight'\): expected text, found \['first"),
+        ({"first": None}, "rename= fails for '"),
+        ({"^": r"\9"}, "rename= fails for '': .*invalid group reference"),
+        ({3: "a"}, "rename= fails for ''"),
+    ],
+)
+def test_a_wrong_renaming_is_refused(tmp_path: Path, rename: Any, message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
+        initialize(net(), load_weights(stored(tmp_path / "x", values()), rename=rename))
+
+
 @pytest.mark.parametrize(
     ("in_file", "in_model"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float64)],
@@ -193,7 +228,7 @@ def test_names_in_the_files_may_differ(tmp_path: Path, rename: Any) -> None:
 
 
 def test_a_rename_that_is_no_expression_is_refused() -> None:
-    with pytest.raises(PenstockError, match=r"no regular expression: '\*x'"):
+    with pytest.raises(PenstockError, match=r"rename= fails for '': .*nothing to repeat"):
         load_weights("x", rename={"*x": ""})
 
 
@@ -248,7 +283,24 @@ def test_it_serves_a_function_of_the_user_tensor_by_tensor(tmp_path: Path) -> No
         ({}, "found an empty directory. Download a model of the hub with huggingface_hub.snapshot_download"),
         ({"pytorch_model.bin": b"x"}, "found pytorch_model.bin. "),
         ({"model.safetensors": b"\x10\0\0\0\0\0\0\0{}"}, "model.safetensors: expected a whole safetensors file, found"),
-        ({"model.safetensors.index.json": b"{"}, "index.json: expected a JSON object with a weight_map"),
+        ({"model.safetensors.index.json": b"{"}, "index.json: line 1, column 2: not JSON"),
+        *(
+            ({"model.safetensors.index.json": b'{"weight_map": %s}' % found}, message)
+            for found, message in {
+                b"[]": "whose weight_map has the name of a file beside it for each tensor, found []",
+                b"null": "found nothing",
+                b'{"a": 3}': "for each tensor, found 3",
+                b'{"a": null}': "for each tensor, found nothing",
+                b'{"a": NaN}': "for each tensor, found nan",
+                b'{"a": ["b"]}': "for each tensor, found ['b']",
+                b'{"a": "../b"}': "for each tensor, found '../b'",
+                b'{"a": "%s"}' % (b"x" * 5000): "for each tensor, found 'xxx",
+                b'{"a": "b", "a": "c"}': "the key 'a' is written twice",
+                b"[" * 100_000: "a depth that cannot be read",
+                b"1" * 5000: "a value that cannot be read",
+            }.items()
+        ),
+        ({"model.safetensors.index.json": b"[1]"}, "found nothing"),
     ],
 )
 def test_files_that_are_none_are_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:

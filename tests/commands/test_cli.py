@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import penstock
 from penstock.cli import main
@@ -515,3 +516,47 @@ set -e
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("1f1b-flush: 4 microbatches of 4, ranks: 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("plan.yaml", "microbatches: 4", "microbatches: 1e30", "microbatches: expected a whole number from 1 to 65536"),
+        ("plan.yaml", "microbatches: 4", "microbatches: 3000000", "from 1 to 65536, found 3000000"),
+        (
+            "plan.yaml",
+            "microbatches: 4",
+            f"microbatches: {'1' * 5000}",
+            "cannot be read: Exceeds",
+        ),
+        ("plan.yaml", "microbatches: 4", f"microbatches: {'[' * 5000}", "a depth that cannot be read"),
+        ("plan.yaml", "ranks: [1]", "ranks: [1e30]", "to hold a stage each, found none on"),
+        ("cluster.yaml", "bytes_per_second: ", f"bytes_per_second: {'[' * 5000}", "a depth that cannot be read"),
+        (
+            "profile.json",
+            '"microbatch_size": ',
+            f'"microbatch_size": {"[" * 100_000}',
+            "a depth that cannot be read",
+        ),
+        (
+            "profile.json",
+            '"microbatch_size": ',
+            f'"microbatch_size": {"1" * 5000}',
+            "cannot be read: Exceeds",
+        ),
+    ],
+)
+def test_a_file_of_absurd_values_is_refused(here, capsys, name: str, old: str, new: str, message: str) -> None:
+    text = Path(name).read_text()
+    assert old in text
+    Path(name).write_text(text.replace(old, new, 1))
+    error = refused(capsys, "show", name)
+
+    assert name in error and message in error
+
+
+def test_counts_beyond_all_use_are_refused_at_once() -> None:
+    with pytest.raises(penstock.PenstockError, match="stages: expected a whole number from 1 to 65536"):
+        Plan.uniform(10**7, 10**7)
+    with pytest.raises(penstock.PenstockError, match=r"microbatches=.: expected a whole number from 1 to 65536"):
+        penstock.Pipeline([torch.nn.Linear(1, 1)], (torch.ones(1, 1),), torch.mean, torch.optim.SGD, microbatches=10**9)

@@ -76,6 +76,20 @@ def test_low_precision_and_steps_of_one_sample(tmp_path: Path) -> None:
     assert_alike(expected, train(tmp_path, given=given, stages=2), rounding=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"optimizer": None, "sample": 1}, "has optimizer, sample, which the Trainer passes itself"),
+        ({"loss_fn": None}, "has loss_fn, which the Trainer passes itself"),
+        ({"stage": 2}, "Pipeline has no argument 'stage'. Did you mean 'stages'"),
+    ],
+)
+def test_options_that_the_trainer_passes_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(penstock.PenstockError) as caught:
+        make_trainer(tmp_path, **options).train()
+    assert text in str(caught.value)
+
+
 def test_a_plan_with_other_microbatches_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, plan=penstock.Plan.uniform(4, 2, microbatches=4))
     with pytest.raises(penstock.PenstockError, match=r"has 4 microbatches, .* gradient_accumulation_steps=3"):

@@ -232,6 +232,52 @@ def test_a_last_batch_that_is_too_small_says_what_to_do() -> None:
     pipe.step(x, y)
 
 
+def test_evaluations_take_microbatches_as_large_as_those_of_the_steps_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    sizes: list[int] = []
+    model[0].register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    x = torch.randn(32, 4, dtype=torch.float64)
+    pipe = penstock.Pipeline(model, (x[:2],), F.mse_loss, models.plain, stages=2, microbatches=4)
+
+    def sizes_of(call: Callable[..., object], *arguments: Tensor) -> list[int]:
+        sizes.clear()
+        call(*arguments)
+        return list(sizes)
+
+    assert sizes_of(pipe.evaluate, x[:7], x[:7]) == [2, 2, 2, 1]
+    assert sizes_of(pipe.step, x[:30], x[:30]) == [8, 8, 7, 7]
+    assert sizes_of(pipe.evaluate, x, x) == [8, 8, 8, 8]
+    assert sizes_of(pipe.predict, x[:20]) == [7, 7, 6]
+    assert sizes_of(pipe.step, x[:8], x[:8]) == [2, 2, 2, 2]
+    assert sizes_of(pipe.evaluate, x, x) == [8, 8, 8, 8]
+
+
+class FewAtOnce(nn.Module):
+    """Its evaluation holds for fewer sizes than its training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and x.shape[0] > 5:
+            x = x * 2
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_an_evaluation_that_holds_for_fewer_sizes_takes_the_size_of_the_sample() -> None:
+    model, x = FewAtOnce(), torch.randn(32, 6)
+    pipe = penstock.Pipeline(model, (x[:2],), F.mse_loss, models.plain, stages=2, microbatches=4)
+    pipe.step(x, x)
+    found = pipe.predict(x)
+    pipe.close()
+    model.eval()
+
+    assert torch.equal(found, torch.cat([model(part) for part in x.split(2)]))
+
+
 class Crowd(nn.Module):
     """Does something else with four samples or more."""
 

@@ -294,6 +294,13 @@ def test_a_plan_for_another_number_of_processes(pool: Pool) -> None:
         assert "the plan is for 3 rank(s) and 2 process(es) were started" in message
 
 
+def test_stages_for_another_number_of_processes(pool: Pool) -> None:
+    from support.jobs.pipeline_jobs import build_four_stages
+
+    for message in pool.run(2, build_four_stages):
+        assert "stages=4 needs 4 processes, 2 were started" in message
+
+
 def test_frozen_parameters_stay() -> None:
     model = SUBJECT.build()
     for parameter in model.blocks[0].parameters():

@@ -97,7 +97,8 @@ PIPELINES = [
     option(schedule="", error=PlanError)("schedule: expected one of gpipe", "found ''", "Choose one"),
     option(schedule="gpip", error=PlanError)("Did you mean 'gpipe'?"),
     option(schedule=5, error=PlanError)("found 5", "1f1b-flush"),
-    option(microbatches=0, error=PlanError)("Pipeline(microbatches=)", COUNT, "found 0", "give one"),
+    option(microbatches=0, error=PlanError)("Pipeline(microbatches=)", "from 1 to 65536", "found 0", "give one"),
+    option(microbatches=10**9, error=PlanError)("from 1 to 65536", "found 1000000000"),
     option(microbatches=-1, error=PlanError)("found -1"),
     option(microbatches=True, error=PlanError)("found True"),
     option(microbatches=1.5, error=PlanError)("found 1.5"),
@@ -124,6 +125,11 @@ PIPELINES = [
     option(seed=1e30)("found 1e+30"),
     option(seed=1.5)("found 1.5"),
     option(seed=True)("found True"),
+    option(seed=2**63)("found 9223372036854775808"),
+    refused("num_microbatches", lambda: make(num_microbatches=2), PenstockError, "Did you mean 'microbatches'?"),
+    refused("n_stages", lambda: make(n_stages=2), PenstockError, "has no argument 'n_stages'. Did you mean 'stages'?"),
+    refused("gradient_clip", lambda: make(gradient_clip=1.0), PenstockError, "Did you mean 'clip_grad_norm'?"),
+    refused("flavour", lambda: make(flavour=1), PenstockError, "'flavour'. Expected model, sample", "leave it out"),
     option(init_fn=5)("takes (name, tensor)", "penstock.reset_parameters(model)"),
     option(init_fn=lambda name: None)("takes (name, tensor)"),
     option(parallelize=5)("takes (stage_module, mesh)", "docs/composition.md"),
@@ -310,3 +316,71 @@ def test_partial_functions_are_functions() -> None:
     loss_fn = partial(functional.mse_loss, reduction="mean")
     with make(loss_fn=loss_fn, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipe:
         assert math.isfinite(float(pipe.step(X, Y).loss))
+
+
+CALLS: dict[str, tuple[Callable[[penstock.Pipeline], object], type[Exception], str]] = {
+    "train": (lambda pipe: pipe.train(), AttributeError, "call model.train() before the pipeline is built"),  # type: ignore[attr-defined]
+    "eval": (lambda pipe: pipe.eval(), AttributeError, "evaluate(x, y) and predict(x)"),  # type: ignore[attr-defined]
+    "zero_grad": (lambda pipe: pipe.zero_grad(), AttributeError, "begins with no gradients"),  # type: ignore[attr-defined]
+    "backward": (lambda pipe: pipe.backward(), AttributeError, "step(x, y) computes the gradients"),  # type: ignore[attr-defined]
+    "generate": (lambda pipe: pipe.generate(), AttributeError, "save_weights"),  # type: ignore[attr-defined]
+    "another": (lambda pipe: pipe.another, AttributeError, "'Pipeline' object has no attribute 'another'"),  # type: ignore[attr-defined]
+    "call": (lambda pipe: pipe(X), PenstockError, "a Pipeline is not called: step(x, y) trains"),
+    "loss": (lambda pipe: pipe.step(X, Y).loss.backward(), PenstockError, "step(x, y) has computed the gradients"),
+    "list": (lambda pipe: pipe.step([X, Y]), CaptureError, "inputs and target are two arguments: pipe.step(x, y)"),
+    "track": (
+        lambda pipe: pipe.track(pipe=pipe),
+        penstock.CheckpointError,
+        "track(pipe=...): expected an object of yours",
+    ),
+    "size": (
+        lambda pipe: pipe.save_weights("none", max_shard_size="9" * 400),
+        PenstockError,
+        "max_shard_size= is '999",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_another_library_says_what_to_call(name: str) -> None:
+    call, kind, text = CALLS[name]
+    with make() as pipe:
+        with pytest.raises(kind) as caught:
+            call(pipe)
+        assert text in str(caught.value)
+        assert not hasattr(pipe, name) or name in ("call", "list", "loss", "size", "track")
+        pipe.step(X, Y)
+
+
+OTHERS_REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "initialize": (
+        lambda: penstock.initialize(build(), penstock.reset_parameters(build())),
+        "expected a model on the meta device",
+    ),
+    "Subject": (lambda: penstock.Subject(None, None), "Subject(model=): expected one"),  # type: ignore[arg-type]
+    "Subject's sample": (lambda: penstock.Subject(build(), None), "Subject(sample=): expected one"),  # type: ignore[arg-type]
+    "verify": (
+        lambda: penstock.verify(penstock.schedule(penstock.Plan.uniform(2, 2)), in_full="x"),  # type: ignore[arg-type]
+        "verify(in_full=): expected True or False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS_REFUSED)
+def test_other_wrong_arguments_are_refused(name: str) -> None:
+    call, text = OTHERS_REFUSED[name]
+    with pytest.raises(PenstockError) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+class Handing(penstock.Pipeline):
+    """Hands on its arguments."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
+
+def test_a_class_that_hands_on_its_arguments_is_built() -> None:
+    with Handing(**{**OPTIONS, "model": build()}) as pipe:
+        pipe.step(X, Y)

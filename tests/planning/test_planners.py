@@ -81,7 +81,7 @@ def test_replicas_are_planned_where_they_are_allowed():
     [
         ({"planner": "pipdream"}, r"planner: expected one of pipedream, 2bw, .*Did you mean 'pipedream'\?"),
         ({"schedule": "zb"}, "schedule: expected one of gpipe"),
-        ({"microbatches": 0}, "microbatches: expected a whole number, 1 or more, found 0"),
+        ({"microbatches": 0}, "microbatches: expected a whole number from 1 to 65536, found 0"),
         ({"stages_per_rank": 2, "schedule": "gpipe"}, "schedule='gpipe', stages_per_rank=2: expected choices that go"),
         ({"schedule": "interleaved", "stages": 7}, "stages: expected a multiple of 2 stages per rank, found 7"),
         ({"stages": 9}, "stages: expected at most 4"),

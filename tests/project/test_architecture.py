@@ -75,7 +75,7 @@ FLOW = {
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
         training fleet""",
     "integrations": "errors training pipeline",
-    "scan": "errors",
+    "scan": "errors arguments",
     "cli": "errors commands",
     "__main__": "cli",
 }

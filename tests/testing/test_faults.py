@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,18 @@ def test_every_action_has_a_form_that_can_be_chosen() -> None:
 
         assert fault.fits(0, parse(text), 4)
         assert not fault.fits(0, parse(f"1{text[1:]}"), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: faults.Raise(rank=0, error="text"), "raise error='text': expected an exception"),
+        (lambda: faults.Raise(rank=0, error=ValueError), "expected an exception, such as ValueError('text')"),
+        (lambda: faults.Signal(rank=0, number=999), "signal number=999: expected that of a signal"),
+        (lambda: faults.Signal(rank=0, number=0), "signal number=0: expected that of a signal"),
+    ],
+)
+def test_a_fault_that_cannot_happen_is_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(penstock.PenstockError) as caught:
+        make()
+    assert text in str(caught.value)

@@ -272,6 +272,41 @@ def test_another_trace_is_refused(tmp_path: Path, text: str, message: str) -> No
     assert str(caught.value) == f"{tmp_path / 'trace.json'}: {message}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "message"),
+    [
+        ("X", "pid", "1e-320", "pid: expected a whole number from 0 to 65536, found 1e-320"),
+        ("X", "pid", "1e29", "pid: expected a whole number from 0 to 65536, found 1e+29"),
+        ("C", "pid", "-1", "pid: expected a whole number from 0 to 65536, found -1"),
+        (
+            "C",
+            "activations",
+            "1e999",
+            "activations: expected a number of bytes from 0 to 1.152921504606847e+18, found inf",
+        ),
+        ("C", "weight", "9223372036854775808", "weight: expected a number of bytes from 0"),
+        ("C", "optimizer", '"8"', "optimizer: expected a number of bytes from 0"),
+        ("X", "ph", '"B"', "ValueError: an event of the kind 'B'"),
+        ("C", "ph", "0.5", "ValueError: an event of the kind 0.5"),
+        ("X", "cat", "0.5", "has the category 0.5 in place of compute"),
+        ("X", "ts", "1e999", "expected a finite start and a stop not before it"),
+        ("X", "ts", '"a"', "TypeError"),
+    ],
+)
+def test_a_trace_with_a_wrong_value_is_refused(tmp_path: Path, kind: str, key: str, value: str, message: str) -> None:
+    timeline_with_memory().save_trace(tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    event = next(event for event in document["traceEvents"] if event["ph"] == kind)
+    place = event if key in event else event["args"]
+    place[key] = "HERE"
+    (tmp_path / "trace.json").write_text(json.dumps(document).replace('"HERE"', value))
+    with pytest.raises(ScheduleError) as caught:
+        Timeline.load_trace(tmp_path / "trace.json")
+
+    assert str(caught.value).startswith(f"{tmp_path / 'trace.json'}: an event is not as Penstock writes it")
+    assert message in str(caught.value)
+
+
 def test_trace_counts_the_memory_of_every_rank(tmp_path: Path) -> None:
     timeline_with_memory().save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

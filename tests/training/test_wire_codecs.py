@@ -149,3 +149,37 @@ def test_a_codec_that_loses_the_shape_is_refused():
 def test_other_values_are_refused(given, advice):
     with pytest.raises(PenstockError, match=f"wire_dtype: expected torch.bfloat16, .*found .*{advice}"):
         read_wire_dtype(given)
+
+
+class Wrong(WireCodec):
+    """Returns what it was made with."""
+
+    def __init__(self, size=1, parts=None, tensor=None):
+        self.size, self.parts, self.tensor = size, parts, tensor
+
+    def encode(self, tensor):
+        return self.parts
+
+    def decode(self, parts, dtype):
+        return self.tensor
+
+    def sent_bytes(self, shape, dtype):
+        return self.size
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [
+        (Wrong(size=-1), "what sent_bytes returns: expected a whole number, 0 or more, found -1"),
+        (Wrong(size=None), "what sent_bytes returns: expected a whole number, 0 or more, found nothing"),
+        (Wrong(size="8"), "what sent_bytes returns: expected a whole number, 0 or more, found '8'"),
+        (Wrong(), "encode returns a tuple of tensors, found nothing"),
+        (Wrong(parts=("a",)), "encode returns a tuple of tensors, found ('a',)"),
+        (Wrong(parts=torch.ones(3)), "encode returns a tuple of tensors, found tensor"),
+        (Wrong(parts=(torch.ones(3),), tensor="a"), "of shape (8,) and torch.float32, found 'a'"),
+    ],
+)
+def test_what_a_codec_returns_is_checked(codec, text):
+    with pytest.raises(PenstockError) as caught:
+        round_to_wire(codec, torch.ones(8))
+    assert text in str(caught.value)

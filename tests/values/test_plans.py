@@ -133,7 +133,7 @@ def stages(*triples):
         ),
         (
             lambda: Plan(stages((0, 3, (0,))), microbatches=0),
-            "microbatches: expected a whole number, 1 or more, found 0",
+            "microbatches: expected a whole number from 1 to 65536, found 0",
         ),
         (lambda: Plan(stages((0, 3, (0,))), microbatch_size=2.5), "microbatch_size: expected a whole number"),
         (lambda: Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected True or False, found 1"),

@@ -105,6 +105,8 @@ class StageModule(nn.Module):
         self._volatile = frozenset(name for layer in layers for name in layer.volatile)
         written = {name for layer in layers for name in layer.outputs}
         self.mutates = follow_memory(layers)[1] - written
+        self.differentiable: frozenset[str] = frozenset()
+        """The values that a trained parameter may reach; a pipeline fills it in."""
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
         self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
         self._dead = _last_reads(self.reads, keep=frozenset(sent))
@@ -234,6 +236,16 @@ class LayerChain:
     def stage(self, start: int, stop: int) -> StageModule:
         """Layers `start` up to `stop` as one module over the model's own parameters."""
         return StageModule(self.layers[start:stop], start, self.cut(start), self.cut(stop))
+
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        """The values that a trained parameter may reach: data may decide whether one requires a gradient."""
+        reached: set[str] = set()
+        for layer in self.layers:
+            trained = any(parameter.requires_grad for parameter in layer.module.parameters())
+            if trained or not reached.isdisjoint(layer.inputs):
+                reached.update(layer.outputs)
+        return frozenset(reached)
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[int, ...]]:

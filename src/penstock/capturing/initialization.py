@@ -86,6 +86,11 @@ def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device
     root = rooted(model)
     tensors = named_tensors(root)
     replaced = examined(init_fn, root, [name for name, tensor in tensors.items() if not tensor.is_meta])
+    if not replaced and not any(tensor.is_meta for tensor in tensors.values()):
+        raise PenstockError(
+            "initialize(model=): expected a model on the meta device, found one whose tensors all have values. Build "
+            "it under torch.device('meta'), or use it as it is"
+        )
     made = {id(tensor): place(tensor, place_on) for tensor in tensors.values()}
     install(root.modules(), made)
     fill({name: made[id(t)] for name, t in tensors.items() if t.is_meta or name in replaced}, init_fn, seed)

@@ -70,9 +70,11 @@ class ModelInputs:
         """
         captured_args, captured_kwargs = self.named
         if sorted(kwargs) != sorted(captured_kwargs) or len(args) != len(captured_args):
+            two = len(args) == 2 and len(captured_args) == 1 and not kwargs
+            hint = " (inputs and target are two arguments: pipe.step(x, y), not a list)" if two else ""
             raise CaptureError(
                 f"the model was captured with {_signature(len(captured_args), captured_kwargs)} and is now called with "
-                f"{_signature(len(args), kwargs)}: pass the same arguments as in sample=, or capture again"
+                f"{_signature(len(args), kwargs)}: pass the same arguments as in sample=, or capture again{hint}"
             )
         ordered = {name: kwargs[name] for name in captured_kwargs}
         names: Sequence[str] = [*captured_args, *captured_kwargs.values()]

@@ -8,7 +8,6 @@ Law of this file: a file is opened anew for every tensor. The library maps a fil
 stays resident as long as it is open.
 """
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.arguments import PATH, Rule, check_arguments, function, instance
+from penstock.arguments import PATH, TEXT, Rule, check_arguments, function, instance, text_of
 from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
 from penstock.errors import CheckpointError, PenstockError, visible
 from penstock.torch_internals.modules import is_persistent
 from penstock.torch_internals.tensors import times_written
+from penstock.values.documents import read_json
 
-__all__ = ["INDEX", "NEW", "SINGLE", "TYPE_CODES", "Rename", "load_weights"]
+__all__ = ["INDEX", "NEW", "SINGLE", "TYPE_CODES", "Rename", "load_weights", "read_index"]
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """The name in the files for a name in the model: a function, or regular expressions and what replaces them."""
@@ -117,8 +117,14 @@ class _WeightFiles(WeightSource):
 
     @cached_property
     def stored(self) -> Mapping[str, _StoredTensor]:
-        """What the files have, by name."""
-        return {stored.name: stored for file in _files_of(self.path) for stored in _read_header(file)}
+        """What the files have, by name. A tensor that an index names is that of the file which it names."""
+        files, places = _files_of(self.path)
+        return {
+            stored.name: stored
+            for file in files
+            for stored in _read_header(file)
+            if places.get(stored.name, file.name) == file.name
+        }
 
     def examine(self, model: nn.Module, given: Collection[str]) -> None:
         names = _names(model)
@@ -217,29 +223,37 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 def _renaming(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return str
-    if not isinstance(rename, Mapping):
-        return rename
-    try:
-        rules = [(re.compile(pattern), new) for pattern, new in rename.items()]
-    except re.error as error:
-        raise PenstockError(
-            f"rename= has a key that is no regular expression: {error.pattern!r} ({error}). Write \\. for a dot"
-        ) from error
+    rules = rename.items() if isinstance(rename, Mapping) else ()
 
     def renamed(name: str) -> str:
-        for pattern, new in rules:
-            name = pattern.sub(new, name)
+        try:
+            if callable(rename):
+                return TEXT.check(f"rename({name!r})", rename(name))
+            for pattern, new in rules:
+                name = re.sub(pattern, new, name)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise PenstockError(
+                f"rename= fails for {name!r}: {type(error).__name__}: {error}. Expected a function that returns the "
+                "name in the files, or a dict of regular expressions (\\. is a dot) and texts that replace them"
+            ) from error
         return name
 
+    # A wrong expression is found before a model is looked at.
+    if rules:
+        renamed("")
     return renamed
 
 
-def _files_of(path: Path) -> list[Path]:
-    """The files that hold the tensors. `CheckpointError` if there are none, or one is absent."""
+def _files_of(path: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """The files that hold the tensors, and what an index says: the name of the file of each tensor. `CheckpointError`
+    if there are none, or one is absent.
+    """
     if path.is_file():
-        return [path] if path.name != INDEX else _indexed(path)
+        return ([path], {}) if path.name != INDEX else _indexed(path)
     if (path / SINGLE).is_file():
-        return [path / SINGLE]
+        return [path / SINGLE], {}
     if (path / INDEX).is_file():
         return _indexed(path / INDEX)
     found = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
@@ -256,22 +270,29 @@ def _files_of(path: Path) -> list[Path]:
     )
 
 
-def _indexed(index: Path) -> list[Path]:
-    try:
-        places = json.loads(index.read_text())["weight_map"].values()
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index}: expected a JSON object with a weight_map, found {type(error).__name__}: {error}. Download it "
-            "again"
-        ) from error
-    files = [index.parent / name for name in dict.fromkeys(places)]
+def read_index(index: Path) -> dict[str, str]:
+    """By tensor, the name of its file beside `index`. `CheckpointError` if it is no index."""
+    document = read_json(index, CheckpointError)
+    places = document.value.get("weight_map") if isinstance(document.value, dict) else None
+    for found in places.values() if isinstance(places, dict) else [places]:
+        if not isinstance(found, str) or Path(found).name != found or len(found) > 255:
+            raise CheckpointError(
+                f"{index}: expected a JSON object whose weight_map has the name of a file beside it for each tensor, "
+                f"found {text_of(found)}. Download it again, or remove it"
+            )
+    return dict(places) if isinstance(places, dict) else {}
+
+
+def _indexed(index: Path) -> tuple[list[Path], Mapping[str, str]]:
+    places = read_index(index)
+    files = [index.parent / name for name in dict.fromkeys(places.values())]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise CheckpointError(
             f"{index}: expected the {len(files)} files that it names, found {len(files) - len(absent)}. Absent: "
             f"{', '.join(absent)}. Download them"
         )
-    return files
+    return files, places
 
 
 def _read_header(file: Path) -> Iterator[_StoredTensor]:

@@ -57,6 +57,11 @@ class PipelineTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         _check(args, kwargs)
+        if taken := sorted({"model", "sample", "loss_fn", "optimizer"} & (pipeline_options or {}).keys()):
+            raise PenstockError(
+                f"PipelineTrainer(pipeline_options=) has {', '.join(taken)}, which the Trainer passes itself: give its "
+                "arguments (optimizers=, args=), and leave it out here"
+            )
         _join_as_one(args)
         super().__init__(model=model, args=args, **kwargs)
         # The pipeline scales its losses itself.

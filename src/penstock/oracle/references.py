@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import FLAG, Rule, check_arguments, choice, entries, instance, integer, text_of
+from penstock.arguments import FLAG, SEED, Rule, check_arguments, choice, entries, instance, integer, text_of
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_kinds import check_model
@@ -35,7 +35,7 @@ from penstock.training.recipes import Recipe, check_scaled_rates
 from penstock.training.scaling import LossScale
 from penstock.training.update_corrections import UpdateHook
 from penstock.training.wire_codecs import WireDtype
-from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import MICROBATCHES, Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
 __all__ = ["Reference", "reference_train"]
@@ -53,9 +53,9 @@ class Reference:
 
 _RULES: Mapping[str, Rule[Any]] = {
     "stages": integer(1),
-    "microbatches": integer(1),
+    "microbatches": MICROBATCHES,
     "vertical_sync": FLAG,
-    "seed": integer(),
+    "seed": SEED,
     "balance": choice(("work", "layers")).but("pass plan=pipe.plan for a pipeline with balance='measured'"),
 }
 _PLAN = instance(Plan, "a penstock.Plan", "make one with Plan.uniform, or pass pipe.plan").optional

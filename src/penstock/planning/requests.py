@@ -16,13 +16,13 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedule_names import identify, names_of
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Stage, require_schedule
+from penstock.values.plans import MICROBATCHES, Plan, Stage, require_schedule
 from penstock.values.profiles import Profile
 
 __all__ = ["Request", "can_run", "number_ranks"]
 
 _RULES: dict[str, Rule[Any]] = {
-    "microbatches": integer(1),
+    "microbatches": MICROBATCHES,
     "stages": integer(1).optional,
     "stages_per_rank": integer(1),
     "straight": FLAG,

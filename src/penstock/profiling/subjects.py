@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.errors import ProfileError
 
 __all__ = ["Subject"]
 
@@ -23,3 +24,8 @@ class Subject:
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     """As in `Pipeline`; with it the last layer's numbers include the loss for `target`."""
     target: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "sample"):
+            if getattr(self, name) is None:
+                raise ProfileError(f"Subject({name}=): expected one, found nothing: give a {name}")

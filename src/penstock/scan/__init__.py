@@ -3,7 +3,7 @@
 The backward through n steps is a product of n Jacobians. The product is associative, so a parallel scan takes about
 2 log2(n) steps where plain backpropagation takes n. Source: Wang, Bai and Pekhimenko, MLSys 2020.
 
-May import ``errors`` only, and no other room imports this one. Start reading in ``scans.py``.
+May import ``errors`` and ``arguments`` only, and no other room imports this one. Start reading in ``scans.py``.
 """
 
 from penstock.scan.chains import ScanSequential

@@ -69,13 +69,16 @@ class ScanSequential(nn.Sequential):
 
     Raises:
         PenstockError: in the forward, where they would take more than `most_bytes`, and for layers that mix samples or
-            draw random numbers in training mode.
+            draw random numbers in training mode. In the first backward of each shape, for a layer whose Jacobians are
+            not what autograd computes: one that mixes samples, draws random numbers or changes what it reads.
     """
 
     def __init__(self, *layers: Any, most_bytes: int = _MOST_BYTES) -> None:
         super().__init__(*layers)
         self.most_bytes = most_bytes
         self._jacobians: dict[tuple[nn.Module, tuple[int, ...]], LayerJacobian | None] = {}
+        self.checked: set[tuple[nn.Module, torch.Size]] = set()
+        """The layers, with the shapes of their batches, whose Jacobians were compared with autograd."""
 
     def jacobian_of(self, layer: nn.Module, shape: tuple[int, ...]) -> LayerJacobian | None:
         """The sparse Jacobian of a layer for samples of `shape`, whose pattern is found once; None if none is known."""
@@ -102,7 +105,8 @@ class _ChainBackward(torch.autograd.Function):
     def forward(ctx: Any, chain: ScanSequential, input: Tensor, *parameters: Tensor) -> Tensor:
         values = [input.detach()]
         for layer in chain:
-            values.append(layer(values[-1]))
+            # A copy, since a layer may write in place.
+            values.append(layer(values[-1].clone()))
         _check_size(values, chain.most_bytes)
         ctx.chain = chain
         ctx.save_for_backward(*values)
@@ -115,6 +119,8 @@ class _ChainBackward(torch.autograd.Function):
         layers: list[nn.Module] = list(ctx.chain)
         # Of the outputs of the last layer first, and those of the first layer last.
         jacobians = [_transposed(ctx.chain, layer, *each) for layer, each in zip(layers, pairwise(values), strict=True)]
+        for layer, given, jacobian in zip(layers, values, jacobians, strict=False):
+            _check_jacobian(ctx.chain, layer, given, jacobian)
         elements = [gradient.flatten(1).unsqueeze(-1), *reversed(jacobians)]
         after = [elements[0]]
         if layers:
@@ -127,7 +133,7 @@ class _ChainBackward(torch.autograd.Function):
             own = [parameter for parameter in layer.parameters() if parameter.requires_grad]
             if own:
                 with torch.enable_grad():
-                    output = layer(given.detach())
+                    output = layer(given.clone())
                 for parameter, part in zip(
                     own, torch.autograd.grad(output, own, found, allow_unused=True), strict=True
                 ):
@@ -139,7 +145,7 @@ class _ChainBackward(torch.autograd.Function):
 
 def _transposed(chain: ScanSequential, layer: nn.Module, given: Tensor, output: Tensor) -> Tensor:
     """The transposed Jacobians of a layer, (B or 1, inputs, outputs)."""
-    if isinstance(layer, nn.Flatten | nn.Identity):
+    if type(layer) in (nn.Flatten, nn.Identity):
         return torch.eye(given[0].numel(), dtype=given.dtype, device=given.device).unsqueeze(0)
     known = chain.jacobian_of(layer, tuple(given.shape[1:]))
     if known is None:
@@ -150,11 +156,45 @@ def _transposed(chain: ScanSequential, layer: nn.Module, given: Tensor, output: 
 
 def _by_rows(layer: nn.Module, given: Tensor) -> Tensor:
     def one(sample: Tensor) -> Tensor:
-        output: Tensor = layer(sample.unsqueeze(0))
+        output: Tensor = layer(sample.unsqueeze(0).clone())
         return output.flatten()
 
-    jacobians: Tensor = torch.func.vmap(torch.func.jacrev(one))(given.detach())
+    try:
+        jacobians: Tensor = torch.func.vmap(torch.func.jacrev(one))(given)
+    except RuntimeError as error:
+        raise PenstockError(
+            f"ScanSequential: torch.func cannot compute the Jacobian of {type(layer).__name__}: {error}. Expected a "
+            "layer that treats each sample by itself, draws nothing, and does not look at values. Put it before or "
+            "behind the chain, or use torch.nn.Sequential"
+        ) from error
     return jacobians.flatten(2).transpose(1, 2)
+
+
+def _check_jacobian(chain: ScanSequential, layer: nn.Module, given: Tensor, jacobian: Tensor) -> None:
+    """Raises `PenstockError` for a shape seen first whose `jacobian` is not what autograd computes for `layer`."""
+    key = layer, given.shape
+    if key in chain.checked:
+        return
+    with torch.enable_grad():
+        leaf = given.detach().requires_grad_()
+        output = layer(leaf.clone())
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.rand(output.shape, generator=generator, dtype=torch.float64).to(output)
+    expected = torch.zeros_like(leaf)
+    if output.requires_grad:
+        (found,) = torch.autograd.grad(output, leaf, gradient, allow_unused=True)
+        expected = expected if found is None else found
+    found = (jacobian @ gradient.flatten(1).unsqueeze(-1)).reshape(given.shape)
+    difference, largest = (found - expected).abs().amax(), expected.abs().amax()
+    if difference > torch.finfo(found.dtype).eps ** 0.5 * (1 + largest):
+        name = next(name for name, child in chain.named_children() if child is layer)
+        raise PenstockError(
+            f"ScanSequential: layer {name} ({type(layer).__name__}): expected the gradient that autograd computes for "
+            f"a batch of shape {tuple(given.shape)}, found one that differs by {float(difference):.3g}. A Jacobian is "
+            "that of one sample: the layer mixes samples, draws random numbers, or changes what it reads. Put it "
+            "before or behind the chain, or use torch.nn.Sequential"
+        )
+    chain.checked.add(key)
 
 
 def _check_layers(chain: nn.Sequential) -> None:

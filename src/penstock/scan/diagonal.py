@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from penstock.arguments import check_arguments
 from penstock.errors import PenstockError
+from penstock.scan.steps import TENSOR
 
 __all__ = ["DiagonalRecurrence", "diagonal_recurrence"]
 
@@ -30,6 +32,7 @@ def diagonal_recurrence(decay: Tensor, inputs: Tensor, first: Tensor | None = No
     Raises:
         PenstockError: `decay` does not broadcast to `inputs`, or `first` is not a step of it.
     """
+    check_arguments("diagonal_recurrence", locals(), {"decay": TENSOR, "inputs": TENSOR, "first": TENSOR.optional})
     try:
         decays = decay.expand_as(inputs)
     except RuntimeError as error:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from penstock.errors import PenstockError
+import torch
+
+from penstock.arguments import Rule, check_arguments, integer
 from penstock.scan.counts import count
 
 __all__ = ["GATES", "MACHINES", "Estimate", "LayerMethod", "Machine", "estimate", "machine_of"]
@@ -73,6 +75,16 @@ _CALLS_PER_LEVEL = 12
 """Operations of a level of a scan: slices, the product, what enters, and where it is written."""
 
 
+def _is_device(name: object) -> bool:
+    try:
+        return isinstance(name, str) and bool(torch.device(name))
+    except RuntimeError:
+        return False
+
+
+_DEVICE: Rule[str] = Rule("a type of device of PyTorch's", _is_device, str, "give one such as 'cpu' or 'cuda'")
+
+
 def machine_of(device: str) -> Machine:
     """The machine that a kind of device stands for; an unknown one counts as a GPU."""
     return MACHINES.get(device, MACHINES["cuda"])
@@ -101,10 +113,8 @@ def estimate(
     `gates`: 1 for `ScanRNN`, 3 for `ScanGRU`. `machine`: by default that of `device`, see `MACHINES`. Raises
     `PenstockError` for numbers below 1.
     """
-    if min(steps, batch, width, gates) < 1:
-        raise PenstockError(
-            f"steps={steps}, batch={batch}, width={width}, gates={gates}: expected whole numbers of at least 1 for each"
-        )
+    counted = dict.fromkeys(("steps", "batch", "width", "gates"), integer(1))
+    check_arguments("estimate", locals(), {**counted, "device": _DEVICE})
     known = machine or machine_of(device)
     # The products of all steps with the weights: once for the states, and once for the parameters.
     product = steps * batch * gates * 2 * width**2 / known.flops_per_second

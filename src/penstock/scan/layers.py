@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from penstock.arguments import text_of
 from penstock.errors import PenstockError
 from penstock.scan.cells import CELLS, Cell, Weights
 from penstock.scan.estimates import GATES, LayerMethod, estimate, machine_of
@@ -125,6 +126,11 @@ class _Scanning(nn.RNNBase):
         self, *args: Any, method: Choice = "auto", group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise PenstockError(
+                f"{type(self).__name__}(group={text_of(group)}): expected a torch.distributed.ProcessGroup, such as "
+                "torch.distributed.group.WORLD, or None"
+            )
         if group is not None and self.bidirectional:
             raise PenstockError(
                 f"{type(self).__name__}(group=..., bidirectional=True): expected one direction, since the forward of "

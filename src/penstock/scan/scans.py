@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.arguments import check_arguments
 from penstock.errors import PenstockError
 from penstock.scan.scaled import PlainMatrices, ScaledMatrices, ScaledVectors
-from penstock.scan.steps import Steps
+from penstock.scan.steps import TENSOR, Steps
 
 __all__ = ["blelloch", "chunked", "hybrid", "levels_of", "linear"]
 
@@ -49,6 +50,7 @@ def blelloch(
     Raises:
         PenstockError: shapes or types do not fit.
     """
+    _check(gradient, jacobians, entering)
     return hybrid(gradient, jacobians, entering, levels=levels_of(len(jacobians)), rescale=rescale)
 
 
@@ -170,6 +172,7 @@ def _empty(like: Any, length: int) -> Any:
 
 
 def _check(gradient: Tensor, jacobians: Tensor, entering: Tensor | None) -> None:
+    check_arguments("scan", locals(), {"gradient": TENSOR, "jacobians": TENSOR, "entering": TENSOR.optional})
     batch, width = (*gradient.shape, 0, 0)[:2]
     if gradient.dim() != 2 or jacobians.dim() != 4 or jacobians.shape[1:] != (batch, width, width):
         raise PenstockError(

@@ -129,18 +129,20 @@ def layer_jacobian(layer: nn.Module, input_shape: tuple[int, ...], *, pruned: bo
     Knows Conv2d, Linear, MaxPool2d, AvgPool2d, ReLU, Tanh and Sigmoid. `pruned`: leaves out the entries of weights that
     are zero, which must stay zero. Raises `PenstockError` for another layer.
     """
-    match layer:
+    # A class that derives from one of these may have a forward of its own.
+    known = layer if type(layer).__module__.startswith("torch.nn.modules.") else nn.Identity()
+    match known:
         case nn.Conv2d():
-            return _convolution(layer, input_shape, _kept(layer.weight, pruned))
+            return _convolution(known, input_shape, _kept(known.weight, pruned))
         case nn.Linear() if len(input_shape) == 1:
-            outputs, inputs = layer.weight.shape
-            kept = _kept(layer.weight, pruned)
-            return _sorted(layer, (inputs, outputs), kept % inputs, kept // inputs, kept)
-        case nn.MaxPool2d() | nn.AvgPool2d() if not _is_odd(layer):
-            return _pooling(layer, input_shape)
+            outputs, inputs = known.weight.shape
+            kept = _kept(known.weight, pruned)
+            return _sorted(known, (inputs, outputs), kept % inputs, kept // inputs, kept)
+        case nn.MaxPool2d() | nn.AvgPool2d() if not _is_odd(known):
+            return _pooling(known, input_shape)
         case nn.ReLU() | nn.Tanh() | nn.Sigmoid():
             every = torch.arange(torch.Size(input_shape).numel())
-            return LayerJacobian(layer, Pattern((len(every), len(every)), every, every))
+            return LayerJacobian(known, Pattern((len(every), len(every)), every, every))
     raise PenstockError(
         f"the sparse Jacobian of {layer} for inputs {input_shape} is not known: expected Conv2d with zero padding, "
         "Linear of one dimension, MaxPool2d or AvgPool2d without ceil_mode, dilation or own divisor, ReLU, Tanh or "

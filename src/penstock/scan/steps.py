@@ -2,7 +2,13 @@
 
 from typing import Any
 
-__all__ = ["Steps"]
+from torch import Tensor
+
+from penstock.arguments import instance
+
+__all__ = ["TENSOR", "Steps"]
+
+TENSOR = instance(Tensor, "a torch.Tensor", "give one")
 
 
 class Steps:

@@ -133,6 +133,11 @@ class Raise(Fault):
     verb = "raise"
     error: BaseException | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.error is not None and not isinstance(self.error, BaseException):
+            raise PenstockError(f"raise error={self.error!r}: expected an exception, such as ValueError('text')")
+
     def happen(self, place: str) -> None:
         raise self.error or InjectedError(
             f"{place}: expected to go on, found the fault {str(self)!r}, which penstock.testing.faults raises here on "
@@ -148,6 +153,11 @@ class Signal(Fault):
 
     verb = "signal"
     number: int = signal.SIGTERM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.number not in signal.valid_signals():
+            raise PenstockError(f"signal number={self.number!r}: expected that of a signal, such as signal.SIGUSR1")
 
     def happen(self, place: str) -> None:
         os.kill(os.getpid(), self.number)

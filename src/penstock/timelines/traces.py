@@ -15,6 +15,7 @@ from heapq import merge
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from penstock.arguments import integer, number, text_of
 from penstock.errors import ScheduleError
 from penstock.timelines.memories import MemoryCurve, RankMemory
 from penstock.timelines.spans import Span
@@ -26,6 +27,10 @@ _MICROSECONDS = 1e6
 _COUNTER = "memory (bytes)"
 _CONSTANTS = ("weight", "optimizer", "master")
 _CURVES = ("activations", "buffers")
+_RANK = integer(0, 2**16).but("give the rank as an integer")
+_BYTES = number(0, most=2.0**60, unit="bytes").but("give what the rank held")
+_OTHERS = ("M", "s", "f")
+"""The kinds of events that say nothing beside those of computations, messages and memory."""
 _Event: TypeAlias = dict[str, object]
 _Placed: TypeAlias = tuple[Span, int]
 """A span and its track."""
@@ -68,7 +73,7 @@ def _tracks(name: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
 def _event(span: Span, track: int, origin: float) -> _Event:
     return {
         "name": span.words,
-        "cat": "compute" if span.computes else "communication",
+        "cat": _category(span),
         "ph": "X",
         "ts": (span.start_seconds - origin) * _MICROSECONDS,
         "dur": span.seconds * _MICROSECONDS,
@@ -141,13 +146,16 @@ def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemor
     memory: dict[int, list[dict[str, Any]]] = defaultdict(list)
     try:
         for event in found:
-            ranks = max(ranks, int(event["pid"]) + 1)
-            if event["ph"] == "X":
-                spans.append(_read_span(event))
-            elif event["ph"] == "C":
-                memory[int(event["pid"])].append(event)
+            rank, kind = _RANK.check("pid", event["pid"], ScheduleError), event["ph"]
+            ranks = max(ranks, rank + 1)
+            if kind == "X":
+                spans.append(_read_span(event, rank))
+            elif kind == "C":
+                memory[rank].append(event)
+            elif kind not in _OTHERS:
+                raise ValueError(f"an event of the kind {text_of(kind)}")
         held = tuple(_read_memory(memory[rank]) for rank in range(ranks)) if memory else ()
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ScheduleError) as error:
         raise ScheduleError(
             f"{path}: an event is not as Penstock writes it ({type(error).__name__}: {error}): give a file that "
             "Timeline.save_trace wrote, not one of another program"
@@ -155,20 +163,28 @@ def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemor
     return tuple(spans), max(1, ranks), held
 
 
-def _read_span(event: dict[str, Any]) -> Span:
+def _read_span(event: dict[str, Any], rank: int) -> Span:
     start, args = event["ts"] / _MICROSECONDS, event["args"]
-    return Span(event["pid"], args["action"], start, start + event["dur"] / _MICROSECONDS, args.get("bytes"))
+    size = _BYTES.optional.check("bytes", args.get("bytes"), ScheduleError)
+    span = Span(rank, args["action"], start, start + event["dur"] / _MICROSECONDS, size)
+    if event["cat"] != (category := _category(span)):
+        raise ValueError(f"{span.action} has the category {text_of(event['cat'])} in place of {category}")
+    return span
+
+
+def _category(span: Span) -> str:
+    return "compute" if span.computes else "communication"
 
 
 def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
     first = events[0]["args"]
-    weight, optimizer, master = (float(first[name]) for name in _CONSTANTS)
+    weight, optimizer, master = (_BYTES.check(name, first[name], ScheduleError) for name in _CONSTANTS)
     activations, buffers = (_read_curve(events, name) for name in _CURVES)
     return RankMemory(weight, optimizer, master, activations, buffers)
 
 
 def _read_curve(events: Sequence[dict[str, Any]], name: str) -> MemoryCurve:
     """The curve of one kind, without the times at which it does not change."""
-    curve = [(event["ts"] / _MICROSECONDS, float(event["args"][name])) for event in events]
+    curve = [(event["ts"] / _MICROSECONDS, _BYTES.check(name, event["args"][name], ScheduleError)) for event in events]
     before = [(0.0, 0.0), *curve]
     return tuple(entry for last, entry in zip(before, curve, strict=False) if entry[1] != last[1])

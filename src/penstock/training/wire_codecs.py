@@ -20,10 +20,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.arguments import Rule
+from penstock.arguments import Rule, integer, text_of
 from penstock.errors import PenstockError
 
-__all__ = ["RowInt8", "WireCodec", "WireDtype", "decode", "encodes", "read_wire_dtype", "round_to_wire", "sent_bytes"]
+__all__ = [
+    "RowInt8",
+    "WireCodec",
+    "WireDtype",
+    "decode",
+    "encode",
+    "encodes",
+    "read_wire_dtype",
+    "round_to_wire",
+    "sent_bytes",
+]
 
 
 class WireCodec(ABC):
@@ -146,7 +156,9 @@ def sent_bytes(codec: WireCodec | None, shape: Sequence[int], dtype: torch.dtype
     whole = math.prod(shape) * dtype.itemsize
     if codec is None or not dtype.is_floating_point:
         return whole
-    return min(whole, codec.sent_bytes(shape, dtype))
+    return min(
+        whole, integer(0).check(f"wire_dtype={codec!r}: what sent_bytes returns", codec.sent_bytes(shape, dtype))
+    )
 
 
 def encodes(codec: WireCodec, tensor: Tensor) -> bool:
@@ -154,13 +166,25 @@ def encodes(codec: WireCodec, tensor: Tensor) -> bool:
     return sent_bytes(codec, tensor.shape, tensor.dtype) < tensor.numel() * tensor.element_size()
 
 
+def encode(codec: WireCodec, tensor: Tensor) -> tuple[Tensor, ...]:
+    """What `codec` makes of `tensor`. `PenstockError` if it is no tuple of tensors."""
+    parts = codec.encode(tensor)
+    if not isinstance(parts, tuple | list) or not all(isinstance(part, Tensor) for part in parts):
+        raise PenstockError(
+            f"wire_dtype={codec!r}: expected that encode returns a tuple of tensors, found {text_of(parts)}: correct "
+            "the codec"
+        )
+    return tuple(parts)
+
+
 def decode(codec: WireCodec, parts: tuple[Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What `codec` makes of `parts`. `PenstockError` if it has another shape or type than the tensor that was sent."""
     tensor = codec.decode(parts, dtype)
-    if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
+    if not isinstance(tensor, Tensor) or tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
+        found = f"{tuple(tensor.shape)} and {tensor.dtype}" if isinstance(tensor, Tensor) else text_of(tensor)
         raise PenstockError(
             f"wire_dtype={codec!r}: expected that decode returns the tensor that was encoded, of shape {tuple(shape)} "
-            f"and {dtype}, found {tuple(tensor.shape)} and {tensor.dtype}: correct the codec"
+            f"and {dtype}, found {found}: correct the codec"
         )
     return tensor
 
@@ -170,5 +194,5 @@ def round_to_wire(codec: WireCodec, tensor: Tensor) -> Tensor:
     with torch.no_grad():
         if not encodes(codec, tensor):
             return tensor.detach().requires_grad_(tensor.requires_grad)
-        rounded = decode(codec, codec.encode(tensor.detach()), tensor.shape, tensor.dtype)
+        rounded = decode(codec, encode(codec, tensor.detach()), tensor.shape, tensor.dtype)
     return rounded.detach().requires_grad_(tensor.requires_grad)

@@ -131,32 +131,12 @@ class YamlNode:
 
 def read_json(path: str | Path, error: type[PenstockError]) -> YamlNode:
     """The whole of a JSON file; `error` if it is missing or broken."""
-    text = read_text(path, error)
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_pairs)
-    except json.JSONDecodeError as broken:
-        raise error(
-            f"{path}: line {broken.lineno}, column {broken.colno}: not JSON: {broken.msg}. Correct it there"
-        ) from None
-    except _WrittenTwice as twice:
-        raise error(f"{path}: {twice}. Remove one") from None
-    return YamlNode(str(path), "", value, error)
+    return _read(path, error, lambda text: json.loads(text, object_pairs_hook=_unique_pairs))
 
 
 def read_yaml(path: str | Path, error: type[PenstockError]) -> YamlNode:
     """The whole of a YAML file; `error` if it is missing or broken."""
-    text = read_text(path, error)
-    try:
-        value = yaml.load(text, Loader=_UniqueLoader)
-    except yaml.MarkedYAMLError as broken:
-        mark = broken.problem_mark
-        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise error(f"{path}: {line}not YAML: {broken.problem}. Correct it there") from None
-    except yaml.YAMLError as broken:
-        raise error(f"{path}: not YAML: {broken}. Correct it there") from None
-    except _WrittenTwice as twice:
-        raise error(f"{path}: {twice}. Remove one") from None
-    return YamlNode(str(path), "", value, error)
+    return _read(path, error, lambda text: yaml.load(text, Loader=_UniqueLoader))
 
 
 def write_text(path: str | Path, text: str, error: type[PenstockError]) -> None:
@@ -193,6 +173,28 @@ def read_text(path: str | Path, error: type[PenstockError]) -> str:
         raise error(f"{path}: cannot be read: {failure}. Give a readable text file") from None
 
 
+def _read(path: str | Path, error: type[PenstockError], parse: Callable[[str], object]) -> YamlNode:
+    """What `parse` makes of the text of a file."""
+    text = read_text(path, error)
+    try:
+        return YamlNode(str(path), "", parse(text), error)
+    except json.JSONDecodeError as broken:
+        found = f"line {broken.lineno}, column {broken.colno}: not JSON: {broken.msg}. Correct it there"
+    except yaml.MarkedYAMLError as broken:
+        mark = broken.problem_mark
+        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        found = f"{line}not YAML: {broken.problem}. Correct it there"
+    except yaml.YAMLError as broken:
+        found = f"not YAML: {broken}. Correct it there"
+    except _WrittenTwice as twice:
+        found = f"{twice}. Remove one"
+    except RecursionError:
+        found = "lists or mappings inside of each other, to a depth that cannot be read. Write fewer levels"
+    except ValueError as broken:
+        found = f"a value that cannot be read: {broken}. Correct it"
+    raise error(f"{path}: {found}") from None
+
+
 class _WrittenTwice(Exception):
     """Raised if a mapping repeats a key; JSON and YAML would silently keep the last value."""
 
@@ -227,7 +229,9 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    for key in (keys := [key for key, _ in pairs]):
-        if keys.count(key) > 1:
+    found = dict[str, object]()
+    for key, value in pairs:
+        if key in found:
             raise _WrittenTwice(f"the key {key!r} is written twice")
-    return dict(pairs)
+        found[key] = value
+    return found

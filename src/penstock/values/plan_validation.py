@@ -68,7 +68,8 @@ def _check_replicas(stages: tuple[Stage, ...], tensor_parallel: int) -> None:
 def _check_ranks(stages: tuple[Stage, ...], schedule: ScheduleDefinition) -> None:
     held = [rank for stage in stages for rank in stage.ranks]
     ranks = max(held) + 1
-    missing = sorted(set(range(ranks)) - set(held))
+    # One of the first is missing if any is, and the number of a rank may be anything.
+    missing = sorted(set(range(min(ranks, len(held) + 1))) - set(held))
     if missing:
         raise PlanError(
             f"stages: expected ranks 0 to {ranks - 1} to hold a stage each, found none on {ranks_text(missing)}: "

@@ -31,7 +31,7 @@ from penstock.values.plan_stages import Stage, ranks_text
 from penstock.values.plan_validation import check_stages
 from penstock.values.quantities import bytes_text
 
-__all__ = ["Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
+__all__ = ["MICROBATCHES", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
 
 _FORMAT = "penstock-plan/1"
 _OWN = ", or if it is a schedule of your own give its definition: Plan.load(path, schedule=...)"
@@ -75,9 +75,12 @@ class Prediction:
             object.__setattr__(self, name, checked)
 
 
+_MOST = 2**16
+MICROBATCHES = integer(1, _MOST)
+"""No training has more in a minibatch, and a schedule of more takes minutes to make and to verify."""
 _RULES = {
     "routing": choice(_ROUTINGS),
-    "microbatches": integer(1),
+    "microbatches": MICROBATCHES,
     "microbatch_size": integer(1).optional,
     "tensor_parallel": integer(1),
     "vertical_sync": FLAG,
@@ -152,7 +155,8 @@ class Plan:
 
         `of_cuts` describes their ranks. `PlanError` if there are fewer layers than stages.
         """
-        if not is_count(stages, least=1) or not is_count(layers, least=1) or layers < stages:
+        stages = integer(1, _MOST).check("stages", stages, PlanError)
+        if not is_count(layers, least=1) or layers < stages:
             raise PlanError(
                 f"cannot cut {text_of(layers)} layers into {text_of(stages)} stages: expected at least one layer per "
                 "stage. Use fewer stages, or capture the model in finer layers"

@@ -223,3 +223,39 @@ def test_an_adapter_inside_a_model_of_transformers_is_refused(tmp_path: Path) ->
 
     with pytest.raises(PenstockError, match=r"has adapters of its own \(add_adapter\)"):
         make_pipeline(model).save_weights(tmp_path)
+
+
+def small_pipeline() -> penstock.Pipeline:
+    return penstock.Pipeline(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (torch.ones(1, 2),), torch.mean, models.plain
+    )
+
+
+def test_nothing_but_weights_is_removed(tmp_path: Path) -> None:
+    """An index of another program may name any file."""
+    for name in ("tokenizer.json", "notes.txt", "old.safetensors"):
+        (tmp_path / name).write_text("mine")
+    named = {"a": "tokenizer.json", "b": "notes.txt", "c": "old.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    small_pipeline().save_weights(tmp_path)
+
+    assert (tmp_path / "tokenizer.json").read_text() == (tmp_path / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "notes.txt", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {"a": 3}}', "[" * 100_000, '{"weight_map": {"a": "../b"}}', "{"])
+def test_an_index_that_cannot_be_read_is_refused_before_weights_are_written(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json: "):
+        small_pipeline().save_weights(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors.index.json"]
+
+
+def test_the_place_of_unfinished_files_may_be_another_programs(tmp_path: Path) -> None:
+    (tmp_path / ".weights.partial").mkdir()
+    (tmp_path / ".weights.partial" / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"\.weights\.partial: expected nothing, found files of another program"):
+        small_pipeline().save_weights(tmp_path)
+
+    assert (tmp_path / ".weights.partial" / "mine").read_text() == "mine"

@@ -124,7 +124,7 @@ def test_inputs_that_disagree() -> None:
 
 
 def test_chunks_are_of_the_captured_size_at_most() -> None:
-    assert [count_microbatches(SINGLE, torch.arange(samples)) for samples in (1, 2, 3, 4, 7)] == [1, 1, 2, 2, 4]
+    assert [count_microbatches(SINGLE, torch.arange(samples), 2) for samples in (1, 2, 3, 4, 7)] == [1, 1, 2, 2, 4]
 
 
 def test_outputs_are_joined_by_what_they_are() -> None:
@@ -145,6 +145,6 @@ def test_outputs_of_unequal_microbatches_without_samples_first_cannot_be_joined(
 
 
 def test_an_empty_batch() -> None:
-    for cut in (lambda: split(SINGLE, X[:0], None, 1), lambda: count_microbatches(SINGLE, X[:0])):
+    for cut in (lambda: split(SINGLE, X[:0], None, 1), lambda: count_microbatches(SINGLE, X[:0], 2)):
         with pytest.raises(PenstockError, match="the batch is empty"):
             cut()

@@ -1,5 +1,6 @@
 """What a checkpoint keeps beside the weights: optimizers, schedulers, generators, loaders and the user's objects."""
 
+import errno
 import logging
 import random
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 import penstock
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError, PenstockError
+from penstock.testing import faults
 from support import models
 
 SUBJECT = models.SUBJECTS["normalized"]
@@ -208,6 +210,36 @@ def test_states_that_need_code_are_refused_when_they_are_saved(tmp_path: Path, s
 
     assert list(tmp_path.iterdir()) == []
     losses(pipe, 0)
+
+
+def test_generators_of_the_user(tmp_path: Path) -> None:
+    pipe, order = make(), torch.Generator().manual_seed(5)
+    pipe.track(order=order)
+    pipe.track(order=order)
+    torch.randperm(10, generator=order)
+    path = pipe.save(tmp_path / "run")
+    expected = torch.randperm(10, generator=order)
+    resumed, own = make(), torch.Generator()
+    resumed.track(order=own)
+    resumed.load(path)
+    later, another = make(), torch.Generator()
+    later.load(path)
+    later.track(order=another)
+
+    assert torch.equal(torch.randperm(10, generator=own), expected)
+    assert torch.equal(torch.randperm(10, generator=another), expected)
+
+
+@pytest.mark.parametrize("name", ["manifest", "index"])
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, name: str) -> None:
+    pipe = make()
+    # As a write reports it: without the name of a file.
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with faults.inject([faults.Raise(rank=0, path=name, error=full)]), pytest.raises(CheckpointError) as caught:
+        pipe.save(tmp_path / "run")
+
+    assert str(caught.value).startswith(str(tmp_path / "run")), caught.value
+    assert "found: No space left on device" in str(caught.value)
 
 
 def test_what_cannot_be_tracked_is_refused() -> None:

@@ -211,7 +211,8 @@ def test_random_programs_have_the_bits_of_one_backward(bench: Bench) -> None:
     expected, found = (bench.run(divided=divided) for divided in (False, True))
     for one, other in zip(expected, found, strict=True):
         assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+        # A tensor on the meta device stands for a gradient that does not exist.
+        assert one is None or (one.is_meta and other.is_meta) or torch.equal(one, other)
 
 
 SUBJECTS = {
@@ -317,7 +318,8 @@ def test_nothing_may_depend_on_a_stage() -> None:
     executor, leaf = StageExecutor(), nn.Parameter(W.detach().clone())
     executor.forward(0, [torch.ones(SAMPLES, WIDTH).double().requires_grad_()], lambda values: (values[0] @ leaf,))
 
-    assert executor.backward_input(0, [None]) == (None,)
+    (gradient,) = executor.backward_input(0, [None])
+    assert gradient is not None and gradient.is_meta
     executor.backward_weight(0)
     assert leaf.grad is None
 

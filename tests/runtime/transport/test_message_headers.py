@@ -15,6 +15,7 @@ from penstock.runtime.transport.message_headers import (
     SentKinds,
     Spec,
     Specs,
+    assemble,
     parse_specs,
     write_specs,
 )
@@ -62,7 +63,7 @@ def test_a_header_is_read_as_it_was_written(sent: Specs) -> None:
     for spec in read:
         if spec is not None:
             made = spec.empty()
-            assert (made.shape, made.stride(), made.requires_grad) == (spec.shape, spec.strides, spec.requires_grad)
+            assert (made.shape, made.stride()) == (spec.shape, spec.strides)
 
 
 COUNTED = st.builds(lambda count, rest: struct.pack("<I", count) + rest, st.integers(0, 3), st.binary(max_size=60))
@@ -200,3 +201,34 @@ def test_an_agreement_on_sums_is_parsed(text: bytes) -> None:
     with pytest.raises(TransportError, match=r"expected a list of tensors from rank 1, found|cannot be read"):
         agreement.agree({"kind": (3, torch.float32)})
     board.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 2)])
+def test_a_missing_gradient_arrives_as_none(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    kinds = SentKinds(EDGE, KEY)
+    there = torch.full(shape, torch.nan, dtype=dtype)
+    for gradient in (there.to("meta"), there, there.to("meta")):
+        _, tensors = kinds.agree("kind", (gradient,))
+        (found,) = assemble((Spec.of(gradient),), tensors)
+
+        assert (found is None) == (gradient.is_meta and there.numel() > 0)
+
+
+def test_a_tensor_that_requires_a_gradient_against_the_agreement_is_refused_with_the_difference() -> None:
+    kinds = SentKinds(EDGE, KEY)
+    plain = torch.zeros(2)
+    kinds.agree("kind", (plain.clone().requires_grad_(),))
+    kinds.agree("kind", (plain,))
+    kinds.agree("other", (plain,))
+    with pytest.raises(
+        TransportError, match=r"Agreed at the first one: \[\(2,\) torch.float32\]; now: .* with a gradient\]"
+    ):
+        kinds.agree("other", (plain.clone().requires_grad_(),))
+
+
+def test_a_device_that_is_not_read_on_the_host_refuses_a_missing_gradient() -> None:
+    kinds = SentKinds(EDGE, KEY, on_host=False)
+    kinds.agree("kind", (torch.zeros(2),))
+    with pytest.raises(TransportError, match=r"now: \[none\]"):
+        kinds.agree("kind", (torch.empty(2, device="meta"),))

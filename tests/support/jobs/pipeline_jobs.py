@@ -12,6 +12,7 @@ from support import models
 
 __all__ = [
     "build_for_three",
+    "build_four_stages",
     "build_with_other_plans",
     "build_with_other_weights",
     "evaluate_and_predict",
@@ -122,5 +123,10 @@ def build_with_other_plans() -> str:
 
 
 def build_for_three() -> str:
-    """Two processes, three stages."""
-    return _refusal(stages=3)
+    """Two processes, and a plan of three."""
+    return _refusal(plan=penstock.Plan.uniform(8, 3))
+
+
+def build_four_stages() -> str:
+    """Two processes, four stages."""
+    return _refusal(stages=4)

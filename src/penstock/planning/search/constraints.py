@@ -27,7 +27,7 @@ from penstock.scheduling.schedule_names import (
     schedule_hint,
 )
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import MICROBATCHES, Plan
 from penstock.values.profiles import Profile
 
 __all__ = ["PlanConstraints", "PlannerQuery", "plans_for"]
@@ -85,12 +85,12 @@ class PlanConstraints:
             if definition is None or has_taken_name(definition):
                 _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
             object.__setattr__(self, "schedule", identify(definition))
-        counts = dict.fromkeys(("microbatches", "batch_size", "stages", "stages_per_rank"), integer(1).optional)
+        counts = dict.fromkeys(("batch_size", "stages", "stages_per_rank"), integer(1).optional)
         flags = dict.fromkeys(
             ("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards", "every_device"), FLAG
         )
         more = {"recompute": FLAG.optional, "optimizer_copies": number(0)}
-        check_fields(self, {**counts, **flags, **more}, PlanError)
+        check_fields(self, {"microbatches": MICROBATCHES.optional, **counts, **flags, **more}, PlanError)
         if self.microbatches is not None and self.batch_size is not None:
             raise PlanError(
                 f"microbatches and batch_size: expected one of them, found {self.microbatches} and {self.batch_size}: "

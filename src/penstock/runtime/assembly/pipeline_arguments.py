@@ -6,14 +6,14 @@ Values that only make sense together are checked where they meet: a plan and a s
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from penstock.arguments import FLAG, Rule, check_arguments, choice, function, instance, integer
+from penstock.arguments import FLAG, SEED, Rule, check_arguments, choice, function, instance, integer
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.skips import SkipChoice
-from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import MICROBATCHES, Plan, require_schedule
 
 __all__ = ["check_pipeline", "plan_arguments", "planned_anew"]
 
@@ -28,7 +28,7 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
         "the name of a schedule or a ScheduleDefinition",
         f"give one such as {DEFAULT_SCHEDULE}",
     ).optional,
-    "microbatches": integer(1).optional,
+    "microbatches": MICROBATCHES.optional,
     "stages": integer(1).optional,
     "tensor_parallel": integer(1).optional,
     "vertical_sync": FLAG,
@@ -41,7 +41,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     "parallelize": function(
         ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
     ).optional,
-    "seed": integer().but("give one such as 0, or None for PyTorch's own stream").optional,
+    "seed": SEED.but("give one such as 0, or None for PyTorch's own stream").optional,
 }
 _OF_PLANS = ("schedule", "stages", "microbatches", "vertical_sync", "tensor_parallel")
 

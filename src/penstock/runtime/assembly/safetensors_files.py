@@ -7,7 +7,8 @@ Laws of this file:
   1. A writer holds no tensor longer than it takes to write it.
   2. New files appear in a directory after all of them are written, and the one that a reader looks for first is the
      last. So an interruption leaves the old set, the new one, or none that looks whole, and never a mixture.
-  3. Nothing is removed but the weights that the new ones replace.
+  3. Nothing is removed but the weights that the new ones replace: files that an index names, and that end in
+     ``.safetensors``.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES
+from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES, read_index
 from penstock.errors import CheckpointError
 
 __all__ = ["PARTIAL", "SafetensorsWriter", "StoredEntry", "begin", "publish", "write_index"]
@@ -31,6 +32,8 @@ __all__ = ["PARTIAL", "SafetensorsWriter", "StoredEntry", "begin", "publish", "w
 PARTIAL, REPLACED = ".weights.partial", ".weights.replaced.json"
 """In the directory: where files are while they are written, and the index of the weights that they replace while these
 are removed."""
+_OURS = ".penstock"
+"""A file in `PARTIAL` that says who made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,14 @@ def begin(directory: Path) -> None:
     """Makes an empty place in `directory` for files that are written. What an interruption left there is removed."""
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory}: expected a directory or nothing, found a file. Choose another name")
-    shutil.rmtree(directory / PARTIAL, ignore_errors=True)
-    (directory / PARTIAL).mkdir(parents=True)
+    partial = directory / PARTIAL
+    if partial.exists() and not (partial / _OURS).exists() and any(partial.iterdir()):
+        raise CheckpointError(f"{partial}: expected nothing, found files of another program. Move them away")
+    # Before anything is written: an index that cannot be read says nothing of the weights to be replaced.
+    _shards_of(directory / INDEX)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / _OURS).touch()
 
 
 def publish(directory: Path, last: str) -> None:
@@ -114,6 +123,7 @@ def publish(directory: Path, last: str) -> None:
     left = _shards_of(new / INDEX) + _shards_of(replaced)
     shutil.rmtree(new, ignore_errors=True)
     (directory / PARTIAL).rename(new)
+    (new / _OURS).unlink()
     if last in (SINGLE, INDEX):
         (directory / SINGLE).unlink(missing_ok=True)
         if index.exists():
@@ -149,12 +159,9 @@ def _header(entries: Sequence[StoredEntry]) -> dict[str, Any]:
 
 
 def _shards_of(index: Path) -> list[str]:
-    """The files that `index` names, in its own directory; none if it is no index."""
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return []
-    return [name for name in sorted(names) if Path(name).name == name]
+    """The weights that `index` names, in its own directory; none if there is no index."""
+    names = set(read_index(index).values()) if index.exists() else ()
+    return [name for name in sorted(names) if name.endswith(".safetensors")]
 
 
 def _write_through(path: Path) -> None:

@@ -78,7 +78,13 @@ def choose_plan(
             vertical_sync=vertical_sync,
             speeds=_group_speeds(weights.speeds, ranks, tensor_parallel_size),
         )
-        return _with_tensor_parallel(balanced, tensor_parallel_size)
+        made = _with_tensor_parallel(balanced, tensor_parallel_size)
+        if stages is not None and 1 < processes != made.ranks:
+            raise PlanError(
+                f"stages={stages} needs {made.ranks} processes, {processes} were started: "
+                "start as many, or leave stages= out for as many stages as there are processes"
+            )
+        return made
     given = {
         "schedule": None if schedule is None else identify(require_schedule(schedule)),
         "microbatches": microbatches,
@@ -217,6 +223,7 @@ def build_stages(
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
         reroute(module, index, schedule, plan, chain)
+        module.differentiable = chain.differentiable
         parameters = _stage_parameters(chain, module)
         weights = VersionedWeights(
             module,

@@ -6,6 +6,7 @@ process 0, which the others send their tensors to, one after the other.
 Law of this file: a process that fails to write goes on to take part in what the others wait for, and raises then.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.arguments import PATH, Rule
+from penstock.arguments import PATH, Rule, text_of
 from penstock.capturing.weight_files import INDEX, SINGLE
 from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.assembly.gathered_tensors import HeldTensors, shared_names
@@ -156,6 +157,8 @@ def _in_runs(entries: Sequence[StoredEntry], limit: float) -> Iterator[list[Stor
 def _bytes_of(size: int | str) -> float:
     """Bytes, of a number or of a text such as ``5GB``."""
     match = _SIZE.fullmatch(str(size).strip())
-    if match is None or float(match["number"]) <= 0:
-        raise PenstockError(f"max_shard_size= is {size!r}: expected bytes, 5000000000, or a text with a unit, '5GB'")
+    if match is None or not 0 < float(match["number"]) < math.inf:
+        raise PenstockError(
+            f"max_shard_size= is {text_of(size)}: expected bytes, 5000000000, or a text with a unit, '5GB'"
+        )
     return float(match["number"]) * _UNITS[match["unit"]]

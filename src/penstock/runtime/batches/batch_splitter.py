@@ -21,11 +21,13 @@ from penstock.training.user_microbatches import Microbatches
 __all__ = ["BatchSplitter"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class BatchSplitter:
     """Cuts batches for a process that requires some of the inputs of `chain`.
 
-    An evaluation has a multiple of `in_step` microbatches, so that as many replicas evaluate equally often.
+    An evaluation has a multiple of `in_step` microbatches, so that as many replicas evaluate equally often. They have
+    at most as many samples as the largest microbatch of a step so far, or of the sample if that has more: the memory of
+    the training is enough for them.
     """
 
     chain: LayerChain
@@ -33,6 +35,8 @@ class BatchSplitter:
     required: RequiredInputs
     recipe: Recipe
     in_step: int
+    _largest: int = 1
+    """The number of samples of the largest microbatch of a step."""
 
     def for_step(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
         """The microbatches of a training step."""
@@ -46,6 +50,7 @@ class BatchSplitter:
         made = self.required.checked(self._cut(self.chain, inputs, target, count, slices))
         if any([tensor.requires_grad for microbatch in made for tensor in microbatch.tensors]):
             self._check_leaves(inputs, target)
+        self._largest = max(self._largest, *(microbatch.samples for microbatch in made))
         # Their backwards come after the step, when the user may have written the next batch into the same memory.
         return made if self.schedule.flushes else tuple([self._kept(microbatch) for microbatch in made])
 
@@ -80,7 +85,7 @@ class BatchSplitter:
         return replace(microbatch, inputs=inputs, target=target)
 
     def for_evaluation(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
-        """As many microbatches of the captured size as a batch makes, with the weights of their losses."""
+        """The microbatches of an evaluation, with the weights of their losses."""
         # The trace of the evaluation may hold for other sizes than that of the training.
         chain = self.chain.evaluation()
         if isinstance(inputs, Microbatches):
@@ -105,7 +110,13 @@ class BatchSplitter:
         return find_inputs(chain, self.required.stages).checked(cut)
 
     def _evaluated_together(self, chain: LayerChain, inputs: Any) -> int:
-        count = count_microbatches(chain.inputs, inputs)
+        largest = max(self._largest, chain.inputs.microbatch_size)
+        try:
+            chain.inputs.check_samples(largest, chain.inputs.read(inputs))
+        except PenstockError:
+            # The evaluation of the model may hold for fewer sizes than its training.
+            largest = chain.inputs.microbatch_size
+        count = count_microbatches(chain.inputs, inputs, largest)
         return count + -count % self.in_step
 
     def _cut(self, chain: LayerChain, inputs: Any, target: Any, count: int, slices: int = 1) -> tuple[Microbatch, ...]:

@@ -144,10 +144,10 @@ def even_spans(samples: int, count: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
-def count_microbatches(spec: ModelInputs, inputs: Any) -> int:
-    """The number of microbatches of at most the captured size in a batch of any size."""
+def count_microbatches(spec: ModelInputs, inputs: Any, largest: int) -> int:
+    """The number of microbatches of at most `largest` samples in a batch of any size."""
     samples = _samples(spec, spec.read(inputs))
-    return max(1, -(-samples // spec.microbatch_size))
+    return max(1, -(-samples // largest))
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import isfinite
 from operator import add
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn, cast
 
 from torch import Tensor
 
@@ -83,6 +83,10 @@ class Loss:
     def item(self) -> float:
         """The loss as a number."""
         return float(self)
+
+    def backward(self) -> NoReturn:
+        """Raises `PenstockError`: `Pipeline.step` has computed the gradients."""
+        raise PenstockError("a loss of a pipeline has no backward: step(x, y) has computed the gradients. Leave it out")
 
     def means(self) -> Mapping[str, float]:
         """Waits, and returns the loss under the name "" and the metrics under theirs."""

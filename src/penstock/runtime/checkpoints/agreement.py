@@ -62,8 +62,9 @@ def explained(error: Exception, path: object = None) -> CheckpointError:
         return error
     if isinstance(error, OSError):
         return CheckpointError(
-            f"{error.filename or path}: expected to write or read it, found: {error.strerror or error}. Free space, "
-            "correct the permissions or give another directory; older checkpoints are whole, and the pipeline can go on"
+            f"{error.filename or path or 'the checkpoint'}: expected to write or read it, found: "
+            f"{error.strerror or error}. Free space, correct the permissions or give another directory; older "
+            "checkpoints are whole, and the pipeline can go on"
         )
     return CheckpointError(
         f"{path or 'the checkpoint'}: expected to write or read it, found {type(error).__name__}: {error}. Older "

@@ -221,8 +221,14 @@ def _finish(
     }
     model = {key: entry for key, entry in tensors.items() if key.startswith(MODEL)}
     homes = {key.removeprefix(MODEL): entry["file"] for key, entry in model.items()}
-    write_index(written, homes, [_entry(key, (entry["shape"], entry["dtype"])) for key, entry in model.items()])
-    (written / MANIFEST).write_text(write_manifest(written / MANIFEST, content), encoding="utf-8")
+    path = written
+    try:
+        write_index(written, homes, [_entry(key, (entry["shape"], entry["dtype"])) for key, entry in model.items()])
+        path = written / MANIFEST
+        path.write_text(write_manifest(path, content), encoding="utf-8")
+    except OSError as error:
+        # A disk that is full is found by a write, whose error has no file.
+        raise explained(error, path) from error
     for path in written.iterdir():
         # Umasks can only take away more.
         path.chmod(0o600 & path.stat().st_mode)

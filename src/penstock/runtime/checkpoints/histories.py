@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from penstock.arguments import is_count
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.stored_tensors import StoredTensor, read_value
 from penstock.scheduling.schedules import Schedule
@@ -82,7 +83,8 @@ def check_history(state: Mapping[str, Any], parameters: Mapping[str, Tensor], ru
         ):
             _refuse(f"history/weights/{name}", f"tensors of the shape {tuple(parameters[name].shape)}", versions)
     for stage, kept in history.get("stages", {}).items():
-        if not isinstance(kept.get("updates"), int) or not all(map(_is_past, kept.get("norms", {}))):
+        counted = isinstance(kept, Mapping) and is_count(kept.get("updates"), 0)
+        if not counted or not all(map(_is_past, kept.get("norms", {}))):
             _refuse(f"history/stages/{stage}", "the updates and norms of a stage", kept)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.data import loader_states, loader_uses, restore_loaders
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.advice import Advised
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.plain_values import Json, encode
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
@@ -47,6 +48,10 @@ class OwnStates:
         names, that object gets it now.
         """
         for name, value in objects.items():
+            if isinstance(value, Advised):
+                raise CheckpointError(f"track({name}=...): expected an object of yours, found a pipeline. Leave it out")
+            if isinstance(value, torch.Generator):
+                continue
             for method in ("state_dict", "load_state_dict"):
                 if not callable(getattr(value, method, None)):
                     raise CheckpointError(
@@ -91,9 +96,7 @@ class OwnStates:
         return {
             "generators": encode(self._generators() if seed is None else None, "generators", keep),
             "loaders": encode(loader_states(self.since), "loaders", keep),
-            _OBJECTS: {
-                name: encode(one.state_dict(), f"{_OBJECTS}/{name}", keep) for name, one in self.tracked.items()
-            },
+            _OBJECTS: {name: encode(_state_of(one), f"{_OBJECTS}/{name}", keep) for name, one in self.tracked.items()},
         }
 
     def choose(self, own: Sequence[Mapping[str, Json]], rank: int, processes: int) -> dict[str, Json]:
@@ -156,9 +159,16 @@ class OwnStates:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
 
+def _state_of(value: Any) -> Any:
+    return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
+
+
 def _give(name: str, value: Any, state: Any) -> None:
     try:
-        value.load_state_dict(state)
+        if isinstance(value, torch.Generator):
+            value.set_state(state)
+        else:
+            value.load_state_dict(state)
     except Exception as error:
         raise CheckpointError(
             f"{name!r}: load_state_dict of {type(value).__qualname__} refused the state of the checkpoint: "

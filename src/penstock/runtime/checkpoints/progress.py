@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.arguments import is_count
+from penstock.arguments import SEED, integer
 from penstock.errors import CheckpointError
 
 __all__ = ["check_progress"]
 
+_COUNT = integer(0, 2**53)
+_UPDATES = integer(0, 10**8)
+"""A scheduler is turned as often, so that a number of more digits would keep it for hours."""
 _AS_SAVED = "Load what Pipeline.state_dict() returned, or a checkpoint of Pipeline.save(...), without changes"
 
 
@@ -20,19 +23,18 @@ def check_progress(
     process. `scaler_here`: it scales the loss on this process; `scales_loss`: on any.
     """
     for name in ("steps", "microbatches"):
-        if not is_count(saved.get(name), 0):
-            _refuse(name, "a whole number of at least 0", saved)
-    seed = saved.get("seed", "nothing")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        _refuse("seed", "a whole number or None", saved)
+        if not _COUNT.accepts(saved.get(name)):
+            _refuse(name, _COUNT.expected, saved)
+    if not SEED.optional.accepts(saved.get("seed", "nothing")):
+        _refuse("seed", f"{SEED.expected}, or None", saved)
     found = saved.get("hooks")
     if not isinstance(found, Sequence) or list(found) != list(hooks):
         raise CheckpointError(
             f"the state is of a training with the update hooks {found}: expected {list(hooks)}, those of this "
             "pipeline, in the same order, since each takes over its own state. Pass the same update_hooks="
         )
-    if schedules and not is_count(saved.get("updates"), 0):
-        _refuse("updates", "the updates that the learning-rate scheduler has seen", saved)
+    if schedules and not _UPDATES.accepts(saved.get("updates")):
+        _refuse("updates", f"{_UPDATES.expected}, those that the learning-rate scheduler has seen", saved)
     _check_scale(saved, scaler_here, scales_loss)
 
 

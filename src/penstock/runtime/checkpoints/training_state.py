@@ -9,6 +9,7 @@ Laws of this file:
 """
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from penstock.arguments import is_number, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.gathered_tensors import held_tensors
@@ -103,6 +105,7 @@ class TrainingState:
             scaler_here=bool(self.engine.scale_state()),
             scales_loss=self.engine.scales_loss,
         )
+        self._check_hooks(optimizer)
         check_history(_mapping(state, "state"), self.trained(), self.run)
 
     def restore(self, state: State) -> None:
@@ -207,8 +210,22 @@ class TrainingState:
                         f"that of {list(classes[name])}. {_SAME} and schedulers, or take the weights only: "
                         "load_weights reads those of a checkpoint"
                     )
-                _check_shapes(name, state.get(name, {}), parameter, optimizer)
-        _entries(saved, "hooks")
+                given = _mapping(options[name], f"optimizer.options.{name}")
+                if "params" in given:
+                    raise CheckpointError(f"the options of {name} have 'params', which is none. {_SAME}")
+                own_state = _mapping(state.get(name, {}), f"optimizer.state.{name}")
+                _check_shapes(name, own_state, parameter, optimizer)
+                _check_keys(name, own_state, given, parameter, optimizer)
+
+    def _check_hooks(self, saved: State) -> None:
+        places = {str(number) for number in range(len(self.updater.hooks.hooks))}
+        for name, kept in _entries(saved, "hooks").items():
+            for key in _mapping(kept, f"optimizer.hooks.{name}"):
+                if str(key).partition(".")[0] not in places:
+                    raise CheckpointError(
+                        f"the state of the hooks of {name} has {key!r}: expected a number below {len(places)}, that "
+                        f"of a hook, before a point. {_SAME}"
+                    )
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State) -> None:
         current = optimizer.state_dict()
@@ -252,6 +269,29 @@ def _check_shapes(name: str, state: State, parameter: Tensor, optimizer: torch.o
                     f"the optimizer's state has {key!r} of {name} with the shape {tuple(value.shape)}: expected "
                     f"{tuple(parameter.shape)}, that of the parameter. {_SAME}"
                 )
+
+
+def _check_keys(name: str, state: State, options: State, parameter: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """What one of PyTorch's own optimizers keeps of a parameter is found by a step of another one."""
+    if not state or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    small = nn.Parameter(torch.zeros((1,) * parameter.ndim))
+    small.grad = torch.zeros_like(small)
+    takes = inspect.signature(type(optimizer)).parameters
+    try:
+        other = type(optimizer)([small], **{key: value for key, value in options.items() if key in takes})
+        other.step()
+    except Exception:
+        # It needs a closure, a device or sparse gradients.
+        return
+    for key, expected in other.state[small].items():
+        found = state.get(key, "nothing")
+        tensor = isinstance(found, Tensor | StoredTensor)
+        if not (tensor or found is None or (is_number(found) and (key == "step" or not isinstance(expected, Tensor)))):
+            raise CheckpointError(
+                f"the optimizer's state of {name}: expected {key!r} of the type {type(expected).__name__}, found "
+                f"{text_of(found)}. {_SAME}"
+            )
 
 
 def _copied(value: Any, parameter: nn.Parameter, key: str) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
-from penstock.training.wire_codecs import WireCodec, decode, encodes, round_to_wire
+from penstock.training.wire_codecs import WireCodec, decode, encode, encodes, round_to_wire
 
 __all__ = ["CodedMessages", "PlainMessages", "messages_of"]
 
@@ -77,12 +77,11 @@ class CodedMessages:
         parts: list[Tensor | None] = []
         forms: list[_Form | None] = []
         for tensor in message:
-            if tensor is None or not encodes(self.codec, tensor):
+            own = () if tensor is None or not encodes(self.codec, tensor) else _encode(self.codec, tensor)
+            if tensor is None or own == ():
                 parts.append(tensor)
                 forms.append(None)
                 continue
-            with torch.no_grad():
-                own = self.codec.encode(tensor.detach())
             parts += own
             forms.append(_Form(len(own), tensor.dtype, tensor.requires_grad, tuple(tensor.shape)))
         known = self._sent.get((edge, kind))
@@ -105,7 +104,9 @@ class CodedMessages:
 
     def pass_on(self, message: Message) -> Message:
         """`message` as another stage of this rank receives it."""
-        return tuple(None if tensor is None else round_to_wire(self.codec, tensor) for tensor in message)
+        return tuple(
+            None if tensor is None or tensor.is_meta else round_to_wire(self.codec, tensor) for tensor in message
+        )
 
     def discard(self) -> None:
         """Forgets what was agreed: messages may have been dropped."""
@@ -153,15 +154,25 @@ class _CodedReceive:
         place = 0
         for form in forms:
             count = 1 if form is None else form.parts
-            tensors.append(arrived[place] if form is None else self._decode(form, arrived[place : place + count]))
+            parts = [part for part in arrived[place : place + count] if part is not None and not part.is_meta]
+            missing = len(parts) < count
+            tensors.append(None if missing else parts[0] if form is None else self._decode(form, parts))
             place += count
         return tuple(tensors)
 
-    def _decode(self, form: _Form, arrived: Sequence[Tensor | None]) -> Tensor:
-        parts = tuple(part for part in arrived if part is not None)
+    def _decode(self, form: _Form, parts: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
-            tensor = decode(self.codec, parts, form.shape, form.dtype)
+            tensor = decode(self.codec, tuple(parts), form.shape, form.dtype)
         return tensor.detach().requires_grad_(form.requires_grad)
+
+
+@torch.no_grad()
+def _encode(codec: WireCodec, tensor: Tensor) -> tuple[Tensor, ...]:
+    """The parts of `tensor`. Those of a missing gradient are missing, too; integers cannot be, so that it has none."""
+    if not tensor.is_meta:
+        return encode(codec, tensor.detach())
+    parts = encode(codec, torch.zeros_like(tensor, device="cpu"))
+    return tuple(part.to("meta") for part in parts) if all(part.is_floating_point() for part in parts) else ()
 
 
 def _ahead(kind: Hashable) -> Hashable:

@@ -252,10 +252,16 @@ def _gather(messages: Sequence[Message], joins: bool) -> Message:
     if len(messages) == 1 and not joins:
         return messages[0]
     columns = zip(*messages, strict=True)
-    return tuple(None if column[0] is None else _join(column) for column in columns)
+    return tuple(None if not any(piece is not None for piece in column) else _join(column) for column in columns)
 
 
 def _join(pieces: Sequence[Tensor | None]) -> Tensor:
     tensors = [piece for piece in pieces if piece is not None]
+    if len(tensors) < len(pieces):
+        raise PenstockError(
+            "some replicas of a stage have a gradient for the rows that they took of a microbatch, and others have "
+            "none: expected that all or none have one. The model uses a value for some data only: plan with routing "
+            "'round-robin', or add the value times zero to a result"
+        )
     whole = torch.cat([tensor.detach() for tensor in tensors])
     return whole.requires_grad_(tensors[0].requires_grad)

@@ -90,6 +90,9 @@ class Worker:
         modules = {index: stage.weights.stage for index, stage in stages.items()}
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
         self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
+        self._differentiable = {
+            index: tuple(name in module.differentiable for name in module.sent) for index, module in modules.items()
+        }
         self._first = min(stages)
         self._batch, self._training = BatchRun(training=True), True
         self._labels = False
@@ -239,6 +242,10 @@ class Worker:
             self._mailbox.check()
             raise
         if index not in self._heads:
+            for output, differentiable in zip(outputs, self._differentiable[index], strict=True):
+                # The data may decide whether it requires a gradient, and both ends of a cut agree for all data.
+                if differentiable and not output.requires_grad:
+                    output.requires_grad_(output.is_floating_point() or output.is_complex())
             self._mailbox.deal(index, k, self._targets[index], outputs, later=True)
 
     def _evaluate(self, index: int, k: int, microbatch: Microbatch) -> None:

@@ -69,8 +69,9 @@ class StageExecutor:
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Adds the weights' gradients to their ``.grad`` and returns those of what was received.
 
-        `gradients` are those of the results of `forward`, in order. None means that the loss does not depend on a
-        tensor, among the arguments and the results alike.
+        `gradients` are those of the results of `forward`, in order. None, or a tensor on the meta device, means that
+        the loss does not depend on a tensor. A result is such a tensor where what was received requires a gradient:
+        data may decide that there is none, and a message of this kind needs its size.
         """
         saved = self._take(microbatch)
         outputs, given = _roots(saved, gradients)
@@ -80,7 +81,7 @@ class StageExecutor:
             except RuntimeError as error:
                 _explain(error, microbatch)
                 raise
-        result = tuple([leaf.grad for leaf in saved.received])
+        result = _mark_missing(saved.received, [leaf.grad for leaf in saved.received])
         for leaf in saved.received:
             leaf.grad = None
         return result
@@ -89,11 +90,11 @@ class StageExecutor:
         """Like `backward`, but leaves the gradients of the weights to `backward_weight`."""
         saved = self._take(microbatch)
         try:
-            result, self.in_flight[microbatch] = run_input_backward(*_roots(saved, gradients), saved.received)
+            found, self.in_flight[microbatch] = run_input_backward(*_roots(saved, gradients), saved.received)
         except RuntimeError as error:
             _explain(error, microbatch)
             raise
-        return result
+        return _mark_missing(saved.received, found)
 
     def backward_weight(self, microbatch: int) -> None:
         """Adds the gradients that `backward_input` left to the weights' ``.grad``."""
@@ -124,12 +125,19 @@ def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[li
     """The outputs that a backward starts from, and the gradients of these."""
     outputs: list[Tensor] = []
     given: list[Tensor] = []
+    gradients = [None if gradient is None or gradient.is_meta else gradient for gradient in gradients]
     if any([gradient is not None for gradient in gradients]):
         for output, gradient in zip(saved.compute(), gradients, strict=True):
             if gradient is not None and output.requires_grad:
                 outputs.append(output)
                 given.append(gradient)
     return outputs, given
+
+
+def _mark_missing(received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """`gradients` of `received`, with a tensor on the meta device in place of each that could exist and does not."""
+    pairs = zip(received, gradients, strict=True)
+    return tuple([leaf.detach().to("meta") if own is None and leaf.requires_grad else own for leaf, own in pairs])
 
 
 def _repeat(

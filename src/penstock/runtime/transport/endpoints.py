@@ -186,7 +186,8 @@ class Endpoints:
             self._connect_nccl(edge, members, peer)
         elif sends:
             staging = HostStaging() if edge.channel == Channel.CALLS else self._staging
-            self.outboxes[edge] = GlooOutbox(SentKinds(edge, self.key), self._gloo(members), peer, staging)
+            sent = SentKinds(edge, self.key, on_host=not staging.separate_memory)
+            self.outboxes[edge] = GlooOutbox(sent, self._gloo(members), peer, staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
             staging = HostStaging() if edge.channel in (Channel.CALLS, Channel.REPORTS) else self._staging

@@ -10,8 +10,11 @@ Invariants of this file:
   3. A tensor arrives with the memory order that it had when it was sent, without gaps. The results of a layer may
      depend on that order: dropout draws its mask in the order of memory, so with another order a pipeline would differ
      from one process.
+  4. Data may decide which gradients exist. A missing gradient travels with the size that was agreed on, filled with a
+     NaN that no computation makes, and arrives as None. NCCL's ends are not read on the host, so they refuse that.
 """
 
+import ctypes
 import math
 import os
 import struct
@@ -45,6 +48,10 @@ _MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """The size of the largest message: the memory of this host."""
 _MOST_DIMENSIONS = 64
 """PyTorch's operators take no more."""
+_MISSING = b"\xfd\x7f"
+"""The bytes that fill a missing gradient: a NaN in each type of two, four or eight bytes, with a payload of our own."""
+_MISSING_START = _MISSING * 4
+"""The first bytes of a missing gradient, by which it is known."""
 _COUNT = struct.Struct("<I")
 _TENSOR = struct.Struct("<BBB")
 """Of each tensor: its dtype, whether it requires a gradient, and its number of dimensions. Its sizes and its order in
@@ -105,17 +112,28 @@ class Spec:
         return cls(shape, dtype, requires_grad, tuple(order), tuple(strides), math.prod(shape) * dtype.itemsize)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has the agreed shape, dtype and gradient flag."""
+        """Whether `tensor` has the agreed shape and dtype, and requires no gradient if that was agreed.
+
+        The gradient of a tensor that requires none, against the agreement, is dropped where it arrives.
+        """
         same = tensor.shape == self.shape and tensor.dtype is self.dtype
-        return same and tensor.requires_grad == self.requires_grad
+        return same and (self.requires_grad or not tensor.requires_grad)
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """Returns the elements of `tensor` as they travel: contiguous in memory, in the agreed order."""
+        if tensor.is_meta:
+            return self.missing()
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() == self.strides:
             return tensor
         return tensor.detach().permute(self.order).contiguous()
+
+    def missing(self) -> Tensor:
+        """Makes what travels in place of a gradient that does not exist."""
+        tensor = self.empty()
+        ctypes.memmove(tensor.data_ptr(), _MISSING * (self.bytes // 2), self.bytes // 2 * 2)
+        return tensor
 
     @property
     def layout(self) -> Layout:
@@ -123,8 +141,8 @@ class Spec:
         return self.shape, self.strides, self.dtype
 
     def empty(self) -> Tensor:
-        """Allocates such a tensor on the CPU."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, requires_grad=self.requires_grad)
+        """Allocates such a tensor on the CPU, which requires no gradient."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
 
 
 Specs: TypeAlias = tuple[Spec | None, ...]
@@ -132,11 +150,13 @@ Specs: TypeAlias = tuple[Spec | None, ...]
 
 
 class SentKinds:
-    """The kinds of messages that the sender of `edge` has agreed on with its receiver. `key`: that of the run."""
+    """The kinds of messages that the sender of `edge` has agreed on with its receiver. `key`: that of the run.
+    `on_host`: whether the receiver sees messages in host memory, so that gradients may be missing in some of a kind.
+    """
 
-    def __init__(self, edge: Edge, key: RunKey) -> None:
+    def __init__(self, edge: Edge, key: RunKey, on_host: bool = True) -> None:
         self.edge = edge
-        self._key = key
+        self._key, self._on_host = key, on_host
         self._agreed: dict[Hashable, Specs] = {}
 
     def agree(self, kind: Hashable, message: Sequence[Tensor | None]) -> tuple[bytes | None, list[Tensor]]:
@@ -144,6 +164,8 @@ class SentKinds:
 
         `TransportError` if they differ from the agreed ones.
         """
+        if not self._on_host:
+            message = [None if tensor is None or tensor.is_meta else tensor for tensor in message]
         specs, header = self._agreed.get(kind), None
         if specs is None:
             number = len(self._agreed)
@@ -253,9 +275,23 @@ def _parse_spec(body: bytes, position: int) -> tuple[Spec | None, int]:
 
 
 def assemble(specs: Specs, arrived: Iterable[Tensor]) -> Message:
-    """Makes the message of `specs` from the tensors that have arrived."""
-    tensors = iter(arrived)
-    return tuple([None if spec is None else next(tensors).requires_grad_(spec.requires_grad) for spec in specs])
+    """Makes the message of `specs` from the tensors that have arrived. A missing gradient is None."""
+    tensors, message = iter(arrived), list[Tensor | None]()
+    for spec in specs:
+        tensor = None if spec is None else next(tensors)
+        if tensor is None or spec is None or _is_missing(tensor):
+            message.append(None)
+        else:
+            message.append(tensor.requires_grad_(spec.requires_grad))
+    return tuple(message)
+
+
+def _is_missing(tensor: Tensor) -> bool:
+    """Whether `tensor`, which has arrived, stands for a gradient that does not exist."""
+    if not (tensor.is_cpu and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)):
+        return False
+    size = min(tensor.nbytes, len(_MISSING_START))
+    return size > 0 and ctypes.string_at(tensor.data_ptr(), size) == _MISSING_START[:size]
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:
@@ -264,7 +300,10 @@ def contiguous_view(tensor: Tensor) -> Tensor:
 
 
 def _describe(specs: Specs) -> str:
-    texts = ["none" if spec is None else f"{tuple(spec.shape)} {spec.dtype}" for spec in specs]
+    texts = [
+        "none" if spec is None else f"{tuple(spec.shape)} {spec.dtype}{' with a gradient' * spec.requires_grad}"
+        for spec in specs
+    ]
     return "[" + ", ".join(texts) + "]"
 
 

@@ -25,7 +25,9 @@ ALL_RECEIVES = 2**31
 """More receives than any segment of a schedule has."""
 
 Message: TypeAlias = tuple[Tensor | None, ...]
-"""Tensors, in an order that both ends agree on. None stands for a gradient that does not exist."""
+"""Tensors, in an order that both ends agree on. None stands for a gradient that does not exist. What is sent may have
+a tensor on the meta device instead, for one that other messages of the same kind have.
+"""
 
 SumKinds: TypeAlias = Mapping[Hashable, tuple[int, torch.dtype]]
 """The kinds of tensors that ranks sum: the number of elements and the dtype of each."""
@@ -189,7 +191,7 @@ class LoopbackTransport:
         sent = tuple(
             None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message
         )
-        staged = self._staging.in_place([tensor for tensor in sent if tensor is not None])
+        staged = self._staging.in_place([tensor for tensor in sent if tensor is not None and not tensor.is_meta])
         queue.arrived[queue.sent] = _LoopbackMessage(sent, staged)
         queue.sent += 1
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from penstock.arguments import instance, integer
+from penstock.arguments import FLAG, instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Backward,
@@ -77,6 +77,7 @@ def verify(schedule: Schedule, minibatches: int | None = None, *, in_full: bool 
     instance(Schedule, "a penstock.Schedule", "make it of a plan: penstock.schedule(plan)").check(
         "verify(schedule=)", schedule, ScheduleError
     )
+    in_full = FLAG.check("verify(in_full=)", in_full, ScheduleError)
     minibatches = enough_minibatches(schedule) if minibatches is None else _check_minibatches(minibatches)
     segments: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
     if not in_full:

@@ -91,7 +91,7 @@ class NcclOutbox(_NcclEndpoint):
         super().__init__(options, options.edge.target)
         self.error: Exception | None = None
         """Always None. Errors are found by the watchdog and raised by `check`."""
-        self._kinds = SentKinds(options.edge, options.key)
+        self._kinds = SentKinds(options.edge, options.key, on_host=False)
         self._number = 0
         """The number of messages so far."""
         self._kept: deque[tuple[Sequence[CommunicatorWork], Sequence[Tensor]]] = deque()

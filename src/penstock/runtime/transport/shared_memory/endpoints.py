@@ -23,7 +23,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
+from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, assemble
 from penstock.runtime.transport.pending_receives import PostedReceive
 from penstock.runtime.transport.shared_memory.handshake import LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, RingWriter
@@ -247,15 +247,9 @@ class SharedInbox:
                 self._wait()
         # Before memory for them is allocated.
         self._ring.expect(sum([spec.bytes for spec in specs if spec is not None]))
-        tensors, pieces = [], []
-        for spec in specs:
-            tensor = None
-            if spec is not None:
-                tensor = spec.empty()
-                pieces.append((tensor.data_ptr(), spec.bytes))
-            tensors.append(tensor)
-        self._ring.read(pieces)
-        receive.message = tuple(tensors)
+        tensors = [spec.empty() for spec in specs if spec is not None]
+        self._ring.read([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+        receive.message = assemble(specs, tensors)
         self._receives.popleft()
 
 

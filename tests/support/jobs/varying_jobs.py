@@ -1,0 +1,108 @@
+"""Runs of models in which data decide which values have a gradient: by the pipeline and by the oracle."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from support.transport_selection import sharing_memory
+
+__all__ = ["BATCHES", "VaryingRun", "reference", "train"]
+
+WIDTH = 4
+
+
+def _make_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    targets = [torch.randn(8, WIDTH, dtype=torch.float64, generator=generator) for _ in range(5)]
+    signs = [(1, -1, 1, -1), (-1, 1, -1, -1), (-1, -1, -1, -1), (1, 1, 1, 1), (-1, -1, 1, 1)]
+    return [
+        (torch.cat([sign * (1 + target[:2].abs()) for sign in row]), target)
+        for row, target in zip(signs, targets, strict=True)
+    ]
+
+
+BATCHES = _make_batches()
+
+
+class Makes(nn.Module):
+    """Makes a second value, which `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.main, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        side = self.side(x)
+        chosen = bool(x.sum() > 0)
+        if self.kind in ("zeros", "zeros at first") and chosen == (self.kind == "zeros at first"):
+            side = torch.zeros_like(x)
+        if self.kind == "detached" and chosen:
+            side = side.detach()
+        return torch.tanh(self.main(x)), side
+
+
+class Reads(nn.Module):
+    """Reads both values, or only the first for some data."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        x, side = values
+        chosen = bool(side.sum() > 0)
+        if self.kind in ("unread", "unread at first") and chosen == (self.kind == "unread"):
+            return self.last(x)
+        if self.kind == "without gradient" and chosen:
+            side = side.detach()
+        if self.kind == "scaled" and chosen:
+            return self.last(x) + side[:, :1].detach()
+        return self.last(x + side)
+
+
+@dataclass(frozen=True)
+class VaryingRun:
+    """A training of two stages under `schedule`."""
+
+    kind: str
+    schedule: str = "1f1b-flush"
+    shares_memory: bool = True
+    wire_dtype: torch.dtype | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the pipeline and the oracle share."""
+        return {
+            "sample": (BATCHES[0][0][:2],),
+            "loss_fn": F.mse_loss,
+            # A weight without a gradient keeps its value and its momentum, and one with a gradient of zero does not.
+            "optimizer": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
+            "microbatches": 4,
+            "stages": 2,
+            "schedule": self.schedule,
+            "wire_dtype": self.wire_dtype,
+        }
+
+    def build(self) -> nn.Sequential:
+        torch.manual_seed(7)
+        return nn.Sequential(Makes(self.kind), Reads(self.kind)).double()
+
+
+def reference(run: VaryingRun) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of the oracle."""
+    found = penstock.reference_train(run.build(), BATCHES, **run.options)
+    return list(found.losses), dict(found.state)
+
+
+def train(run: VaryingRun) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and weights of this process."""
+    with sharing_memory(run.shares_memory), penstock.Pipeline(run.build(), **run.options) as pipe:
+        losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
+        pipe.drain()
+        return losses, pipe.state_dict()["model"]
