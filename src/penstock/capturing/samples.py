@@ -5,7 +5,7 @@ sample of the microbatch, so that a minibatch can be split and the graph be trac
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,9 @@ def check_leaves(leaves: Iterable[tuple[str, Any]]) -> None:
     """
     for name, leaf in leaves:
         if isinstance(leaf, Mapping | numpy.ndarray):
-            way = "torch.from_numpy(...) of it" if isinstance(leaf, numpy.ndarray) else "dict(...) of it"
+            way = "dict(...) of it"
+            if isinstance(leaf, numpy.ndarray):
+                way = ".tolist() of it" if leaf.dtype.hasobject else "torch.from_numpy(...) of it"
             raise CaptureError(f"{name} is a {type(leaf).__name__}, which cannot be cut into microbatches: pass {way}")
 
 
@@ -109,10 +111,13 @@ def check_dense(name: str, tensor: Tensor) -> None:
     )
 
 
-def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves and the structure of `tree`; dataclasses in it are made known to PyTorch's pytree on the way."""
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves and the structure of `tree`; dataclasses in it are made known to PyTorch's pytree on the way.
+
+    `is_leaf`: whether a container is a leaf.
+    """
     while True:
-        leaves, structure = pytree.tree_flatten(tree)
+        leaves, structure = pytree.tree_flatten(tree, is_leaf)
         unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
         if not unknown:
             return leaves, structure

@@ -20,7 +20,7 @@ from penstock.training.losses import LossFunction
 
 __all__ = ["LossParameters"]
 
-_LEAF_NODES = node_kinds("AccumulateGrad")
+_LEAF_NODES: tuple[Any, ...] = node_kinds("AccumulateGrad")
 
 
 class LossParameters:
