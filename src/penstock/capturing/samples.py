@@ -64,7 +64,8 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
     for name, leaf in pairs:
         if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.is_quantized):
             check_dense(f"sample=, {name}", leaf)
-    sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    rows = {name: leaf.size(0) for name, leaf in pairs if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes = list(rows.values())
     size = microbatch_size if microbatch_size is not None else next(iter(sizes), 0)
     if size < 1 or size not in sizes:
         raise CaptureError(
@@ -75,10 +76,9 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
         names=names,
         structure=structure,
         constants={name: leaf for name, leaf in pairs if not isinstance(leaf, Tensor)},
-        batched=frozenset(
-            n for n, leaf in pairs if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == size
-        ),
+        batched=frozenset(name for name, count in rows.items() if count == size),
         microbatch_size=size,
+        whole_rows={name: count for name, count in rows.items() if count != size},
     )
     return call, inputs
 

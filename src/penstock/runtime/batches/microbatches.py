@@ -99,6 +99,8 @@ def split(
     sizes = [len(span) for span in spans]
     for size in {len(span) for whole in set(sizes) for span in even_spans(whole, slices)}:
         spec.check_samples(size, tensors)
+    if count * slices > 1:
+        spec.check_whole(samples, tensors)
     form = read_target(target, samples, is_cut=count * slices > 1)
     targets = form.pieces(target, spans)
     amounts = [amount_of(weigh, target_piece, size) for target_piece, size in zip(targets, sizes, strict=True)]
