@@ -64,7 +64,7 @@ def test_a_loss_that_is_a_sum_has_a_hint(caplog: pytest.LogCaptureFixture, loss_
         pipe.step(X, Y)
 
     (hint,) = hints(caplog)
-    assert "reduction='sum'" in hint
+    assert "Use reduction='mean'" in hint
 
 
 @pytest.mark.parametrize("ending", ["closed", "forgotten"])

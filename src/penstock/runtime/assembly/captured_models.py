@@ -41,6 +41,8 @@ class CapturedModel:
     """None for a model that has its weights."""
     init_fn: InitFn | None
     compilation: Compilation | None
+    communicates: bool
+    """Whether the model waits for other processes in its forward."""
 
     def compile(
         self, chain: LayerChain, plan: Plan, schedule: Schedule, granularities: Mapping[int, Granularity]
@@ -98,7 +100,8 @@ def capture_for_training(
         digest = digest_of(unchecked) if world.processes > 1 else None
     with recipe.autocast_context(device):
         chain = check_together(world, unchecked, digest)
-    return CapturedModel(chain, device, weightless, init_fn if weightless else None, compilation)
+    made = init_fn if weightless else None
+    return CapturedModel(chain, device, weightless, made, compilation, unchecked.communicates)
 
 
 def _check_loss(chain: LayerChain, recipe: Recipe) -> None:

@@ -7,19 +7,17 @@ import logging
 import sys
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 from torch import nn
 
 from penstock.runtime.engine.engine import Engine
 from penstock.scheduling.schedules import Schedule
-from penstock.training.recipes import Recipe
 
 __all__ = ["DrainReminder", "give_hints"]
 
 
-def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Schedule, rank: int) -> None:
-    """Hints at a model in evaluation mode and at losses that are sums, and says how many updates a step makes."""
+def give_hints(model: nn.Module | Sequence[object], schedule: Schedule, rank: int) -> None:
+    """Hints at a model in evaluation mode, and says how many updates a step makes."""
     if rank != 0:
         return
     log = logging.getLogger("penstock")
@@ -29,11 +27,6 @@ def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Sc
             "the model is in evaluation mode, and its layers will train so: dropout does nothing and BatchNorm uses "
             "its old statistics. Call model.train() before the Pipeline is built, unless you mean it"
         )
-    if _sums(recipe.loss_fn):
-        log.warning(
-            "loss_fn has reduction='sum', and a step takes the mean of what it returns over the microbatches: expected "
-            "the mean over the samples of a microbatch, so learning rates mean something else. Use reduction='mean'"
-        )
     sizes = schedule.guarantees.microbatches_per_update
     if schedule.definition.updates_per_microbatch and schedule.microbatches > min(sizes):
         log.info(
@@ -42,15 +35,6 @@ def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Sc
             schedule.name,
             min(sizes),
         )
-
-
-def _sums(loss_fn: object) -> bool:
-    """Whether `loss_fn` says that it returns a sum: a module of PyTorch, or a `functools.partial` of a function."""
-    while isinstance(loss_fn, partial):
-        if loss_fn.keywords.get("reduction") == "sum":
-            return True
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "reduction", None) == "sum"
 
 
 class DrainReminder:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.capturing.samples import check_dense, check_leaves, flatten
@@ -37,6 +38,12 @@ class TargetForm:
         return [
             pytree.tree_unflatten([column[index] for column in columns], self.structure) for index in range(len(spans))
         ]
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Consecutive pieces as one target."""
+        columns = zip(*map(self.structure.flatten_up_to, parts), strict=True)
+        leaves = [_joined(column) if cut else column[0] for column, cut in zip(columns, self.cut, strict=True)]
+        return pytree.tree_unflatten(leaves, self.structure)
 
 
 def read_target(target: Any, samples: int, *, is_cut: bool) -> TargetForm:
@@ -75,6 +82,10 @@ _ONE_TENSOR = TargetForm(flatten(0)[1], (True,))
 
 def _pieces(leaf: Any, spans: Sequence[range]) -> Sequence[Any]:
     return rows_of(leaf, spans) if isinstance(leaf, Tensor) else [leaf[span.start : span.stop] for span in spans]
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    return torch.cat(list(column)) if isinstance(column[0], Tensor) else sum(column[1:], column[0])
 
 
 def _has_rows(leaf: Any, samples: int) -> bool:
