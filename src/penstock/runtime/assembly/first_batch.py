@@ -31,7 +31,7 @@ Check: TypeAlias = Literal["warn", "strict", "off"]
 
 _CONTEXT = "while they compared the first batch with the model"
 _LEFT_OUT = "the first batch is not compared with the model"
-_MOST_SECONDS = 10.0
+_MOST_SECONDS = 5.0
 """A comparison that is estimated to take longer is left out."""
 
 
@@ -121,9 +121,11 @@ class FirstBatch:
                     "returns), or state that it keeps outside of its blocks. Move this code into a block, or pass the "
                     "model as a list of layers; check='off' leaves out the comparison"
                 )
-        joined = join_pair(spec, *pieces) if len(pieces) == 2 else None
-        if joined is None:
+        if len(pieces) == 1:
             return logging.INFO, ""
+        joined = join_pair(spec, *pieces)
+        if joined is None:
+            return logging.INFO, f"{_LEFT_OUT}: its microbatches were not cut from one batch"
         plain = model if traced else chain
         whole, *parts = [runs.run(plain, batch) for batch in (joined, *batches)]
         if any(run.random for run in (whole, *parts)):

@@ -97,7 +97,6 @@ def join_pair(spec: ModelInputs, first: Microbatch, second: Microbatch) -> _Batc
     whole = all(one is other for name, (one, other) in pairs.items() if name not in spec.batched)
     if first.target_form is not second.target_form or not whole:
         return None
-    spec.check_samples(first.samples + second.samples)
     inputs = {name: torch.cat(pair) if name in spec.batched else pair[0] for name, pair in pairs.items()}
     return inputs, first.target_form.join((first.target, second.target))
 
