@@ -101,7 +101,7 @@ def capture_for_training(
     with recipe.autocast_context(device):
         chain = check_together(world, unchecked, digest)
     made = init_fn if weightless else None
-    return CapturedModel(chain, device, weightless, made, compilation, unchecked.communicates)
+    return CapturedModel(chain, device, weightless, made, compilation, communicates=unchecked.communicates)
 
 
 def _check_loss(chain: LayerChain, recipe: Recipe) -> None:

@@ -134,9 +134,10 @@ def causes_of(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run, parts: 
 
 def _marks(runs: LossRuns, batch: _Batch) -> str:
     """What a mean over other items is seen by: labels that do not count, and weights of classes."""
-    criteria = [inner for module in runs.modules for inner in module.modules() if hasattr(inner, "ignore_index")]
+    every = [inner for module in runs.modules for inner in module.modules()]
+    criteria = [inner for inner in every if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss)]
     labels = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype is torch.int64]
-    ignored: set[Any] = {IGNORED, *(each.ignore_index for each in criteria)}
+    ignored = {IGNORED, *(each.ignore_index for each in criteria)}
     found = [f"labels of {label}" for label in ignored if any(bool(each.eq(label).any()) for each in labels)]
     if weighted := any(each.weight is not None for each in criteria):
         found.append("a criterion with weight=")
