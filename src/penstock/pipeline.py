@@ -29,6 +29,7 @@ from penstock.runtime.assembly.agreement import check_agreement, check_optimizer
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checked_schedules import check_schedule
 from penstock.runtime.assembly.failure_guard import FailureGuard, collective
+from penstock.runtime.assembly.first_batch import Check, FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.hints import give_hints, remind_to_drain
@@ -135,6 +136,8 @@ class Pipeline(Advised):
             rounded to at every cut between stages, for fewer bytes; or a `WireCodec` such as `RowInt8`: docs/wire.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
             None leaves them to PyTorch's own stream.
+        check: the first step compares losses of the plain model on two microbatches at once and apart, where that is
+            cheap: ``"warn"`` (default), ``"strict"`` (every difference is an error) or ``"off"``: docs/inputs.md.
         resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
             there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
@@ -185,6 +188,7 @@ class Pipeline(Advised):
         skips: SkipChoice = "auto",
         wire_dtype: WireDtype | None = None,
         seed: int | None = 0,
+        check: Check = "warn",
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -239,6 +243,10 @@ class Pipeline(Advised):
                 masters=recipe.keeps_masters(self.schedule.guarantees.delays),
             )
             self._chain = captured.compile(parallel.chain, self.plan, granularities)
+            self._first_batch: FirstBatch | None = None
+            if check != "off" and not self._rebuilt:
+                reads_target = self.required_inputs.target
+                self._first_batch = FirstBatch(given, captured, recipe, self.schedule, reads_target)
             self._splitter = BatchSplitter(self._chain, self.schedule, self.required_inputs, recipe, parallel.in_step)
             self._engine, self._updater = start_engine(
                 self._world,
@@ -276,7 +284,7 @@ class Pipeline(Advised):
             self._conditions = StepConditions(model, trains)
             self._drain_reminder = remind_to_drain(self, self._engine, self._world.rank)
             self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
-            give_hints(model, recipe, self.schedule, self._world.rank)
+            give_hints(model, self.schedule, self._world.rank)
             self._outside = OutsideState(model, self._chain)
             self._opened.callback(watch_flight(self._world, self.plan, engine.recorder, guarded, self._device))
             known = self.auto_plan.profile if self.auto_plan else None
@@ -325,6 +333,9 @@ class Pipeline(Advised):
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._updater.whole_step(), self._guarded("in a step"), self._explained("step", inputs, target):
+            if self._first_batch is not None:
+                self._first_batch.compare(microbatches, self._world, self._engine.calls)
+                self._first_batch = None
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result

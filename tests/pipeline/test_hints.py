@@ -65,7 +65,7 @@ def test_a_loss_that_is_a_sum_has_a_hint(caplog: pytest.LogCaptureFixture, loss_
         pipe.step(X, Y)
 
     (hint,) = hints(caplog)
-    assert "reduction='sum'" in hint
+    assert "Use reduction='mean'" in hint
 
 
 def test_a_forgotten_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFixture) -> None:

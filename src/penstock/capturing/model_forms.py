@@ -38,6 +38,8 @@ class ModelInputs:
     """The types that the capture holds for; the model's code may ask whether a mask is boolean."""
     guards: tuple[SizeGuard, ...] = ()
     """Other conditions on sizes that the capture holds for."""
+    whole_rows: Mapping[str, int] = field(default_factory=dict)
+    """Dimension 0 of the tensors in the sample that go whole to every microbatch."""
     named: tuple[tuple[Any, ...], dict[str, Any]] = field(init=False, repr=False)
     """The positional arguments and the keywords, with names in the places of their leaves."""
 
@@ -146,6 +148,21 @@ class ModelInputs:
                         f"and does not hold for a microbatch with {found}: the trace would compute something else than "
                         "the model. Pass such sizes, move this code into a block, or capture again"
                     )
+
+    def check_whole(self, samples: int, tensors: Mapping[str, Tensor]) -> None:
+        """Raises `CaptureError` if one of `tensors`, those of a batch of `samples` by name, goes whole to every
+        microbatch and has grown with the number of samples since the capture.
+        """
+        lengths = {size for name in self.batched for size in tensors[name].shape[1:]}
+        for name, rows in self.whole_rows.items():
+            found = tensors[name].shape[0] if tensors[name].ndim else 0
+            if found not in (rows, *lengths) and found * self.microbatch_size == rows * samples:
+                raise CaptureError(
+                    f"{name}: expected dimension 0 of {rows}, as in sample=, found {found}: it grows with the number "
+                    f"of samples ({self.microbatch_size} in sample=, {samples} now), and would go whole to every "
+                    "microbatch. Pass it with the samples as dimension 0, such as (samples, patches, ...), or cut the "
+                    "batch yourself: pipe.step(penstock.Microbatches(inputs, targets))"
+                )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

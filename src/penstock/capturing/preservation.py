@@ -16,7 +16,7 @@ from penstock.capturing.module_state import ModuleState
 from penstock.capturing.shared_state import SharedState
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 
-__all__ = ["SavedBuffers", "evaluating", "preserved", "python_generators"]
+__all__ = ["SavedBuffers", "evaluating", "generator_states", "preserved", "python_generators"]
 
 
 @contextmanager
@@ -44,6 +44,12 @@ def preserved(
             generator.set_state(found)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
+
+
+def generator_states(modules: Iterable[nn.Module]) -> list[object]:
+    """The states of the generators that `preserved` gives back, to be compared."""
+    generators = [torch.default_generator, *_cuda_generators(modules)]
+    return [*(generator.get_state().tolist() for generator in generators), python_generators()]
 
 
 def python_generators() -> dict[str, object]:

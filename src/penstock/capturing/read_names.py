@@ -1,13 +1,13 @@
 """The code that a module's forward may run, and the names of attributes that it may read, without running it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["code_read", "functions_read", "names_read", "words_of"]
+__all__ = ["FunctionModule", "code_read", "functions_read", "modules_read", "names_read", "words_of"]
 
 
 def names_read(module: nn.Module) -> frozenset[str]:
@@ -40,6 +40,28 @@ def functions_read(module: nn.Module, first: Iterable[Any]) -> Iterator[Function
             waiting += [held.get(name), vars(module).get(name)]
             waiting += [vars(base)[name] for base in type(module).__mro__ if name in vars(base)]
         waiting += _closure(function).values()
+
+
+class FunctionModule(nn.Module):
+    """A plain callable as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def modules_read(function: Callable[..., Any]) -> list[nn.Module]:
+    """`function` as a module, and the modules that it is, is bound to, or finds in its closure and its file."""
+    caller = FunctionModule(function)
+    found = [function.func if isinstance(function, partial) else None, getattr(function, "__self__", None)]
+    for inner in functions_read(caller, [caller.forward]):
+        names = words_of(inner.__code__)
+        found += [value for name, value in inner.__globals__.items() if name in names]
+        found += [*_closure(inner).values(), *(inner.__defaults__ or ())]
+    return [caller, *(value for value in found if isinstance(value, nn.Module) and value is not caller)]
 
 
 def _function_in(value: Any) -> FunctionType | None:

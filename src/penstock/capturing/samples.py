@@ -5,7 +5,7 @@ sample of the microbatch, so that a minibatch can be split and the graph be trac
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
     for name, leaf in pairs:
         if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.is_quantized):
             check_dense(f"sample=, {name}", leaf)
-    sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    rows = {name: leaf.size(0) for name, leaf in pairs if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes = list(rows.values())
     size = microbatch_size if microbatch_size is not None else next(iter(sizes), 0)
     if size < 1 or size not in sizes:
         raise CaptureError(
@@ -75,10 +76,9 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
         names=names,
         structure=structure,
         constants={name: leaf for name, leaf in pairs if not isinstance(leaf, Tensor)},
-        batched=frozenset(
-            n for n, leaf in pairs if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == size
-        ),
+        batched=frozenset(name for name, count in rows.items() if count == size),
         microbatch_size=size,
+        whole_rows={name: count for name, count in rows.items() if count != size},
     )
     return call, inputs
 
@@ -89,7 +89,9 @@ def check_leaves(leaves: Iterable[tuple[str, Any]]) -> None:
     """
     for name, leaf in leaves:
         if isinstance(leaf, Mapping | numpy.ndarray):
-            way = "torch.from_numpy(...) of it" if isinstance(leaf, numpy.ndarray) else "dict(...) of it"
+            way = "dict(...) of it"
+            if isinstance(leaf, numpy.ndarray):
+                way = ".tolist() of it" if leaf.dtype.hasobject else "torch.from_numpy(...) of it"
             raise CaptureError(f"{name} is a {type(leaf).__name__}, which cannot be cut into microbatches: pass {way}")
 
 
@@ -109,10 +111,13 @@ def check_dense(name: str, tensor: Tensor) -> None:
     )
 
 
-def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves and the structure of `tree`; dataclasses in it are made known to PyTorch's pytree on the way."""
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves and the structure of `tree`; dataclasses in it are made known to PyTorch's pytree on the way.
+
+    `is_leaf`: whether a container is a leaf.
+    """
     while True:
-        leaves, structure = pytree.tree_flatten(tree)
+        leaves, structure = pytree.tree_flatten(tree, is_leaf)
         unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
         if not unknown:
             return leaves, structure

@@ -23,6 +23,7 @@ from penstock.capturing.module_state import ModuleState
 from penstock.capturing.observation import Observation, SharedModules, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
+from penstock.capturing.read_names import FunctionModule
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -146,17 +147,6 @@ class EagerLayer(nn.Module):
         return results
 
 
-class _Function(nn.Module):
-    """A plain callable in a list of layers."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
 def is_plain_sequential(module: nn.Module) -> bool:
     """Whether `module` does nothing but run its children one after the other."""
     return type(module) is nn.Sequential and not is_hooked(module)
@@ -176,7 +166,7 @@ def capture_list(layers: Sequence[nn.Module | Callable[..., Any]], call: Call, i
     The first layer takes the sample. Each other one takes what the layer before returned: a tuple or a list as
     positional arguments, a dict as keyword arguments, anything else as the single argument.
     """
-    modules = nn.ModuleList(layer if isinstance(layer, nn.Module) else _Function(layer) for layer in layers)
+    modules = nn.ModuleList(layer if isinstance(layer, nn.Module) else FunctionModule(layer) for layer in layers)
     named = [(str(index), module) for index, module in enumerate(modules)]
     return _capture(named, _pass_spread, call, inputs, modules)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -52,11 +53,24 @@ def cut(
 
 
 def pieces_of(target: Any, samples: int, count: int) -> list[Any]:
-    """`target` in `count` pieces; each piece has the whole of every leaf that is not one entry per sample."""
-    leaves, structure = flatten(target)
+    """`target` in `count` pieces; each piece has the whole of every leaf that is not one entry per sample.
+
+    A list of one entry per sample, in which no tensor has all samples, is a leaf.
+    """
+
+    def is_rows(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == samples
+
+    def is_list(node: Any) -> bool:
+        return type(node) in (list, tuple) and len(node) == samples and not any(map(is_rows, pytree.tree_leaves(node)))
+
+    leaves, structure = flatten(target, is_list)
+    starts = [sum(sizes_of(samples, count)[:index]) for index in range(count + 1)]
     columns = [
         list(leaf.clone().tensor_split(count))
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples
+        if is_rows(leaf)
+        else [leaf[start:stop] for start, stop in pairwise(starts)]
+        if is_list(leaf)
         else [leaf] * count
         for leaf in leaves
     ]

@@ -91,6 +91,11 @@ def amount_of(weigh: LossWeight | None, target: Any, samples: int) -> float:
     if weigh is None:
         return samples
     found = weigh(target)
+    if isinstance(found, Tensor) and found.requires_grad:
+        raise PenstockError(
+            "loss_weight(target) returned a number with gradients, which would be lost: expected a count that depends "
+            "on the target only. Leave parameters out of it, or call .detach()"
+        )
     amount = float(found) if is_number(found) or (isinstance(found, Tensor) and found.numel() == 1) else -1
     if not 0 <= amount < math.inf:
         raise PenstockError(

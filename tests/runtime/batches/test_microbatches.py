@@ -148,3 +148,26 @@ def test_an_empty_batch() -> None:
     for cut in (lambda: split(SINGLE, X[:0], None, 1), lambda: count_microbatches(SINGLE, X[:0], 2)):
         with pytest.raises(PenstockError, match="the batch is empty"):
             cut()
+
+
+WHOLE = read_sample((torch.zeros(2, 3), torch.zeros(4, 3)))[1]
+"""Four patches for two samples."""
+
+
+def test_a_tensor_that_grows_with_the_batch_does_not_go_whole_to_every_microbatch() -> None:
+    with pytest.raises(CaptureError, match=r"args\[1\]: expected dimension 0 of 4.* found 8: it grows .*Microbatches"):
+        split(WHOLE, (torch.zeros(4, 3), torch.zeros(8, 3)), torch.zeros(4), 2)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "count"),
+    [
+        ((torch.zeros(4, 3), torch.zeros(4, 3)), 2),
+        ((torch.zeros(4, 3), torch.zeros(6, 3)), 2),
+        ((torch.zeros(4, 8), torch.zeros(8, 8)), 2),
+        ((torch.zeros(4, 3), torch.zeros(8, 3)), 1),
+    ],
+    ids=["of one size", "of another size", "of the length of the samples", "in one microbatch"],
+)
+def test_other_tensors_go_whole(inputs: tuple[Tensor, Tensor], count: int) -> None:
+    assert {len(part.inputs["args[1]"]) for part in split(WHOLE, inputs, torch.zeros(4), count)} == {len(inputs[1])}

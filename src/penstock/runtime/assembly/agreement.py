@@ -27,7 +27,7 @@ from penstock.values.plans import schedule as schedule_of
 __all__ = ["check_agreement", "check_optimizers", "check_options"]
 
 
-_COMPARED = ("seed", "compile", "recompute", "balance", "timeout_seconds")
+_COMPARED = ("seed", "compile", "recompute", "balance", "check", "timeout_seconds")
 """The arguments of `Pipeline` that all ranks must be given alike, beside those of the recipe and of the plan."""
 
 

@@ -39,6 +39,8 @@ class CapturedModel:
     init_fn: InitFn | None
     compilation: Mapping[str, Any] | None
     """The arguments of `torch.compile`; None compiles nothing."""
+    communicates: bool
+    """Whether the model waits for other processes in its forward."""
 
     def compile(self, chain: LayerChain, plan: Plan, granularities: Mapping[int, Granularity]) -> LayerChain:
         """`chain` with its stages compiled if the user asked for it. `granularities`: how stages recompute."""
@@ -88,7 +90,8 @@ def capture_for_training(
         _check_loss(unchecked.chain, recipe)
     with recipe.autocast_context(device):
         chain = check_together(world, unchecked)
-    return CapturedModel(chain, device, weightless, init_fn if weightless else None, compilation)
+    made = init_fn if weightless else None
+    return CapturedModel(chain, device, weightless, made, compilation, communicates=unchecked.communicates)
 
 
 def _check_loss(chain: LayerChain, recipe: Recipe) -> None:

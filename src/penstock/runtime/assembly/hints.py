@@ -7,19 +7,17 @@ import logging
 import sys
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 from torch import nn
 
 from penstock.runtime.engine.engine import Engine
 from penstock.scheduling.schedules import Schedule
-from penstock.training.recipes import Recipe
 
 __all__ = ["give_hints", "remind_to_drain"]
 
 
-def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Schedule, rank: int) -> None:
-    """Hints at a model in evaluation mode, at losses that are sums, and at steps of several updates."""
+def give_hints(model: nn.Module | Sequence[object], schedule: Schedule, rank: int) -> None:
+    """Hints at a model in evaluation mode, and at steps of several updates."""
     if rank != 0:
         return
     log = logging.getLogger("penstock")
@@ -28,11 +26,6 @@ def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Sc
         log.warning(
             "the model is in evaluation mode, and its layers will train so: dropout does nothing and BatchNorm uses "
             "its old statistics. Call model.train() before the Pipeline is built, unless you mean it"
-        )
-    if _sums(recipe.loss_fn):
-        log.warning(
-            "loss_fn has reduction='sum', and a step takes the mean of what it returns over the microbatches: expected "
-            "the mean over the samples of a microbatch, so learning rates mean something else. Use reduction='mean'"
         )
     sizes = schedule.guarantees.microbatches_per_update
     if schedule.definition.updates_per_microbatch and schedule.microbatches > min(sizes):
@@ -43,15 +36,6 @@ def give_hints(model: nn.Module | Sequence[object], recipe: Recipe, schedule: Sc
             schedule.name,
             min(sizes),
         )
-
-
-def _sums(loss_fn: object) -> bool:
-    """Whether `loss_fn` says that it returns a sum: a module of PyTorch, or a `functools.partial` of a function."""
-    while isinstance(loss_fn, partial):
-        if loss_fn.keywords.get("reduction") == "sum":
-            return True
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "reduction", None) == "sum"
 
 
 def remind_to_drain(pipe: object, engine: Engine, rank: int) -> "weakref.finalize[..., object]":

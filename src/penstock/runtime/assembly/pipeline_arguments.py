@@ -41,6 +41,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     "parallelize": function(
         ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
     ).optional,
+    "check": choice(("warn", "strict", "off")),
     "seed": SEED.but("give one such as 0, or None for PyTorch's own stream").optional,
 }
 _OF_PLANS = ("schedule", "stages", "microbatches", "vertical_sync", "tensor_parallel")

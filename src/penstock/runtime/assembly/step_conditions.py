@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.runtime.assembly.model_claims import ModelClaim
+from penstock.runtime.parameters.model_claims import ModelClaim
 
 __all__ = ["StepConditions"]
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.samples import check_dense, check_leaves, flatten
+from penstock.capturing.samples import check_dense
 from penstock.errors import PenstockError
+from penstock.runtime.batches.target_forms import TargetForm, read_target, rows_of
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import LossWeight, amount_of
 
@@ -49,6 +50,7 @@ class Microbatch:
     """The samples of the whole microbatch, of which this is a slice where replicas split it."""
     microbatch_amount: float
     """The amount of the whole microbatch."""
+    target_form: TargetForm
     weigh: LossWeight | None = None
     slice_index: int = 0
 
@@ -76,8 +78,9 @@ def split(
     """Cuts `inputs` and `target` into `count` microbatches, which replicas will cut into at most `slices` slices each.
     `weigh` returns the size that the loss for a target is a mean over, if that is not its number of samples.
 
-    Tensors whose dimension 0 counts the samples are cut along it (views, no copies); everything else goes whole to
-    every microbatch. Raises `PenstockError` if the sizes disagree or there are too few samples.
+    Tensors whose dimension 0 counts the samples are cut along it (views, no copies), and so are lists of one entry per
+    sample in the target; everything else goes whole to every microbatch. Raises `PenstockError` if the sizes disagree
+    or there are too few samples.
     """
     tensors = spec.read(inputs)
     samples = _samples(spec, tensors)
@@ -96,12 +99,14 @@ def split(
     sizes = [len(span) for span in spans]
     for size in {len(span) for whole in set(sizes) for span in even_spans(whole, slices)}:
         spec.check_samples(size, tensors)
-    _check_target(target, samples)
-    targets = _split_target(target, samples, spans)
+    if count * slices > 1:
+        spec.check_whole(samples, tensors)
+    form = read_target(target, samples, is_cut=count * slices > 1)
+    targets = form.pieces(target, spans)
     amounts = [amount_of(weigh, target_piece, size) for target_piece, size in zip(targets, sizes, strict=True)]
     total = sum(amounts)
     names = tuple(tensors)
-    columns = [_split_rows(t, spans) if name in spec.batched else [t] * count for name, t in tensors.items()]
+    columns = [rows_of(t, spans) if name in spec.batched else [t] * count for name, t in tensors.items()]
     signatures: dict[int, Hashable] = {}
     made = []
     for size, amount, target_piece, *cut in zip(sizes, amounts, targets, *columns, strict=True):
@@ -110,7 +115,7 @@ def split(
             described = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in zip(names, cut, strict=True))
             signature = signatures[size] = tuple(described)
         own = dict(zip(names, cut, strict=True))
-        made.append(Microbatch(own, target_piece, size, amount, total, signature, size, amount, weigh))
+        made.append(Microbatch(own, target_piece, size, amount, total, signature, size, amount, form, weigh))
     return tuple(made)
 
 
@@ -126,7 +131,7 @@ def take_slice(spec: ModelInputs, microbatch: Microbatch, index: int, slices: in
         return microbatch
     samples = microbatch.samples
     span = even_spans(samples, slices)[index]
-    target = _narrow(microbatch.target, samples, span)
+    (target,) = microbatch.target_form.pieces(microbatch.target, [span])
     return replace(
         microbatch,
         inputs=_cut(spec, microbatch.inputs, span),
@@ -198,55 +203,8 @@ def _samples(spec: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
     return samples
 
 
-def _check_target(target: Any, samples: int) -> None:
-    if isinstance(target, Tensor):
-        check_dense("the target", target)
-        if _is_batched(target, samples):
-            return
-    leaves, _ = flatten(target)
-    check_leaves(("the target, or a part of it,", leaf) for leaf in leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for tensor in tensors:
-        check_dense("the target", tensor)
-    if tensors and not any(_is_batched(leaf, samples) for leaf in tensors):
-        raise PenstockError(
-            f"the target has dimension 0 of {[leaf.shape[0] if leaf.ndim else None for leaf in tensors]} and the "
-            f"inputs hold {samples} samples: pass one target for every sample"
-        )
-
-
 def _cut(spec: ModelInputs, tensors: Mapping[str, Tensor], span: range) -> dict[str, Tensor]:
     return {
         name: tensor.narrow(0, span.start, len(span)) if name in spec.batched else tensor
         for name, tensor in tensors.items()
     }
-
-
-def _split_rows(tensor: Tensor, spans: Sequence[range]) -> Sequence[Tensor]:
-    """Views of the rows of `tensor` in each of `spans`, which are consecutive."""
-    if not tensor.requires_grad:
-        return tensor.split_with_sizes([len(span) for span in spans])
-    # Autograd forbids writing to a view that is one of several outputs of a call.
-    return [tensor.narrow(0, span.start, len(span)) for span in spans]
-
-
-def _split_target(target: Any, samples: int, spans: Sequence[range]) -> Sequence[Any]:
-    """The targets of the samples in each of `spans`."""
-    if isinstance(target, Tensor) and _is_batched(target, samples):
-        return _split_rows(target, spans)
-    return [_narrow(target, samples, span) for span in spans]
-
-
-def _narrow(target: Any, samples: int, span: range) -> Any:
-    leaves, structure = flatten(target)
-    return pytree.tree_unflatten(
-        [
-            leaf.narrow(0, span.start, len(span)) if isinstance(leaf, Tensor) and _is_batched(leaf, samples) else leaf
-            for leaf in leaves
-        ],
-        structure,
-    )
-
-
-def _is_batched(leaf: Tensor, samples: int) -> bool:
-    return leaf.ndim > 0 and leaf.shape[0] == samples

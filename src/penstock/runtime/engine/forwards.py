@@ -79,9 +79,8 @@ class Forwards:
             outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, layer_runner)
             if head is None:
                 return outputs
-            if layer_runner:
-                return layer_runner(None, partial(head.compute, microbatch, metrics), outputs)
-            return head.compute(microbatch, metrics, *outputs)
+            compute_loss = partial(head.train, module, microbatch, metrics)
+            return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
         within = compute if self._autocast is None else _inside(self._autocast, compute)
         outputs = stage.executor.forward(k, received, within, context)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from penstock.capturing.chain import LayerChain
+from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PenstockError
 from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import MicrobatchResult
+from penstock.runtime.engine.loss_parameters import LossParameters
 from penstock.runtime.parameters.shards import whole
 from penstock.training.losses import LossFunction, compute_loss
 
@@ -40,6 +41,8 @@ class LossHead:
         self.loss_fn, self.checks = loss_fn, checks
         self._rank, self._chain, self._weigh = rank, chain, weigh
         self._batch = BatchRun(training=True)
+        self._parameters: LossParameters | None = LossParameters(chain)
+        """None after the first loss, whose parameters have been looked at."""
         self._gradients: dict[int, Tensor] = {}
         """By microbatch: the gradient of its loss, from its forward to its backward."""
 
@@ -50,6 +53,23 @@ class LossHead:
     def discard(self) -> None:
         """Drops the gradients of losses whose backward will not come."""
         self._gradients.clear()
+
+    def train(
+        self, module: StageModule, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor
+    ) -> tuple[Tensor]:
+        """As `compute`, after a forward of `module` in training. Raises `PenstockError` at the first one if the loss
+        takes gradients of parameters that would be lost.
+        """
+        if self._parameters is None:
+            return self.compute(microbatch, metrics, *outputs)
+        loss_fn = self.loss_fn
+        self.loss_fn = self._parameters.examined(loss_fn, module, outputs, microbatch.tensors)
+        try:
+            loss = self.compute(microbatch, metrics, *outputs)
+        finally:
+            self.loss_fn = loss_fn
+        self._parameters = None
+        return loss
 
     def compute(self, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor) -> tuple[Tensor]:
         """The loss of a forward that returned `outputs`; the metrics that `loss_fn` returned beside it go to

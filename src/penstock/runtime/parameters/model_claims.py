@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import PenstockError
 
-__all__ = ["ModelClaim"]
+__all__ = ["ModelClaim", "is_claimed"]
 
 
 class ModelClaim:
@@ -33,6 +33,16 @@ class ModelClaim:
                 "Pipeline for a model, since each has an optimizer and weight versions of its own. Go on with the "
                 "newer one, or build each on a model of its own (copy.deepcopy before it is built)"
             )
+
+
+def is_claimed(parameter: nn.Parameter) -> bool:
+    """Whether `parameter` is registered in a module that a pipeline trains."""
+    return any(
+        own is parameter
+        for module, claim in _CLAIMS.items()
+        if claim() is not None
+        for own in module.parameters(recurse=False)
+    )
 
 
 _CLAIMS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelClaim]]" = weakref.WeakKeyDictionary()

@@ -1,0 +1,367 @@
+"""The comparison of the first batch with the plain model: what it finds and passes, and that it leaves no trace."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock
+from support.jobs.first_batch_jobs import first_step, ignoring, labels, layout, ragged, sgd, tokens
+from support.processes import Pool
+
+X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).double()
+LABELS = torch.tensor([0, 1, -100, -100, 2, 3, 1, -100])
+WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 0.5]).double()
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def normalized() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).double()
+
+
+class Packed(nn.Module):
+    """Attention inside of each of the sequences that `offsets` cut out of one row of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, row: Tensor, offsets: Tensor) -> Tensor:
+        found = self.table(row)
+        which = torch.bucketize(torch.arange(len(row)), offsets[1:], right=True)
+        scores = (found @ self.mix(found).T).masked_fill(which[:, None] != which, -1e9)
+        return scores.softmax(-1) @ found
+
+
+def packed() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Packed().double(), nn.Tanh(), nn.Linear(8, 11).double()]
+
+
+class OverSamples(nn.Module):
+    """Looks at all samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.inner(x)
+        return mixed + (mixed @ x.T).softmax(-1) @ x
+
+
+class Routed(nn.Module):
+    """Returns a loss that balances the experts over the batch beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.last = nn.Linear(4, 3).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.router(x).softmax(-1)
+        return self.last(torch.tanh(x)), shares.mean(0).pow(2).sum()
+
+
+def routed_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return functional.mse_loss(output[0], target) + output[1]
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
+def masked(output: Tensor, target: Tensor) -> Tensor:
+    mask = target > 0
+    return ((output - target).pow(2) * mask).sum() / mask.sum()
+
+
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    found, expected = output.sigmoid(), (target > 0).double()
+    return 1 - 2 * (found * expected).sum() / (found + expected).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "target", "loss_fn", "says"),
+    [
+        (packed, (tokens(24, 1)[:, 0], torch.tensor([0, 5, 10, 14, 24])), tokens(24, 1)[:, 0], functional.cross_entropy,
+         "packed into one"),
+        (lambda: nn.Sequential(OverSamples(), nn.Tanh(), nn.Linear(4, 4).double()), X, Y, functional.mse_loss,
+         "looks at the whole batch"),
+        (lambda: nn.Sequential(nn.Tanh(), Routed()), X, Y, routed_loss, "loss_weight="),
+        (perceptron, X, Y, contrastive, "in-batch negatives"),
+        (perceptron, X, Y, masked, "a mask"),
+        (perceptron, X, Y, dice, "Dice"),
+        (perceptron, X, Y, nn.MSELoss(reduction="sum"), "loss_fn returns a sum"),
+        (perceptron, X, Y, partial(functional.mse_loss, reduction="sum"), "reduction='mean'"),
+        (ragged, tokens(8, 6), labels(), ignoring, "labels of -100. Pass loss_weight="),
+        (perceptron, X, LABELS, nn.CrossEntropyLoss(), "labels of -100"),
+        (perceptron, X, LABELS, nn.CrossEntropyLoss(weight=WEIGHTS), "labels of -100 and a criterion with weight="),
+        (perceptron, X, LABELS.clamp(min=0), nn.CrossEntropyLoss(ignore_index=0), "labels of 0"),
+        (perceptron, X, LABELS.clamp(min=0), nn.CrossEntropyLoss(weight=WEIGHTS), "a criterion with weight="),
+        (lambda: nn.Sequential(perceptron(), nn.LogSoftmax(-1)), X, LABELS, nn.NLLLoss(), "labels of -100"),
+    ],
+    ids=["packed", "attention over samples", "router", "contrastive", "masked", "dice", "sum", "partial sum", "-100",
+         "criterion", "weighted and ignored", "ignore_index", "weighted", "nll"],
+)  # fmt: skip
+def test_what_is_no_mean_over_samples_has_one_warning(
+    model: Callable[[], Any], batch: Any, target: Any, loss_fn: Any, says: str
+) -> None:
+    sample = tuple(each[: len(each) // 2] for each in batch) if isinstance(batch, tuple) else (batch[:2],)
+    sample = (batch[0][:12], batch[1]) if isinstance(batch, tuple) else sample
+    (warning,), error = first_step(model, sample, batch, target, loss_fn)
+    assert error == ""
+    assert warning.startswith("WARNING the loss of the first two microbatches at once is ")
+    assert says in warning
+
+    assert first_step(model, sample, batch, target, loss_fn, check="off") == ([], "")
+    texts, error = first_step(model, sample, batch, target, loss_fn, check="strict")
+    assert texts == []
+    assert error.startswith("CaptureError: the loss of the first two microbatches at once is ")
+
+
+def test_samples_in_another_dimension_are_an_error() -> None:
+    batch, target = tokens(8, 6), tokens(8, 6)
+    texts, error = first_step(layout, (batch[:4],), batch, target, ignoring)
+    assert texts == []
+    assert "the samples are in dimension 1 (1.self_attn has batch_first=False)" in error
+
+
+class Shifted(nn.Module):
+    """A block that returns an int computed from its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, by: int = 0) -> tuple[Tensor, int]:
+        mixed = x + self.b(torch.tanh(self.a(x))).roll(by, 1)
+        return mixed, int(mixed.sum().item() * 100) % 4
+
+
+class Chained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shifted() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Any = (x,)
+        for block in self.blocks:
+            result = block(*result)
+        return result[0]  # type: ignore[no-any-return]  # of a tuple
+
+
+def test_a_chain_that_holds_for_the_sample_only_is_an_error() -> None:
+    torch.manual_seed(3)
+    _, error = first_step(Chained, (X[:2],), X, Y, functional.mse_loss, microbatches=4)
+    assert "the captured chain of Chained has a loss of " in error
+
+
+class Traced(nn.Module):
+    """A model with all that a run leaves behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.calls, self.seen = 0, []
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.average = 0.9 * self.average + x.detach().mean(0)
+        noise = 1 + 0.01 * random.random() + 0.01 * numpy.random.random() + 0.001 * self.calls
+        return x + noise * self.drop(self.norm(torch.tanh(self.linear(x))))
+
+
+class Centred(nn.Module):
+    """A loss with state and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.calls = nn.Dropout(0.5), 0
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.centre += output.detach().mean(0)
+        return functional.mse_loss(self.drop(output), target) + 0.1 * (output - self.centre).pow(2).mean()
+
+
+def counted(loss: nn.Module, count: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
+    def counting(output: Tensor, target: Tensor) -> Tensor:
+        count[0] += 1
+        return loss(output, target)  # type: ignore[no-any-return]  # a tensor
+
+    return counting
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("closure", [False, True])
+def test_it_leaves_no_trace(schedule: str, seed: int | None, closure: bool) -> None:
+    found = []
+    for check in ("off", "warn"):
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        model, loss, count = Traced().double(), Centred().double(), [0]
+        loss_fn = counted(loss, count) if closure else loss
+        options: dict[str, Any] = {"schedule": schedule, "stages": 2, "microbatches": 2, "seed": seed, "check": check}
+        pipe = penstock.Pipeline(model, (X[:2],), loss_fn, sgd, **options)
+        losses = [float(pipe.step(X, Y).loss) for _ in range(3)]
+        pipe.drain()
+        state = [*model.state_dict().values(), *loss.state_dict().values()]
+        counts = [count, loss.calls, *((block.calls, block.seen) for block in model.blocks)]
+        generators = torch.get_rng_state(), random.random(), numpy.random.random()
+        found.append((losses, state, counts, generators, [module.training for module in model.modules()]))
+    (losses, state, counts, generators, flags), other = found
+    assert (losses, counts, flags) == (other[0], other[2], other[4])
+    assert all(torch.equal(one, its) for one, its in zip(state, other[1], strict=True))
+    assert torch.equal(generators[0], other[3][0])
+    assert generators[1:] == other[3][1:]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(6))
+        self.last = nn.Linear(32, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]  # a tensor
+
+
+def usual(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def cancelling(output: Tensor, target: Tensor) -> Tensor:
+    """The mean of signed numbers, as a critic's."""
+    return output.mean()
+
+
+def tiny(output: Tensor, target: Tensor) -> Tensor:
+    return 1e-6 * output.pow(2).mean()
+
+
+def confident(output: Tensor, target: Tensor) -> Tensor:
+    """A loss near 0 of large outputs."""
+    picked = functional.one_hot(target, 7).to(output.dtype)
+    return functional.cross_entropy((output + 14 * picked).flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("loss_fn", [usual, confident, cancelling, tiny])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
+)
+def test_rounding_is_no_difference(loss_fn: Any, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, batch, target = Deep().to(dtype), torch.randn(12, 10, 32).to(dtype), torch.randint(0, 7, (12, 10))
+        found = first_step(model, (batch[:3],), batch, target, loss_fn, microbatches=4, autocast=autocast)
+        assert found == ([], "")
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + torch.randn_like(x))
+
+
+def with_noise(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output + 0.1 * torch.randn_like(output), target)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss_fn", "options", "says"),
+    [
+        (lambda: nn.Sequential(Noisy(), Noisy()), X, functional.mse_loss, {}, "draws random numbers"),
+        (perceptron, X, with_noise, {}, "draws random numbers in evaluation mode"),
+        (perceptron, torch.zeros(2_000_000, 4).double(), lambda o, y: o.mean(), {}, "it would take about"),
+        (lambda: perceptron().to("meta"), X, functional.mse_loss,
+         {"init_fn": lambda name, tensor: torch.nn.init.normal_(tensor)}, "its weights were made for parts of it"),
+        (perceptron, X, lambda o, y: functional.mse_loss(o.view(4, 4), y), {}, "RuntimeError"),
+    ],
+    ids=["model", "loss", "dear", "meta", "one size"],
+)  # fmt: skip
+def test_what_is_not_compared_is_said(model: Any, batch: Tensor, loss_fn: Any, options: Any, says: str) -> None:
+    target = Y if len(batch) == 8 else batch[:, 0]
+    (text,), error = first_step(model, (batch[:2],), batch, target, loss_fn, **options)
+    assert error == ""
+    assert text.startswith("INFO the first batch is not compared with the model: ")
+    assert says in text
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "target", "loss_fn", "options"),
+    [
+        (perceptron, X, Y, functional.mse_loss, {}),
+        (perceptron, X, Y, functional.mse_loss, {"microbatches": 1}),
+        (perceptron, X[:7], Y[:7], functional.mse_loss, {"microbatches": 3}),
+        (ragged, tokens(8, 6), labels(), ignoring, {"loss_weight": lambda target: (target != -100).sum()}),
+        (perceptron, X, LABELS, nn.CrossEntropyLoss(weight=WEIGHTS),
+         {"loss_weight": lambda target: WEIGHTS[target[target != -100]].sum()}),
+        (normalized, X, Y, functional.mse_loss, {}),
+        (perceptron, penstock.Microbatches([X[:5], X[5:]], [Y[:5], Y[5:]]), None, functional.mse_loss,
+         {"loss_weight": len}),
+        (Residual, X, Y, functional.mse_loss, {"compile": {"backend": "eager"}}),
+    ],
+    ids=["plain", "one microbatch", "remainder", "weighed", "weighted", "batch norm", "own cut", "compiled"],
+)  # fmt: skip
+def test_right_batches_say_nothing(model: Any, batch: Any, target: Any, loss_fn: Any, options: Any) -> None:
+    sample = (X[:2],) if isinstance(batch, penstock.Microbatches) else (batch[:2],)
+    for check in ("warn", "strict"):
+        assert first_step(model, sample, batch, target, loss_fn, check=check, **options) == ([], "")
+
+
+def test_processes_find_the_same(pool: Pool) -> None:
+    batch, target = tokens(8, 6), tokens(8, 6)
+    alone = first_step(layout, (batch[:4],), batch, target, ignoring)
+    for only_here in (None, 1):
+        found = pool.run(2, partial(first_step, only_here=only_here), layout, (batch[:4],), batch, target, ignoring)
+        assert found == [alone, alone]
+
+
+def test_rank_0_warns_for_all(pool: Pool) -> None:
+    alone = first_step(ragged, (tokens(8, 6)[:2],), tokens(8, 6), labels(), ignoring)
+    for only_here in (None, 1):
+        job = partial(first_step, only_here=only_here)
+        found = pool.run(2, job, ragged, (tokens(8, 6)[:2],), tokens(8, 6), labels(), ignoring)
+        assert found == [alone, ([], "")]
