@@ -1,0 +1,162 @@
+"""Fresh copies of a training: the model with the functions that belong to it, its batches, and its random numbers."""
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from penstock.arguments import text_of
+from penstock.capturing.module_copies import copied
+from penstock.capturing.reminders import lifted
+from penstock.errors import PenstockError
+from penstock.rehearsing.trainings import Batch, named_parameters
+from penstock.torch_internals.pytrees import tree_map_only
+from penstock.training.losses import model_loss
+from penstock.training.user_microbatches import Microbatches
+
+__all__ = ["Setup", "generator_states", "has_dropout", "kept_generators", "modules_of", "read_setup"]
+
+_OWNED = ("loss_fn", "optimizer", "lr_scheduler", "loss_weight", "update_hooks")
+"""Arguments that may hold the model or state of their own, and are copied with it."""
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """A training that can be begun any number of times."""
+
+    make: Callable[[], Mapping[str, Any]]
+    """Makes the arguments of `Pipeline`."""
+    batches: tuple[Batch, ...]
+    remade: bool
+    """Whether a function of the user's makes them; otherwise they are deep copies."""
+    widened: bool = False
+    """Whether the copies are float64."""
+
+    def fresh(self, shaken: float = 0.0) -> dict[str, Any]:
+        """The arguments of a training that is about to begin: its weights times 1 + `shaken` or 1 - `shaken`."""
+        _seed(0)
+        given = dict(self.make())
+        if self.widened:
+            for module in modules_of(given["model"]):
+                module.double()
+            given["sample"] = _widen(given["sample"])
+        for module, name in list(_dropout_rates(given["model"])):
+            setattr(module, name, 0.0)
+        with torch.no_grad():
+            for parameter in named_parameters(given["model"]).values() if shaken else ():
+                if parameter.is_floating_point():
+                    parameter.mul_(1 + shaken * torch.randn_like(parameter).sign())
+        _seed(1)
+        return given
+
+    def in_float64(self) -> "Setup":
+        """The same with copies in float64."""
+        return replace(self, batches=_widen(self.batches), widened=True)
+
+
+def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any]) -> Setup:
+    """The training that was passed to `rehearse`. Raises `PenstockError` unless it is whole."""
+    makes = callable(model) and not isinstance(model, nn.Module | type)
+    if makes:
+
+        def make() -> dict[str, Any]:
+            made = model()
+            return {**arguments, **made} if isinstance(made, Mapping) else {**arguments, "model": made}
+
+    else:
+        # Copies do not begin where the first of them ends.
+        given = {**arguments, "model": model}
+
+        def make() -> dict[str, Any]:
+            memo: dict[int, Any] = {}
+            with lifted(model):
+                made = {**given, "model": copied(model, memo)}
+            return made | {name: copy.deepcopy(given[name], memo) for name in _OWNED if name in given}
+
+    _seed(0)
+    first = dict(make())
+    missing = [name for name in ("model", "sample", "loss_fn", "optimizer") if name not in first]
+    found = batches if batches is not None else first.pop("batches", None)
+    if missing or not isinstance(found, Iterable) or isinstance(found, str | Mapping | Tensor):
+        wanted = f"{missing[0]}=" if missing else f"batches, found {text_of(found)}"
+        raise PenstockError(
+            f"rehearse: expected {wanted}: pass rehearse(model, batches, sample=..., loss_fn=..., optimizer=...), with "
+            "the arguments of Pipeline, and pairs (inputs, target) as batches; or a function that returns all in a dict"
+        )
+    kept = tuple(_pair(batch, first["loss_fn"] is model_loss) for batch in islice(found, steps))
+    if not kept:
+        raise PenstockError("rehearse(batches=): expected at least one batch, found none: pass what a step takes")
+
+    def make_arguments() -> dict[str, Any]:
+        return {name: value for name, value in make().items() if name not in ("batches", "resume")}
+
+    return Setup(make_arguments, kept, remade=makes)
+
+
+def _pair(batch: Any, own_target: bool) -> Batch:
+    if isinstance(batch, Microbatches) or (own_target and not (isinstance(batch, tuple) and batch[1:] == (None,))):
+        return batch, None
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise PenstockError(
+            f"rehearse(batches=): expected pairs (inputs, target), found {text_of(batch)}: give what pipe.step takes"
+        )
+    return batch[0], batch[1]
+
+
+def _widen(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
+
+
+def modules_of(model: Any) -> Iterator[nn.Module]:
+    """All modules of a model, or of a list of layers."""
+    for outer in [model] if isinstance(model, nn.Module) else model:
+        yield from outer.modules() if isinstance(outer, nn.Module) else ()
+
+
+def has_dropout(model: Any) -> bool:
+    """Whether `model` has rates of dropout."""
+    return any(getattr(module, name) for module, name in _dropout_rates(model))
+
+
+def _dropout_rates(model: Any) -> Iterator[tuple[nn.Module, str]]:
+    """The attributes that are rates of dropout."""
+    for module in modules_of(model):
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name.lower() or (name == "p" and isinstance(module, _DROPOUT))):
+                yield module, name
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def generator_states() -> list[bytes]:
+    """The states of the generators of random numbers, to see whether something draws."""
+    device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    states = [torch.get_rng_state(), *device]
+    return [bytes(state.numpy()) for state in states] + [
+        repr(random.getstate()).encode(),
+        repr(numpy.random.get_state()).encode(),
+    ]
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Gives the generators of random numbers back as they were."""
+    own, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            numpy.random.set_state(arrays)
