@@ -215,7 +215,7 @@ def test_a_model_that_computes_its_loss() -> None:
         ({"steps": 0}, "steps"),
         ({"learning_rate": 1}, "learning_rate="),
         ({"loss_fn": lambda o, t: F.mse_loss(o, t) / 0}, "found inf in the first step of your own loop"),
-        ({"loss_fn": lambda o, t: o.nothing}, "your loop fails with AttributeError.*mend it first"),
+        ({"loss_fn": lambda o, t: o.nothing}, "your loop fails with AttributeError.*correct it first"),
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], text: str) -> None:

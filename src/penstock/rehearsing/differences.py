@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.rehearsing.recordings import Key, Kind, Recording
+from penstock.rehearsing.training_records import Key, TrainingRecord, ValueKind
 
 __all__ = ["Comparison", "Difference", "Rounding", "compare", "earliest"]
 
@@ -61,23 +61,23 @@ class Rounding:
     differences of about `eps`.
     """
 
-    def __init__(self, loop: Recording, shaken: Recording, eps: float) -> None:
+    def __init__(self, loop: TrainingRecord, shaken: TrainingRecord, eps: float) -> None:
         self._loop, self._shaken, self._eps = loop, shaken, eps
-        self._scales: dict[tuple[int, Kind, str], float] = {}
+        self._scales: dict[tuple[int, ValueKind, str], float] = {}
         for key, value in loop.values.items():
             self._scales[_family(key)] = max(self._scales.get(_family(key), 0.0), _magnitude(value))
 
     def allowed(self, key: Key, value: Any) -> float:
         """How far another value may be from `value`, the one of `key`."""
         scale = max(self._scales.get(_family(key), 0.0), _magnitude(value))
-        if key[1] is Kind.OPTION:
+        if key[1] is ValueKind.OPTION:
             return 1e-9 * scale
         mine, other = self._loop.values.get(key), self._shaken.values.get(key)
         shaken = 0.0 if mine is None or other is None else _apart(mine, other)[0]
         return _MARGIN * (self._eps * scale + (shaken if math.isfinite(shaken) else 0.0))
 
 
-def compare(names: tuple[str, str], expected: Recording, found: Recording, rounding: Rounding) -> Comparison:
+def compare(names: tuple[str, str], expected: TrainingRecord, found: TrainingRecord, rounding: Rounding) -> Comparison:
     """The trainings `expected` and `found`, which are called `names`."""
     largest, first = 0.0, None
     for key, mine, other in _pairs(expected, found):
@@ -87,27 +87,28 @@ def compare(names: tuple[str, str], expected: Recording, found: Recording, round
         allowed = rounding.allowed(key, mine)
         largest = max(largest, size / allowed if allowed else math.inf)
         if size > allowed and first is None:
-            first = Difference(key[0], key[1].name.lower(), key[2], own, its, size, allowed)
+            kind = key[1].name.lower()
+            first = Difference(step=key[0], kind=kind, name=key[2], expected=own, found=its, size=size, allowed=allowed)
     return Comparison(*names, largest, first)
 
 
-def _pairs(expected: Recording, found: Recording) -> Iterator[tuple[Key, Any, Any]]:
+def _pairs(expected: TrainingRecord, found: TrainingRecord) -> Iterator[tuple[Key, Any, Any]]:
     """The values that both have, in the order in which a step computes them."""
     for key in sorted(expected.values, key=lambda key: key[:2]):
         mine = expected.values[key]
         if key in found.values:
             yield key, mine, found.values[key]
-        elif key[1] is Kind.GRADIENT and key[2] in found.updates:
+        elif key[1] is ValueKind.GRADIENT and key[2] in found.updates:
             # There was none, or the update was left out.
             yield key, mine, torch.zeros_like(mine)
 
 
-def _family(key: Key) -> tuple[int, Kind, str]:
+def _family(key: Key) -> tuple[int, ValueKind, str]:
     """The values whose rounding has one scale: a gradient of zero is the sum of numbers as large as others."""
     number, kind, name = key
-    if kind in (Kind.GRADIENT, Kind.PARAMETER):
+    if kind in (ValueKind.GRADIENT, ValueKind.PARAMETER):
         return number, kind, ""
-    return number, kind, name.partition(" of ")[0] if kind is Kind.STATE else name
+    return number, kind, name.partition(" of ")[0] if kind is ValueKind.STATE else name
 
 
 def _magnitude(value: Any) -> float:
@@ -146,5 +147,5 @@ def _numbers(value: Any) -> Tensor | None:
 
 def earliest(differences: Iterable[Difference]) -> Difference | None:
     """The first one, of those of several ranks."""
-    order = {kind.name.lower(): kind for kind in Kind}
+    order = {kind.name.lower(): kind for kind in ValueKind}
     return min(differences, key=lambda found: (found.step, order[found.kind]), default=None)

@@ -20,8 +20,8 @@ from penstock.pipeline import Pipeline
 from penstock.rehearsing.causes import SIDE_WAYS, Rung, explain
 from penstock.rehearsing.differences import Comparison, Difference, Rounding, compare, earliest
 from penstock.rehearsing.first_looks import FirstLook, look
-from penstock.rehearsing.recordings import Recording
 from penstock.rehearsing.setups import Setup, has_dropout, kept_generators, read_setup
+from penstock.rehearsing.training_records import TrainingRecord
 from penstock.rehearsing.trainings import train_by_chain, train_by_loop, train_by_pipeline
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -138,7 +138,7 @@ class _Rehearsing:
     """The arguments that make the pipeline one that flushes, and has the numbers of a plain loop."""
     plan: Plan | None = None
     """That of the last pipeline."""
-    made: dict[Rung, Recording] = field(default_factory=dict)
+    made: dict[Rung, TrainingRecord] = field(default_factory=dict)
     compared: list[Comparison] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
 
@@ -146,14 +146,14 @@ class _Rehearsing:
         given = self.setup.fresh()
         differs = self._choose(given)
         base = Rung.LOOP if self._whole() else Rung.ACCUMULATION
-        loop = self._recording(base)
+        loop = self._record(base)
         self._require([base, Rung.AGAIN], Rounding(loop, loop, self.seen.eps))
         rounding = Rounding(loop, self._train(base, shaken=self.seen.eps), self.seen.eps)
         for rungs in self._ladders(base):
             self._require(rungs, rounding)
         if differs:
             # The oracle takes the plan of the pipeline.
-            self._recording(Rung.AS_GIVEN)
+            self._record(Rung.AS_GIVEN)
             self._require([Rung.DELAYED, Rung.AS_GIVEN], rounding)
         return self._result()
 
@@ -165,7 +165,7 @@ class _Rehearsing:
         definition = plan.definition if isinstance(plan, Plan) else require_schedule(schedule or DEFAULT_SCHEDULE)
         self.parts = plan.microbatches if isinstance(plan, Plan) else given.get("microbatches") or 1
         stages = len(plan.stages) if isinstance(plan, Plan) else given.get("stages")
-        if stages is None and self.world.processes == 1 and definition.name not in ("interleaved", "zb-v"):
+        if stages is None and self.world.processes == 1:
             stages = 2
         if not isinstance(plan, Plan):
             twin |= {"plan": None, "stages": stages}
@@ -233,7 +233,7 @@ class _Rehearsing:
 
     def _compare(self, before: Rung, after: Rung, rounding: Rounding) -> Comparison:
         """Collective: the first difference on any rank."""
-        one, other = self._recording(before), self._recording(after)
+        one, other = self._record(before), self._record(after)
         found = compare((before.value, after.value), one, other, rounding)
         mine = (found.largest, None if found.difference is None else astuple(found.difference))
         gathered = self.world.gather(mine, "comparing its trainings")
@@ -243,18 +243,18 @@ class _Rehearsing:
     def _is_made(self, rung: Rung) -> bool:
         """Whether `rung` can be trained: what the pipeline takes, others may refuse."""
         try:
-            self._recording(rung)
+            self._record(rung)
         except PenstockError:
             return False
         return True
 
-    def _recording(self, rung: Rung) -> Recording:
+    def _record(self, rung: Rung) -> TrainingRecord:
         if rung not in self.made:
             with _explained(rung):
                 self.made[rung] = self._train(rung)
         return self.made[rung]
 
-    def _train(self, rung: Rung, shaken: float = 0.0) -> Recording:
+    def _train(self, rung: Rung, shaken: float = 0.0) -> TrainingRecord:
         given = {name: value for name, value in self.setup.fresh(shaken).items() if name not in _LEFT_OUT}
         one = {"plan": None, "schedule": DEFAULT_SCHEDULE, "stages": 1, "microbatches": self.parts}
         match rung:
@@ -275,8 +275,8 @@ class _Rehearsing:
                 given |= {"stages": self.twin.get("stages")} if given.get("plan") is None else {}
             case _:
                 assert_never(rung)
-        recording, self.plan = train_by_pipeline(given, self.setup.batches)
-        return recording
+        record, self.plan = train_by_pipeline(given, self.setup.batches)
+        return record
 
 
 @contextmanager
@@ -288,7 +288,7 @@ def _explained(rung: Rung) -> Iterator[None]:
         raise
     except Exception as error:
         loops = (Rung.LOOP, Rung.AGAIN, Rung.ACCUMULATION)
-        rest = "mend it first" if rung in loops else f"your loop trains. Likely cause: {SIDE_WAYS}"
+        rest = "correct it first" if rung in loops else f"your loop trains. Likely cause: {SIDE_WAYS}"
         raise PenstockError(f"rehearse: {rung.value} fails with {type(error).__name__}: {error}; {rest}") from error
 
 

@@ -15,7 +15,7 @@ from penstock.capturing.samples import flatten, read_sample
 from penstock.oracle.batches import ReferenceMicrobatch, cut
 from penstock.oracle.references import reference_train
 from penstock.pipeline import Pipeline
-from penstock.rehearsing.recordings import Kind, Recording
+from penstock.rehearsing.training_records import TrainingRecord, ValueKind
 from penstock.training.losses import amount_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.precisions import first_device
@@ -76,31 +76,29 @@ def call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> A
     return found
 
 
-def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch], parts: int) -> Recording:
+def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch], parts: int) -> TrainingRecord:
     """The training as a user of PyTorch writes it, with the gradients of `parts` microbatches added up."""
-    recipe, model, recording = recipe_of(given), given["model"], Recording()
+    recipe, model, record = recipe_of(given), given["model"], TrainingRecord()
     named = named_parameters(model)
-    optimizers = make_optimizers(recording.watching(recipe.optimizer), named)
+    optimizers = make_optimizers(record.watching(recipe.optimizer), named)
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
     _, spec = read_sample(given["sample"])
     for number, (inputs, target) in enumerate(batches):
         for parameter in named.values():
             parameter.grad = None
-        _compute_gradients(
-            given, number, cut(spec, inputs, target, parts, own_target=recipe.reads_model_loss), recording
-        )
+        _compute_gradients(given, number, cut(spec, inputs, target, parts, own_target=recipe.reads_model_loss), record)
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(named.values(), recipe.clip_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    recording.finish(len(batches), named.items(), named_buffers(model).items())
-    return recording
+    record.finish(len(batches), named.items(), named_buffers(model).items())
+    return record
 
 
 def _compute_gradients(
-    given: Mapping[str, Any], number: int, pieces: Sequence[ReferenceMicrobatch], recording: Recording
+    given: Mapping[str, Any], number: int, pieces: Sequence[ReferenceMicrobatch], record: TrainingRecord
 ) -> None:
     """Forwards and backwards of step `number`; its outputs, loss and metrics are recorded."""
     recipe, model = recipe_of(given), given["model"]
@@ -122,44 +120,44 @@ def _compute_gradients(
     for index, column in enumerate(zip(*outputs, strict=False)):
         rows = [leaf for leaf, piece in zip(column, pieces, strict=True) if _has_rows(leaf, piece.size)]
         if len(rows) == len(pieces) and len({leaf.shape[1:] for leaf in rows}) == 1:
-            recording.note(number, Kind.OUTPUT, f"{index}", torch.cat(rows))
+            record.note(number, ValueKind.OUTPUT, f"{index}", torch.cat(rows))
     for name, mean in means.items():
-        recording.note(number, Kind.METRIC if name else Kind.LOSS, name, mean)
+        record.note(number, ValueKind.METRIC if name else ValueKind.LOSS, name, mean)
 
 
 def _has_rows(leaf: Tensor | None, samples: int) -> bool:
     return leaf is not None and leaf.ndim > 0 and leaf.shape[0] == samples
 
 
-def train_by_chain(given: Mapping[str, Any], batches: Sequence[Batch], plan: Plan | None = None) -> Recording:
+def train_by_chain(given: Mapping[str, Any], batches: Sequence[Batch], plan: Plan | None = None) -> TrainingRecord:
     """The training of the captured chain in one loop, by `reference_train`. `plan`: that of a pipeline."""
-    recording = Recording()
+    record = TrainingRecord()
     known = inspect.signature(reference_train).parameters
     options = {name: value for name, value in given.items() if name in known and name != "batches"}
-    options |= {"optimizer": recording.watching(given["optimizer"]), "plan": plan}
+    options |= {"optimizer": record.watching(given["optimizer"]), "plan": plan}
     found = reference_train(batches=batches, **options)
     for number, loss in enumerate(found.losses):
-        recording.note(number, Kind.LOSS, "", loss)
-    _finish(recording, len(batches), given["model"], found.state)
-    return recording
+        record.note(number, ValueKind.LOSS, "", loss)
+    _finish(record, len(batches), given["model"], found.state)
+    return record
 
 
-def train_by_pipeline(given: Mapping[str, Any], batches: Sequence[Batch]) -> tuple[Recording, Plan]:
+def train_by_pipeline(given: Mapping[str, Any], batches: Sequence[Batch]) -> tuple[TrainingRecord, Plan]:
     """The training in a pipeline, and its plan."""
-    recording = Recording()
-    with Pipeline(**{**given, "optimizer": recording.watching(given["optimizer"])}) as pipe:
+    record = TrainingRecord()
+    with Pipeline(**{**given, "optimizer": record.watching(given["optimizer"])}) as pipe:
         results = [pipe.step(inputs, target) for inputs, target in batches]
         pipe.drain()
         for number, result in enumerate(results):
-            recording.note(number, Kind.LOSS, "", float(result.loss))
+            record.note(number, ValueKind.LOSS, "", float(result.loss))
             for name, value in result.metrics.items():
-                recording.note(number, Kind.METRIC, name, value)
-        _finish(recording, len(batches), given["model"], pipe.state_dict()["model"])
-        return recording, pipe.plan
+                record.note(number, ValueKind.METRIC, name, value)
+        _finish(record, len(batches), given["model"], pipe.state_dict()["model"])
+        return record, pipe.plan
 
 
-def _finish(recording: Recording, steps: int, model: Any, state: Mapping[str, Tensor]) -> None:
+def _finish(record: TrainingRecord, steps: int, model: Any, state: Mapping[str, Tensor]) -> None:
     named = named_parameters(model)
     parameters = {name: tensor for name, tensor in state.items() if name in named}
     buffers = {name: tensor for name, tensor in state.items() if name not in named}
-    recording.finish(steps, parameters.items(), buffers.items())
+    record.finish(steps, parameters.items(), buffers.items())

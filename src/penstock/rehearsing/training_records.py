@@ -15,10 +15,10 @@ from torch import Tensor
 
 from penstock.training.optimizers import MakeOptimizer, NamedParameters
 
-__all__ = ["Key", "Kind", "Recording"]
+__all__ = ["Key", "TrainingRecord", "ValueKind"]
 
 
-class Kind(IntEnum):
+class ValueKind(IntEnum):
     """What a value is, in the order in which a step computes them."""
 
     OUTPUT = 0
@@ -31,12 +31,12 @@ class Kind(IntEnum):
     BUFFER = 7
 
 
-Key: TypeAlias = tuple[int, Kind, str]
+Key: TypeAlias = tuple[int, ValueKind, str]
 """The step or update, from 0; the kind of the value; and its name."""
 
 
 @dataclass(slots=True)
-class Recording:
+class TrainingRecord:
     """The values of one training."""
 
     values: dict[Key, Any] = field(default_factory=dict)
@@ -68,23 +68,23 @@ class Recording:
                     name = names.get(id(parameter))
                     if name is not None and parameter.grad is not None:
                         stepped[name] = parameter
-                        self._note(name, Kind.GRADIENT, {"": parameter.grad})
-                        self._note(name, Kind.OPTION, options)
+                        self._note(name, ValueKind.GRADIENT, {"": parameter.grad})
+                        self._note(name, ValueKind.OPTION, options)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for name, parameter in stepped.items():
-                self._note(name, Kind.STATE, optimizer.state.get(parameter, {}))
-                self._note(name, Kind.PARAMETER, {"": parameter})
+                self._note(name, ValueKind.STATE, optimizer.state.get(parameter, {}))
+                self._note(name, ValueKind.PARAMETER, {"": parameter})
                 self.updates[name] += 1
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
-    def _note(self, name: str, kind: Kind, entries: Mapping[str, Any]) -> None:
+    def _note(self, name: str, kind: ValueKind, entries: Mapping[str, Any]) -> None:
         for entry, value in entries.items():
             self.note(self.updates[name], kind, f"{entry} of {name}" if entry else name, value)
 
-    def note(self, number: int, kind: Kind, name: str, value: Any) -> None:
+    def note(self, number: int, kind: ValueKind, name: str, value: Any) -> None:
         """Adds a copy of `value`."""
         self.values[number, kind, name] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
@@ -93,6 +93,6 @@ class Recording:
     ) -> None:
         """Adds what the model holds after the last of `steps`."""
         for name, tensor in parameters:
-            self.note(max(steps, self.updates.get(name, 0)) - 1, Kind.PARAMETER, name, tensor)
+            self.note(max(steps, self.updates.get(name, 0)) - 1, ValueKind.PARAMETER, name, tensor)
         for name, tensor in buffers:
-            self.note(steps - 1, Kind.BUFFER, name, tensor)
+            self.note(steps - 1, ValueKind.BUFFER, name, tensor)
