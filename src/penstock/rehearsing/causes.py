@@ -9,7 +9,7 @@ from penstock.capturing.samples import flatten
 from penstock.rehearsing.differences import Difference
 from penstock.rehearsing.first_looks import FirstLook
 from penstock.rehearsing.setups import Setup
-from penstock.rehearsing.trainings import named_parameters
+from penstock.rehearsing.trainings import as_module
 from penstock.training.losses import IGNORED
 
 __all__ = ["SIDE_WAYS", "Rung", "explain"]
@@ -138,4 +138,4 @@ def _ignores_labels(setup: Setup) -> bool:
 
 
 def _has_gradients(setup: Setup) -> bool:
-    return any(parameter.grad is not None for parameter in named_parameters(setup.fresh()["model"]).values())
+    return any(parameter.grad is not None for parameter in as_module(setup.fresh()["model"]).parameters())

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from penstock.capturing.samples import flatten, read_sample
 from penstock.errors import PenstockError
 from penstock.oracle.batches import cut
-from penstock.rehearsing.setups import Setup, generator_states, modules_of
-from penstock.rehearsing.trainings import call_model, named_parameters, recipe_of
+from penstock.rehearsing.setups import Setup, generator_states
+from penstock.rehearsing.trainings import as_module, call_model, recipe_of
 from penstock.torch_internals.dispatch import TorchDispatchMode
 from penstock.torch_internals.pytrees import tree_leaves
 from penstock.training.losses import compute_loss
@@ -39,7 +39,7 @@ class FirstLook:
     batch_norms: bool
 
 
-class _Precision(TorchDispatchMode):
+class _Precision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds the coarsest type that operators compute in."""
 
     eps = 0.0
@@ -59,7 +59,7 @@ def look(setup: Setup) -> FirstLook:
     _, spec = read_sample(given["sample"])
     inputs, target = setup.batches[0]
     piece = cut(spec, inputs, target, 1, own_target=recipe.reads_model_loss)[0]
-    before, precision = generator_states(), _Precision()
+    before, precision = generator_states(), _Precision()  # type: ignore[no-untyped-call]
     with precision, recipe.autocast_context(first_device(model)):
         output = call_model(model, spec, piece.values)
         kept = {leaf.grad_fn for leaf in flatten(output)[0] if isinstance(leaf, Tensor)}
@@ -70,7 +70,7 @@ def look(setup: Setup) -> FirstLook:
             "rehearse with batches and weights that train"
         )
     loss.backward()  # type: ignore[no-untyped-call]
-    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    names = {id(parameter): name for name, parameter in as_module(model).named_parameters()}
     leaves = list(_leaves(loss, kept))
     for leaf in leaves:
         if id(leaf) not in names:
@@ -86,7 +86,7 @@ def look(setup: Setup) -> FirstLook:
         draws=before != generator_states(),
         samples=piece.size,
         read_by_loss=tuple(names[id(leaf)] for leaf in leaves),
-        batch_norms=any(isinstance(inner, _BATCH_NORMS) and inner.training for inner in modules_of(model)),
+        batch_norms=any(isinstance(inner, _BATCH_NORMS) and inner.training for inner in as_module(model).modules()),
     )
 
 

@@ -20,9 +20,9 @@ from penstock.pipeline import Pipeline
 from penstock.rehearsing.causes import SIDE_WAYS, Rung, explain
 from penstock.rehearsing.differences import Comparison, Difference, Rounding, compare, earliest
 from penstock.rehearsing.first_looks import FirstLook, look
-from penstock.rehearsing.setups import Setup, has_dropout, kept_generators, read_setup
+from penstock.rehearsing.setups import Setup, dropout_rates, kept_generators, read_setup
 from penstock.rehearsing.training_records import TrainingRecord
-from penstock.rehearsing.trainings import train_by_chain, train_by_loop, train_by_pipeline
+from penstock.rehearsing.trainings import as_module, train_by_chain, train_by_loop, train_by_pipeline
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.training.user_microbatches import Microbatches
@@ -159,30 +159,29 @@ class _Rehearsing:
 
     def _choose(self, given: Mapping[str, Any]) -> bool:
         """Sets `parts` and `twin`. Returns whether the pipeline of the user has other numbers than its twin."""
-        plan, schedule = given.get("plan"), given.get("schedule")
-        twin: dict[str, Any] = {name: None for name in _OTHER_NUMBERS if name.endswith("dtype")}
-        twin |= {"update_hooks": (), "scale_learning_rates": False, "vertical_sync": False}
-        definition = plan.definition if isinstance(plan, Plan) else require_schedule(schedule or DEFAULT_SCHEDULE)
-        self.parts = plan.microbatches if isinstance(plan, Plan) else given.get("microbatches") or 1
-        stages = len(plan.stages) if isinstance(plan, Plan) else given.get("stages")
+        plan: Any = given.get("plan")
+        planned = isinstance(plan, Plan)
+        definition = plan.definition if planned else require_schedule(given.get("schedule") or DEFAULT_SCHEDULE)
+        self.parts = plan.microbatches if planned else given.get("microbatches") or 1
+        stages = len(plan.stages) if planned else given.get("stages")
         if stages is None and self.world.processes == 1:
             stages = 2
-        if not isinstance(plan, Plan):
-            twin |= {"plan": None, "stages": stages}
-        if not definition.flushes:
-            twin |= {"plan": None, "stages": stages, "microbatches": self.parts, "schedule": DEFAULT_SCHEDULE}
-        if plan is not None and not isinstance(plan, Plan):
-            self.not_judged.append("the plan that is measured: equal work in each stage instead")
-        self.twin = twin
+        self.twin = {"wire_dtype": None, "version_dtype": None, "update_hooks": (), "vertical_sync": False}
+        self.twin["scale_learning_rates"] = False
+        if not (planned and definition.flushes):
+            schedule = definition if definition.flushes else DEFAULT_SCHEDULE
+            self.twin |= {"plan": None, "stages": stages, "microbatches": self.parts, "schedule": schedule}
         self._note_limits(given)
         return not definition.flushes or any(given.get(name) for name in _OTHER_NUMBERS)
 
     def _note_limits(self, given: Mapping[str, Any]) -> None:
         read = ", ".join(self.seen.read_by_loss[:1])
         left_out = [f"{name}=" for name in _LEFT_OUT if given.get(name)]
+        planned = isinstance(given.get("plan"), Plan | None)
         notes = {
+            "the plan that is measured: stages of equal work instead": not planned,
             f"{', '.join(left_out)}, left out": bool(left_out),
-            "dropout, switched off": has_dropout(self.setup.make()["model"]),
+            "dropout, switched off": bool(dropout_rates(as_module(self.setup.make()["model"]))),
             "the whole batch at once, since the model draws random numbers": self.seen.draws and self.parts > 1,
             f"{read}, which the loss reads, where another process has it": bool(read) and self.world.processes == 1,
             "the types of the training: its copies are float64": self.setup.widened,
@@ -272,7 +271,7 @@ class _Rehearsing:
             case Rung.STAGES:
                 given |= self.twin
             case Rung.AS_GIVEN:
-                given |= {"stages": self.twin.get("stages")} if given.get("plan") is None else {}
+                given |= {} if isinstance(given.get("plan"), Plan) else {"plan": None, "stages": self.twin["stages"]}
             case _:
                 assert_never(rung)
         record, self.plan = train_by_pipeline(given, self.setup.batches)

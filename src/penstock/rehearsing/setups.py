@@ -16,12 +16,12 @@ from penstock.arguments import text_of
 from penstock.capturing.module_copies import copied
 from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError
-from penstock.rehearsing.trainings import Batch, named_parameters
+from penstock.rehearsing.trainings import Batch, as_module
 from penstock.torch_internals.pytrees import tree_map_only
 from penstock.training.losses import model_loss
 from penstock.training.user_microbatches import Microbatches
 
-__all__ = ["Setup", "generator_states", "has_dropout", "kept_generators", "modules_of", "read_setup"]
+__all__ = ["Setup", "dropout_rates", "generator_states", "kept_generators", "read_setup"]
 
 _OWNED = ("loss_fn", "optimizer", "lr_scheduler", "loss_weight", "update_hooks")
 """Arguments that may hold the model or state of their own, and are copied with it."""
@@ -44,14 +44,16 @@ class Setup:
         """The arguments of a training that is about to begin: its weights times 1 + `shaken` or 1 - `shaken`."""
         _seed(0)
         given = dict(self.make())
+        module = as_module(given["model"])
         if self.widened:
-            for module in modules_of(given["model"]):
-                module.double()
+            module.double()
             given["sample"] = _widen(given["sample"])
-        for module, name in list(_dropout_rates(given["model"])):
-            setattr(module, name, 0.0)
+            if isinstance(given["loss_fn"], nn.Module):
+                given["loss_fn"].double()
+        for inner, name in dropout_rates(module):
+            setattr(inner, name, 0.0)
         with torch.no_grad():
-            for parameter in named_parameters(given["model"]).values() if shaken else ():
+            for parameter in module.parameters() if shaken else ():
                 if parameter.is_floating_point():
                     parameter.mul_(1 + shaken * torch.randn_like(parameter).sign())
         _seed(1)
@@ -72,7 +74,6 @@ def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any
             return {**arguments, **made} if isinstance(made, Mapping) else {**arguments, "model": made}
 
     else:
-        # Copies do not begin where the first of them ends.
         given = {**arguments, "model": model}
 
         def make() -> dict[str, Any]:
@@ -115,23 +116,15 @@ def _widen(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
 
 
-def modules_of(model: Any) -> Iterator[nn.Module]:
-    """All modules of a model, or of a list of layers."""
-    for outer in [model] if isinstance(model, nn.Module) else model:
-        yield from outer.modules() if isinstance(outer, nn.Module) else ()
-
-
-def has_dropout(model: Any) -> bool:
-    """Whether `model` has rates of dropout."""
-    return any(getattr(module, name) for module, name in _dropout_rates(model))
-
-
-def _dropout_rates(model: Any) -> Iterator[tuple[nn.Module, str]]:
-    """The attributes that are rates of dropout."""
-    for module in modules_of(model):
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name.lower() or (name == "p" and isinstance(module, _DROPOUT))):
-                yield module, name
+def dropout_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The attributes of modules in `model` that are rates of dropout above 0."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value
+        if "drop" in name.lower() or (name == "p" and isinstance(module, _DROPOUT))
+    ]
 
 
 def _seed(seed: int) -> None:
@@ -140,14 +133,16 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def generator_states() -> list[bytes]:
+def generator_states() -> str:
     """The states of the generators of random numbers, to see whether something draws."""
-    device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    states = [torch.get_rng_state(), *device]
-    return [bytes(state.numpy()) for state in states] + [
-        repr(random.getstate()).encode(),
-        repr(numpy.random.get_state()).encode(),
-    ]
+    tensors = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]  # type: ignore[no-untyped-call]
+    return repr(
+        (
+            random.getstate(),
+            numpy.random.get_state(legacy=False)["state"]["key"].tolist(),
+            [state.tolist() for state in tensors],
+        )
+    )
 
 
 @contextmanager

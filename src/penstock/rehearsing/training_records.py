@@ -5,7 +5,7 @@ training makes its updates at once or stage by stage.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeAlias
@@ -88,11 +88,9 @@ class TrainingRecord:
         """Adds a copy of `value`."""
         self.values[number, kind, name] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
-    def finish(
-        self, steps: int, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]
-    ) -> None:
+    def finish(self, steps: int, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Adds what the model holds after the last of `steps`."""
-        for name, tensor in parameters:
+        for name, tensor in parameters.items():
             self.note(max(steps, self.updates.get(name, 0)) - 1, ValueKind.PARAMETER, name, tensor)
-        for name, tensor in buffers:
+        for name, tensor in buffers.items():
             self.note(steps - 1, ValueKind.BUFFER, name, tensor)

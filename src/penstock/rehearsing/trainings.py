@@ -22,16 +22,7 @@ from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
-__all__ = [
-    "Batch",
-    "call_model",
-    "named_buffers",
-    "named_parameters",
-    "recipe_of",
-    "train_by_chain",
-    "train_by_loop",
-    "train_by_pipeline",
-]
+__all__ = ["Batch", "as_module", "call_model", "recipe_of", "train_by_chain", "train_by_loop", "train_by_pipeline"]
 
 Batch: TypeAlias = tuple[Any, Any]
 """What `Pipeline.step` takes."""
@@ -42,20 +33,11 @@ def recipe_of(given: Mapping[str, Any]) -> Recipe:
     return Recipe(**{name: value for name, value in given.items() if name in Recipe.__dataclass_fields__})
 
 
-def named_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters of a module or of a list of layers, each once, by their names in a pipeline."""
+def as_module(model: Any) -> nn.Module:
+    """The model, or one module of a list of layers, whose tensors have the names that they have in a pipeline."""
     if isinstance(model, nn.Module):
-        return dict(model.named_parameters())
-    layers = {str(index): layer for index, layer in enumerate(model) if isinstance(layer, nn.Module)}
-    return dict(nn.ModuleDict(layers).named_parameters())
-
-
-def named_buffers(model: Any) -> dict[str, Tensor]:
-    """The buffers, in the same way."""
-    if isinstance(model, nn.Module):
-        return dict(model.named_buffers())
-    layers = {str(index): layer for index, layer in enumerate(model) if isinstance(layer, nn.Module)}
-    return dict(nn.ModuleDict(layers).named_buffers())
+        return model
+    return nn.ModuleDict({str(index): layer for index, layer in enumerate(model) if isinstance(layer, nn.Module)})
 
 
 def call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> Any:
@@ -65,21 +47,16 @@ def call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> A
         return model(*args, **kwargs)
     for layer in model:
         found = layer(*args, **kwargs)
-        args, kwargs = (), {}
-        match found:
-            case tuple() | list():
-                args = tuple(found)
-            case dict():
-                kwargs = found
-            case _:
-                args = (found,)
+        args = tuple(found) if isinstance(found, tuple | list) else () if isinstance(found, dict) else (found,)
+        kwargs = found if isinstance(found, dict) else {}
     return found
 
 
 def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch], parts: int) -> TrainingRecord:
     """The training as a user of PyTorch writes it, with the gradients of `parts` microbatches added up."""
     recipe, model, record = recipe_of(given), given["model"], TrainingRecord()
-    named = named_parameters(model)
+    module = as_module(model)
+    named = dict(module.named_parameters())
     optimizers = make_optimizers(record.watching(recipe.optimizer), named)
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
     _, spec = read_sample(given["sample"])
@@ -93,7 +70,7 @@ def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch], parts: int
             optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    record.finish(len(batches), named.items(), named_buffers(model).items())
+    record.finish(len(batches), named, dict(module.named_buffers()))
     return record
 
 
@@ -157,7 +134,6 @@ def train_by_pipeline(given: Mapping[str, Any], batches: Sequence[Batch]) -> tup
 
 
 def _finish(record: TrainingRecord, steps: int, model: Any, state: Mapping[str, Tensor]) -> None:
-    named = named_parameters(model)
-    parameters = {name: tensor for name, tensor in state.items() if name in named}
+    named = dict(as_module(model).named_parameters())
     buffers = {name: tensor for name, tensor in state.items() if name not in named}
-    record.finish(steps, parameters.items(), buffers.items())
+    record.finish(steps, {name: tensor for name, tensor in state.items() if name in named}, buffers)
