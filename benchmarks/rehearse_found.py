@@ -25,14 +25,14 @@ import torch
 import penstock
 from measurement.launches import conditions
 from model_cases.cases import Case
-from model_cases.families import CASES, missing_packages
+from model_cases.families import CASES, missing_packages, warm_up
 from penstock.errors import PenstockError, RehearsalError
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 from support.found_inputs import FOUND  # noqa: E402
 
-CASE_SECONDS = 120
+CASE_SECONDS = 400
 UNSEEN = """\
 what a rehearsal cannot see, by its nature:
   what the loop does between steps: a backward of its own that fills .grad, options of the optimizer that it changes
@@ -86,6 +86,7 @@ def _models(seconds: float) -> Iterator[str]:
     """Every model once, in a random order, until the time is up."""
     cases = [case for case in CASES if not missing_packages(case) and case.between is None]
     random.Random(0).shuffle(cases)
+    warm_up({case.family for case in cases})
     counts: Counter[str] = Counter()
     start = time.perf_counter()
     times: list[float] = []

@@ -376,24 +376,24 @@ def bound() -> Arguments:
 
 
 class Shared(Block):
-    """Calls `act` with what the blocks share, and what it has computed."""
+    """Calls `act` with what blocks share, what it has got, and what it has computed."""
 
-    def __init__(self, shared: Any, act: Callable[[Any, Tensor], Tensor] = lambda shared, y: y) -> None:
+    def __init__(self, shared: Any, act: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.shared, self.act = shared, act
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.shared, super().forward(x))
+        return self.act(self.shared, x, super().forward(x))
 
 
 def clock(sequential: bool) -> Arguments:
     shared = types.SimpleNamespace(t=0)
 
-    def tick(shared: Any, y: Tensor) -> Tensor:
+    def tick(shared: Any, x: Tensor, y: Tensor) -> Tensor:
         shared.t += 1
         return y
 
-    blocks = [Shared(shared, tick), Block(), Block(), Shared(shared, lambda shared, y: y / shared.t)]
+    blocks = [Shared(shared, tick), Block(), Block(), Shared(shared, lambda shared, x, y: y / shared.t)]
     model = Chain()
     model.blocks = nn.ModuleList(blocks)
     # In a loop with the whole batch the clock ticks once in a step.
@@ -403,11 +403,11 @@ def clock(sequential: bool) -> Arguments:
 def gate() -> Arguments:
     shared: dict[str, Tensor] = {}
 
-    def keep(shared: Any, y: Tensor) -> Tensor:
-        shared["gate"] = torch.sigmoid(y.mean(1, keepdim=True))
+    def keep(shared: Any, x: Tensor, y: Tensor) -> Tensor:
+        shared["gate"] = torch.sigmoid(x.mean(1, keepdim=True))
         return y
 
-    last = Shared(shared, lambda shared, y: y * shared["gate"])
+    last = Shared(shared, lambda shared, x, y: y * shared["gate"])
     return chained(nn.Sequential(Shared(shared, keep), Block(), Block(), last))
 
 

@@ -31,7 +31,7 @@ from penstock.values.plans import Plan, require_schedule
 __all__ = ["Rehearsal", "rehearse"]
 
 _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
-_LEFT_OUT = ("compile", "parallelize", "tensor_parallel", "init_fn")
+_LEFT_OUT = ("compile", "parallelize", "tensor_parallel", "init_fn", "on_nonfinite")
 """Options of `Pipeline` that rehearsals do without."""
 _OTHER_NUMBERS = ("wire_dtype", "version_dtype", "update_hooks", "scale_learning_rates", "vertical_sync")
 """Options that have other numbers than a plain loop on purpose: they are judged beside `reference_train`."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.arguments import text_of
+from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
 from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError
@@ -67,23 +68,24 @@ class Setup:
 def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any]) -> Setup:
     """The training that was passed to `rehearse`. Raises `PenstockError` unless it is whole."""
     makes = callable(model) and not isinstance(model, nn.Module | type)
-    if makes:
+    given = {**arguments, "model": model}
 
-        def make() -> dict[str, Any]:
+    def make() -> dict[str, Any]:
+        if makes:
             made = model()
-            return {**arguments, **made} if isinstance(made, Mapping) else {**arguments, "model": made}
-
-    else:
-        given = {**arguments, "model": model}
-
-        def make() -> dict[str, Any]:
-            memo: dict[int, Any] = {}
+            return given | (made if isinstance(made, Mapping) else {"model": made})
+        memo: dict[int, Any] = {}
+        try:
             with lifted(model):
-                made = {**given, "model": copied(model, memo)}
-            return made | {name: copy.deepcopy(given[name], memo) for name in _OWNED if name in given}
+                made = {"model": copied(model, memo)}
+            return given | made | {name: copy.deepcopy(given[name], memo) for name in _OWNED if name in given}
+        except Exception as error:
+            fix = "pass a function that makes the model, and returns all arguments in a dict"
+            raise PenstockError(f"rehearse: copying the model fails with {error!r}: {fix}") from error
 
     _seed(0)
-    first = dict(make())
+    first = make()
+    check_model(first["model"], "rehearse")
     missing = [name for name in ("model", "sample", "loss_fn", "optimizer") if name not in first]
     found = batches if batches is not None else first.pop("batches", None)
     if missing or not isinstance(found, Iterable) or isinstance(found, str | Mapping | Tensor):
