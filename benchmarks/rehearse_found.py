@@ -1,10 +1,11 @@
-"""Rehearses trainings that a pipeline may train wrongly, and models that it trains rightly.
+"""Rehearses trainings that a pipeline may train wrongly, or models that it trains rightly.
 
     python benchmarks/rehearse_found.py --save benchmarks/results/rehearse.txt
+    nice -n 15 python benchmarks/rehearse_found.py --models 1300 --save benchmarks/results/rehearse-models.txt
 
-The first part is a table of the inputs in `tests/support/found_inputs.py`: the step of the way that has other numbers,
-and the first of these. `--models SECONDS` then rehearses the models of `benchmarks/model_cases` for about as long, each
-in a process of its own, and says how many are equal, how many the pipeline refuses, and which are not equal.
+The first command makes a table of the inputs in `tests/support/found_inputs.py`: the step of the way that has other
+numbers, and the first of these. The second one rehearses models of `benchmarks/model_cases` for about as many seconds,
+each in a process of its own, and says how many are equal, how many the pipeline refuses, and which are not equal.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ what a rehearsal cannot see, by its nature:
     beside lr_scheduler=, gradients of a second pipeline whose loss runs this model
   two processes, in a single one: values whose gradient, shape or type depends on the data; weights of another process
     that the loss reads (rehearse under torchrun)
-  what loop and pipeline share: a layer of penstock.scan that mixes samples
+  what loop and pipeline share, or pipeline and oracle: a layer of penstock.scan that mixes samples, a prediction of an
+    update hook that has another shape
   checkpoints, launchers, files, signals, speed"""
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     machine, software, command = conditions("benchmarks/rehearse_found.py").splitlines()
     lines = [command, machine, software, ""]
-    for line in chain(_found(), ["", *UNSEEN.splitlines()], _models(options.models) if options.models else ()):
+    for line in _models(options.models) if options.models else _found():
         lines.append(line)
         print(line, flush=True)
     if options.save:
@@ -69,6 +70,8 @@ def _found() -> Iterator[str]:
         text = _outcome(make, accumulation=found.make().get("accumulation", False))
         yield f"{found.name}  ({time.perf_counter() - start:.1f} s)"
         yield f"    {text}"
+    yield ""
+    yield from UNSEEN.splitlines()
 
 
 def _outcome(make: Callable[[], Any], **options: Any) -> str:
@@ -90,7 +93,6 @@ def _models(seconds: float) -> Iterator[str]:
     counts: Counter[str] = Counter()
     start = time.perf_counter()
     times: list[float] = []
-    yield ""
     yield "models of benchmarks/model_cases, 2 stages, 1f1b-flush, beside a loop in microbatches:"
     for case in cases:
         if time.perf_counter() - start > seconds:
@@ -99,7 +101,7 @@ def _models(seconds: float) -> Iterator[str]:
         text = _in_a_process(case)
         times.append(time.perf_counter() - begin)
         counts[text.partition(":")[0]] += 1
-        if not text.startswith(("equal", "refused")):
+        if text != "equal":
             yield f"  {case.family}/{case.name}: {text}"
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     yield f"  {len(times)} of {len(cases)} models: {summary}; {sorted(times)[len(times) // 2]:.1f} s in the middle"

@@ -15,6 +15,8 @@ from penstock.errors import PenstockError, RehearsalError
 from penstock.rehearsing import Rehearsal
 from support.found_inputs import Block, Chain, contrastive, dice, rows
 from support.jobs.rehearsal_jobs import rehearse_in_processes
+from support.models import momentum
+from support.random_models import WIDTH, draw_model
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -134,6 +136,34 @@ def test_losses_that_are_no_mean_over_samples(loss_fn: Any, target: Tensor, caus
     assert [one.after for one in found.comparisons if one.difference] == ["your loop in microbatches"]
     # A loop that is cut in the same way has the same numbers, and so has the right weight.
     assert rehearsed(loss_fn=loss_fn, batches=[(x, target)], accumulation=True).difference is None
+
+
+def test_a_metric_that_is_no_mean_is_named() -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        found = F.mse_loss(output, target)
+        return found, {"perplexity": found.exp(), "error": (output - target).abs().mean()}
+
+    with pytest.raises(RehearsalError, match="First the metric perplexity in step 0") as raised:
+        rehearsed(loss_fn=loss)
+    assert "the metric is no mean over samples" in str(raised.value)
+
+
+@pytest.mark.parametrize("seed", range(0, 24, 3))
+def test_models_of_random_habits_train_equal_or_are_refused(seed: int) -> None:
+    torch.manual_seed(seed)
+    batches = [tuple(rows(2, 8, WIDTH)) for _ in range(2)]
+    try:
+        found = rehearsed(
+            model=lambda: draw_model(seed),
+            batches=batches,
+            sample=(batches[0][0][:2],),
+            optimizer=momentum,
+            accumulation=True,
+        )
+    except PenstockError as error:
+        assert not isinstance(error, RehearsalError)
+    else:
+        assert found.difference is None
 
 
 def test_the_right_weight_of_microbatches_makes_trainings_equal() -> None:

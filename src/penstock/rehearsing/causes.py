@@ -60,6 +60,10 @@ _NO_MEAN = (
     "samples with each other (contrastive). Where it is a mean over other items, pass loss_weight= with their number; "
     "no weight makes a ratio right: average it per sample"
 )
+_METRIC = (
+    "the metric is no mean over samples (a ratio, a maximum, the exponential of a loss): a step returns its mean over "
+    "microbatches. Return the numbers that it is made of"
+)
 _INJECTED = (
     "a gradient that does not follow the loss, which agrees. A gradient that an autograd.Function adds (an auxiliary "
     "loss), or a hook that changes gradients, counts once for each microbatch, while losses count by their share of "
@@ -120,7 +124,9 @@ def _explain_accumulation(difference: Difference, look: FirstLook, setup: Setup)
         return _SAMPLES
     if any(_has_list(target, look.samples) for _, target in setup.batches):
         return _LISTED
-    if difference.kind in ("loss", "metric"):
+    if difference.kind == "metric":
+        return _METRIC
+    if difference.kind == "loss":
         return _IGNORED if _ignores_labels(setup) else _NO_MEAN
     return _INJECTED
 

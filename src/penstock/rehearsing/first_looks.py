@@ -69,7 +69,8 @@ def look(setup: Setup) -> FirstLook:
             f"rehearse: expected a loss that is a number, found {float(loss)} in the first step of your own loop: "
             "rehearse with batches and weights that train"
         )
-    loss.backward()  # type: ignore[no-untyped-call]
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
     names = {id(parameter): name for name, parameter in as_module(model).named_parameters()}
     leaves = list(_leaves(loss, kept))
     for leaf in leaves:
