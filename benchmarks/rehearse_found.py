@@ -67,19 +67,20 @@ def _found() -> Iterator[str]:
         def make(make: Callable[[], dict[str, Any]] = found.make) -> dict[str, Any]:
             return {name: value for name, value in make().items() if name != "accumulation"}
 
-        text = _outcome(make, accumulation=found.make().get("accumulation", False))
+        outcome = _outcome(make, accumulation=found.make().get("accumulation", False))
         yield f"{found.name}  ({time.perf_counter() - start:.1f} s)"
-        yield f"    {text}"
+        yield from (f"    {line}" for line in outcome.splitlines())
     yield ""
     yield from UNSEEN.splitlines()
 
 
 def _outcome(make: Callable[[], Any], **options: Any) -> str:
-    """What a rehearsal says, in a line."""
+    """What a rehearsal says, in a line or two."""
     try:
         penstock.rehearse(make, **options)
     except RehearsalError as error:
-        return f"found: {str(error).splitlines()[0]}"
+        first, cause, *_ = str(error).splitlines()
+        return f"found: {first}\n{cause[:140]} ..."
     except PenstockError as error:
         return f"refused: {type(error).__name__}: {' '.join(str(error).split())[:220]}"
     return "equal"

@@ -55,7 +55,7 @@ def test_other_numbers(capsys: Any) -> None:
 
     error = capsys.readouterr().err
     assert error.startswith(
-        "penstock: error: your loop in microbatches has other numbers than your loop. First the loss"
+        "penstock: error: the numbers of your loop in microbatches are not those of your loop. First the loss"
     )
     assert "likely cause: the loss is no mean over samples" in error
     assert main(["rehearse", "train_setup.py:wrong", "--accumulation"]) == 0

@@ -124,7 +124,9 @@ def test_nothing_of_the_user_is_changed() -> None:
 )
 def test_losses_that_are_no_mean_over_samples(loss_fn: Any, target: Tensor, cause: str) -> None:
     x = rows(8, 8)
-    with pytest.raises(RehearsalError, match="your loop in microbatches has other numbers than your loop") as raised:
+    with pytest.raises(
+        RehearsalError, match="the numbers of your loop in microbatches are not those of your loop"
+    ) as raised:
         rehearsed(loss_fn=loss_fn, batches=[(x, target)])
     found = raised.value.rehearsal
 
@@ -190,7 +192,7 @@ def test_state_that_copies_share_is_found() -> None:
             calls.append(1)
             return super().forward(x) / len(calls)
 
-    with pytest.raises(RehearsalError, match="your loop again has other numbers than your loop") as raised:
+    with pytest.raises(RehearsalError, match="the numbers of your loop again are not those of your loop") as raised:
         rehearsed(model=Chain(Counts))
     assert "Pass a function that makes the model" in str(raised.value)
     with pytest.raises(RehearsalError, match="does not make it new every time"):

@@ -221,7 +221,7 @@ class _Rehearsing:
         cause = explain(rung, found.difference, self.seen, self.setup)
         result = replace(self._result(), cause=cause)
         raise RehearsalError(
-            f"{found.after} has other numbers than {found.before}. First {found.difference}\n"
+            f"the numbers of {found.after} are not those of {found.before}. First {found.difference}\n"
             f"likely cause: {cause}\n{result}",
             result,
         )
