@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PenstockError,
         PlanError,
         ProfileError,
+        RehearsalError,
         ScheduleError,
         TransportError,
     )
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.profiling.links import probe
     from penstock.profiling.profiler import profile
     from penstock.profiling.subjects import Subject
+    from penstock.rehearsing import rehearse
     from penstock.rendering.pictures import render
     from penstock.reporting.stats import Stats
     from penstock.reporting.writers import log_stats
@@ -74,6 +76,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "ProfileError",
+    "RehearsalError",
     "RowInt8",
     "Schedule",
     "ScheduleDefinition",
@@ -103,6 +106,7 @@ __all__ = [
     "probe",
     "profile",
     "reference_train",
+    "rehearse",
     "render",
     "reset_parameters",
     "schedule",
@@ -131,6 +135,7 @@ _HOMES = {
     "PlanError": "errors",
     "Profile": "values.profiles",
     "ProfileError": "errors",
+    "RehearsalError": "errors",
     "RowInt8": "training.wire_codecs",
     "Schedule": "scheduling.schedules",
     "ScheduleDefinition": "scheduling.definitions",
@@ -160,6 +165,7 @@ _HOMES = {
     "probe": "profiling.links",
     "profile": "profiling.profiler",
     "reference_train": "oracle.references",
+    "rehearse": "rehearsing",
     "render": "rendering.pictures",
     "reset_parameters": "capturing.initialization",
     "schedule": "values.plans",

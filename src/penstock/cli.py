@@ -12,13 +12,13 @@ import traceback
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.commands import DOCTOR, FLEET, PLAN, PROBE, PROFILE, SHOW, SIMULATE, VERIFY
+from penstock.commands import DOCTOR, FLEET, PLAN, PROBE, PROFILE, REHEARSE, SHOW, SIMULATE, VERIFY
 from penstock.commands.command import Command
 from penstock.errors import PenstockError, visible
 
 __all__ = ["main"]
 
-_COMMANDS: tuple[Command, ...] = (PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, DOCTOR, FLEET)
+_COMMANDS: tuple[Command, ...] = (REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, DOCTOR, FLEET)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:

@@ -6,7 +6,8 @@
     ├── PlanError         a plan or a cluster is wrong, or does not fit the model
     ├── ScheduleError     a schedule violates one of its rules
     ├── TransportError    a peer died, hung, or sent an unexpected message
-    └── CheckpointError   a saved state does not fit this model or plan
+    ├── CheckpointError   a saved state does not fit this model or plan
+    └── RehearsalError    a training in a pipeline has other numbers than the user's own loop
 
 A message says where, what was expected, what was found, and what to do. Names in it may come from files and other
 processes, so a message holds no character that would command a terminal.
@@ -21,6 +22,7 @@ __all__ = [
     "PenstockError",
     "PlanError",
     "ProfileError",
+    "RehearsalError",
     "ScheduleError",
     "TransportError",
     "suggestion",
@@ -57,6 +59,14 @@ class TransportError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A saved state does not fit this model or plan."""
+
+
+class RehearsalError(PenstockError):
+    """A training in a pipeline has other numbers than the user's own loop. `rehearsal`: what was compared."""
+
+    def __init__(self, text: str, rehearsal: object = None) -> None:
+        super().__init__(text)
+        self.rehearsal = rehearsal
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

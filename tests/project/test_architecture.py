@@ -71,9 +71,11 @@ FLOW = {
     "pipeline": """errors arguments values doctor timelines autoplans layer_weights scheduling scheduling.verification
         capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
+    "rehearsing": """errors arguments torch_internals values scheduling scheduling.orders capturing training oracle
+        runtime.transport pipeline""",
     "fleet": "errors arguments values timelines planning",
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
-        training fleet""",
+        training rehearsing fleet""",
     "integrations": "errors training pipeline",
     "scan": "errors arguments",
     "cli": "errors commands",
@@ -96,11 +98,11 @@ ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
     CaptureError CheckpointError Cluster DeviceKind ErrorFeedback LayerProfile LookAhead LossScale Microbatches
-    NamedParameters PenstockError Pipeline Plan PlanError Profile ProfileError RowInt8 Schedule ScheduleDefinition
-    ScheduleError Stage Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction
-    WeightUpdate WireCodec capture compare_clusters initialize latest_checkpoint load_weights loader local_device
-    log_stats model_loss plan prefetch probe profile reference_train render reset_parameters schedule shapes_of simulate
-    token_count verify
+    NamedParameters PenstockError Pipeline Plan PlanError Profile ProfileError RehearsalError RowInt8 Schedule
+    ScheduleDefinition ScheduleError Stage Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage
+    WeightPrediction WeightUpdate WireCodec capture compare_clusters initialize latest_checkpoint load_weights loader
+    local_device log_stats model_loss plan prefetch probe profile reference_train rehearse render reset_parameters
+    schedule shapes_of simulate token_count verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "

@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
-RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "reliability.md", "training.md")
+RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "rehearse.md", "reliability.md", "training.md")
 
 
 def read_blocks(file: Path) -> list[str]:

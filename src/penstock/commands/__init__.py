@@ -5,8 +5,9 @@ from penstock.commands.fleet_command import FLEET
 from penstock.commands.plan_command import PLAN
 from penstock.commands.probe_command import PROBE
 from penstock.commands.profile_command import PROFILE
+from penstock.commands.rehearse_command import REHEARSE
 from penstock.commands.show_command import SHOW
 from penstock.commands.simulate_command import SIMULATE
 from penstock.commands.verify_command import VERIFY
 
-__all__ = ["DOCTOR", "FLEET", "PLAN", "PROBE", "PROFILE", "SHOW", "SIMULATE", "VERIFY"]
+__all__ = ["DOCTOR", "FLEET", "PLAN", "PROBE", "PROFILE", "REHEARSE", "SHOW", "SIMULATE", "VERIFY"]

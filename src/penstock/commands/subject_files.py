@@ -1,4 +1,4 @@
-"""``FILE.py:FUNCTION``: the model and the sample that a user's file makes."""
+"""``FILE.py:FUNCTION``: what a function of the user's file makes, such as a model and its sample."""
 
 import importlib.util
 import inspect
@@ -17,7 +17,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import ProfileError, suggestion
 from penstock.profiling import Subject
 
-__all__ = ["load_subject"]
+__all__ = ["load_function", "load_subject"]
 
 
 def load_subject(spec: str) -> Subject:
@@ -25,20 +25,31 @@ def load_subject(spec: str) -> Subject:
 
     Raises a `ProfileError` that names the file, the function or the result that is not as expected.
     """
+    where, make = load_function(spec)
+    subject = _subject(where, make())
+    return subject if subject.name else replace(subject, name=where.rpartition(":")[2])
+
+
+def load_function(spec: str) -> tuple[str, Callable[[], Any]]:
+    """Imports FILE.py. Returns ``FILE.py:FUNCTION`` and a function that calls FUNCTION, without arguments.
+
+    It raises as this does: a `ProfileError` that names the file and the line, or the function that is missing.
+    """
     file, colon, function = spec.rpartition(":")
     if not colon:
         file, function = spec, ""
     path = Path(file)
     if not path.is_file():
         raise ProfileError(f"{file}: no such file: expected FILE.py:FUNCTION, found {spec!r}; check the path")
-    with _importable(path.resolve().parent):
-        with _explained(path, "was imported"):
-            module = _import(path)
-        make = _function(path, function, module)
-        with _explained(path, f"{function}() was called"):
-            result = make()
-    subject = _subject(f"{file}:{function}", result)
-    return subject if subject.name else replace(subject, name=function)
+    with _importable(path.resolve().parent), _explained(path, "was imported"):
+        module = _import(path)
+    made = _function(path, function, module)
+
+    def make() -> Any:
+        with _importable(path.resolve().parent), _explained(path, f"{function}() was called"):
+            return made()
+
+    return f"{file}:{function}", make
 
 
 def _import(path: Path) -> ModuleType:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.capturing.chain import LayerChain
+from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import flatten
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.user_microbatches import Microbatches
@@ -25,7 +25,7 @@ class ReferenceMicrobatch:
 
 
 def cut(
-    chain: LayerChain, inputs: Any, target: Any, count: int, *, own_target: bool = False
+    spec: ModelInputs, inputs: Any, target: Any, count: int, *, own_target: bool = False
 ) -> list[ReferenceMicrobatch]:
     """The `count` microbatches of a batch; those that the user has cut are taken as they are.
 
@@ -34,18 +34,18 @@ def cut(
     if isinstance(inputs, Microbatches):
         targets = [None] * count if inputs.targets is None else inputs.targets
         pairs = list(zip(inputs.inputs, targets, strict=True))
-        return [part for batch, own in pairs for part in cut(chain, batch, own, 1, own_target=own_target)]
+        return [part for batch, own in pairs for part in cut(spec, batch, own, 1, own_target=own_target)]
     if own_target:
         target = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    tensors = chain.inputs.read(inputs)
-    samples = next(tensors[name].shape[0] for name in tensors if name in chain.inputs.batched)
+    tensors = spec.read(inputs)
+    samples = next(tensors[name].shape[0] for name in tensors if name in spec.batched)
     columns = {
-        name: list(t.clone().tensor_split(count)) if name in chain.inputs.batched else [t] * count
+        name: list(t.clone().tensor_split(count)) if name in spec.batched else [t] * count
         for name, t in tensors.items()
     }
     targets = pieces_of(target, samples, count)
     for size in set(sizes_of(samples, count)):
-        chain.inputs.check_samples(size, tensors)
+        spec.check_samples(size, tensors)
     return [
         ReferenceMicrobatch({name: column[index] for name, column in columns.items()}, targets[index], size)
         for index, size in enumerate(sizes_of(samples, count))

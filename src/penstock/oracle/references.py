@@ -222,7 +222,7 @@ class _Run:
         """Trains on one minibatch and returns its loss."""
         total, per_microbatch = 0.0, self.schedule.updates_per_microbatch
         own_target = self.recipe.reads_model_loss
-        parts = cut(self.chain, inputs, target, self.plan.microbatches, own_target=own_target)
+        parts = cut(self.chain.inputs, inputs, target, self.plan.microbatches, own_target=own_target)
         amounts = [amount_of(self.recipe.loss_weight, part.target, part.size) for part in parts]
         for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
             self.versions = _versions(self.guarantees, k, self.minibatch)

@@ -1,0 +1,56 @@
+"""``penstock rehearse``: compare a pipeline with the user's own loop."""
+
+import argparse
+from dataclasses import asdict
+
+from penstock.commands.command import Command, given, print_json, show
+from penstock.commands.quantities import parse_count
+
+__all__ = ["REHEARSE"]
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "subject",
+        metavar="FILE.py:FUNCTION",
+        help="a function without arguments that returns a dict: model, batches, and the arguments of penstock.Pipeline",
+    )
+    parser.add_argument(
+        "--steps", type=parse_count, metavar="N", default=argparse.SUPPRESS, help="train for N steps (default: 3)"
+    )
+    parser.add_argument(
+        "--accumulation",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="compare with a loop that adds up the gradients of microbatches, not with the whole batch at once",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from penstock.commands.subject_files import load_function
+    from penstock.errors import RehearsalError
+    from penstock.rehearsing import Rehearsal, rehearse
+
+    _, make = load_function(arguments.subject)
+    try:
+        found = rehearse(make, **given(arguments, "steps", "accumulation"))
+    except RehearsalError as error:
+        if arguments.json and isinstance(error.rehearsal, Rehearsal):
+            print_json(asdict(error.rehearsal))
+        raise
+    if arguments.json:
+        print_json(asdict(found))
+    else:
+        show(str(found))
+
+
+REHEARSE = Command(
+    name="rehearse",
+    summary="compare a pipeline with your own training loop",
+    description="Trains copies of a model for a few steps in a plain loop of PyTorch and in a pipeline, and compares "
+    "all numbers. Where they differ, it says what differs first, the likely cause and the way out, with exit code 1. "
+    "Under torchrun it compares the pipeline of all processes.",
+    example="penstock rehearse train_setup.py:make",
+    declare=_declare,
+    run=_run,
+)
