@@ -19,7 +19,7 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.torch_internals.export import fixed_sizes_noted
 
-__all__ = ["explained"]
+__all__ = ["explained", "first_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
@@ -69,7 +69,7 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
-        where = _source_line(error.__traceback__) or _line_in_text(str(error)) or _fixed_line(str(error), fixed)
+        where = source_line(error.__traceback__) or _line_in_text(str(error)) or _fixed_line(str(error), fixed)
         reason = _reason(error, samples)
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
@@ -80,7 +80,7 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
         logger.disabled = silent
 
 
-def _source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
+def source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
     """File, line number and text of the innermost frame of `trace` that is neither PyTorch's nor Penstock's."""
     found = None
     for frame, number in traceback.walk_tb(trace):
@@ -137,6 +137,10 @@ def _reason(error: Exception, samples: str) -> str:
         if re.search(pattern, text):
             batch = f"; {samples}" if reason is _BATCH else ""
             return f"{reason} ({type(error).__name__}{batch})"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0] if lines else "no reason given"
-    return f"{type(error).__name__}: {first[:200].rstrip('.')}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message, at most 200 letters, without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200].rstrip(".") if lines else "no reason given"
