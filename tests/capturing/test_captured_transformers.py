@@ -236,3 +236,17 @@ def test_hooks_that_an_earlier_call_installed_are_not_traced() -> None:
 
     with pytest.raises(CaptureError, match=r"returns 4 tensors, and 1 of them in a trace .* before the model is first"):
         capture(model, sample)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_float32_is_judged_by_its_own_rounding(seed: int) -> None:
+    """With a mask, the trace computes attention by another kernel. Gradients are sums of some hundreds here."""
+    config = transformers.Lfm2Config(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = transformers.Lfm2ForCausalLM(config)
+    ids = torch.randint(3, 97, (2, 16))
+
+    capture(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False})
