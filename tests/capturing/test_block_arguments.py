@@ -190,3 +190,74 @@ def test_a_decision_by_sizes_that_is_passed_to_blocks_holds_for_sizes_that_decid
     assert torch.equal(found[0], model(x))
     with pytest.raises(CaptureError):
         chain.inputs.check_samples(4, chain.inputs.bind((x[:, :4],), {}))
+
+
+class Scale:
+    """As a cache of transformers with a sliding window: an object with a number in a tensor, made in every forward."""
+
+    def __init__(self) -> None:
+        self.number = torch.tensor(0.5)
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor, scale: Scale) -> Tensor:
+        return super().forward(x) * scale.number
+
+
+class PassingNumbers(Model):
+    def __init__(self) -> None:
+        super().__init__(Scaled)
+
+    def change(self, scale: Scale, x: Tensor) -> None:
+        """What the code between blocks does with the number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = Scale()
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale)
+            self.change(scale, x)
+        return self.last(x)
+
+
+class AssigningNumbers(PassingNumbers):
+    def change(self, scale: Scale, x: Tensor) -> None:
+        scale.number = scale.number * 0.5 + 1
+
+
+class WritingNumbers(PassingNumbers):
+    """The backward does not read the number, so that it may be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda x, scale, block=block: Block.forward(block, x) + scale.number
+
+    def change(self, scale: Scale, x: Tensor) -> None:
+        scale.number += 1
+
+
+@pytest.mark.parametrize("kind", [PassingNumbers, AssigningNumbers, WritingNumbers])
+def test_an_object_with_a_number_in_a_tensor_is_passed_to_blocks(kind: Callable[[], Model]) -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return kind().double()
+
+    data = batches((6, 5, 6))
+    expected = train_plainly(made(), data)
+    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, schedule="1f1b-flush", stages=3) as pipe:
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+
+
+class PassingMeans(PassingNumbers):
+    def change(self, scale: Scale, x: Tensor) -> None:
+        scale.number = x.mean()
+
+
+def test_an_object_with_a_tensor_that_was_computed_is_refused() -> None:
+    with pytest.raises(
+        CaptureError,
+        match=r"(?s)blocks.1 is called with a Scale that cannot be copied .* Make it in each block, pass the tensors "
+        r"in it \(for a cache of transformers: use_cache=False in sample=\), or pass the model as a list of layers",
+    ):
+        capture(PassingMeans().double(), (batches((6,))[0][0],))

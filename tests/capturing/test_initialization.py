@@ -294,8 +294,45 @@ def test_a_model_that_reads_numbers_is_refused_and_left_as_it_was() -> None:
     with pytest.raises(CaptureError) as caught:
         capture_weightless(model, (torch.ones(2, 6, dtype=torch.float64),))
 
-    assert "captured on the meta device" in caught.value.__notes__[0]
+    text = str(caught.value)
+    assert text.startswith("Sequential fails on the meta device, where tensors have no numbers. At\n    ")
+    assert "return y if float(y.sum()) > 0 else -y\nRuntimeError: Tensor.item() cannot be called on meta" in text
+    assert "reads none of their numbers, as `if mask.all()` and x.item() do" in text
     assert torch.equal(model[1].bias, kept)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + torch.arange(x.shape[-1])
+        return x
+
+
+@pytest.mark.parametrize("build", [Counting, lambda: nn.ModuleList([Counting(), Counting()])])
+def test_a_model_that_makes_tensors_elsewhere_is_told_where_to_make_them(build: Callable[[], nn.Module]) -> None:
+    with pytest.raises(
+        CaptureError,
+        match=r"(?s)fails on the meta device, .*: x = block\(x\) \+ torch.arange\(x.shape\[-1\]\)\nRuntimeError: .*"
+        r"makes tensors where its inputs are, as torch.arange\(n, device=x.device\)",
+    ):
+        capture_weightless(on_meta(build), (torch.ones(2, 6),))
+
+
+def test_a_sliding_window_needs_its_cache_on_the_meta_device() -> None:
+    """Without one, transformers reads the positions: it asks whether several sequences stand in one row."""
+    config = transformers.MistralConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16, sliding_window=4, use_cache=False,
+    )  # fmt: skip
+    model, tokens = on_meta(lambda: transformers.MistralForCausalLM(config)), torch.arange(10).reshape(2, 5)
+
+    with pytest.raises(CaptureError, match=r"pass use_cache=True and no attention_mask in sample="):
+        capture_weightless(model, {"input_ids": tokens})
+    assert len(capture_weightless(model, {"input_ids": tokens, "use_cache": True}).chain.layers) == 4
 
 
 def test_a_sample_without_a_device_is_refused() -> None:

@@ -1,6 +1,7 @@
 """What a trace needs of torch.export's private names, and what stands in where they are gone."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch._dynamo.exc
 from torch import Tensor, nn
 
 import penstock
-from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards, traced_by
+from penstock.torch_internals.export import (
+    export_refusals,
+    hidden_from_the_model,
+    shape_guards,
+    traced_by,
+    traced_constant,
+)
 
 
 class FixedBatch(nn.Module):
@@ -131,3 +138,26 @@ def test_guards_are_those_of_the_code() -> None:
 def test_without_the_name_no_trace_is_trusted() -> None:
     with pytest.raises(penstock.PenstockError, match="_guards_code"):
         shape_guards(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_number_of_a_trace_is_known_as_long_as_it_is_one(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    class Numbers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            number = torch.tensor(8)
+            found.append(traced_constant(number))
+            number += 1
+            found.extend(map(traced_constant, (number, x, x.sum())))
+            return x + number
+
+    if not private:
+        monkeypatch.setitem(sys.modules, "torch.utils._mode_utils", None)
+    program = export(Numbers(), torch.zeros(3))
+
+    assert [None if each is None else each.item() for each in found] == ([8, 9] if private else [None, None]) + [
+        None
+    ] * 2
+    # To read them is no part of the trace.
+    assert not any("clone" in str(node.target) for node in program.graph.nodes)

@@ -5,14 +5,15 @@ happens once. So the chain is compared with the model on the sample before it is
 the same.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.gradient_comparison import GradientComparison, Gradients, parts_of
 from penstock.capturing.lost_backwards import hooks_refused
 from penstock.capturing.module_state import same_content
 from penstock.capturing.randomness import seed_all
@@ -31,15 +32,37 @@ def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> No
 
     Both run three times from the same state of the generators and buffers, so that dropout draws the same masks and
     what a run leaves behind shows in the next one. Buffers and generators are left as they were. Tolerance: that of
-    `torch.testing` for the data type, since CUDA kernels may add in any order.
+    `torch.testing` for the data type, since CUDA kernels may add in any order, or a few times the rounding of the
+    model where this is more.
 
     `trains`: whether gradients are compared; a chain for evaluation is run without.
     """
     modules = [inner for layer in chain.layers for inner in layer.module.modules()]
     bodies = [inner.get_submodule("body") for inner in modules if isinstance(inner, EagerLayer)]
-    expected = _run(sampled, _model_of(sampled), hooks_refused(bodies), trains)
-    for own, its in zip(expected, _run(sampled, _whole(chain), nullcontext(), trains), strict=True):
-        _compare(own, its, sampled.name)
+    model, name = sampled.model, sampled.name
+    left = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad and trains}
+
+    def run_model(backward: _Backward) -> list[_Outcome]:
+        with hooks_refused(bodies):
+            return _run(sampled, _model_of(sampled), trains, backward)
+
+    again = False
+    while left or not again:
+        gradients = GradientComparison(left, _difference, again=again)
+        expected = run_model(_Backward(left, gradients.keep))
+        found = _run(sampled, _whole(chain), trains, _Backward(left, gradients.compare))
+        _compare_outputs(expected, found, name)
+        for parameter in gradients.one_sided:
+            raise CaptureError(_message(f"whether parameter {parameter} has a gradient", name))
+        if gradients.different:
+            some = {key: left[key] for key in gradients.different}
+            for side in (-1, 1):
+                run_model(_Backward(some, gradients.note_rounding, side))
+            gradients.allow_rounding()
+        for parameter, text in gradients.different.items():
+            raise CaptureError(f"{_message(f'the gradient of parameter {parameter}', name)} {text}")
+        _compare_buffers(expected, found, name)
+        left, again = {key: left[key] for key in gradients.unclear}, True
 
 
 def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
@@ -56,8 +79,22 @@ def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
     return True
 
 
-_Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None], dict[str, Tensor]]
+_Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor]]
+"""Outputs and buffers."""
 _RUNS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Backward:
+    """What a backward computes: the gradients of `parameters`, by name, which it gives to `take` part by part.
+
+    What enters the backward is multiplied by a factor a little above or below 1, as `side` says, and the gradients are
+    divided by it: they differ by their rounding, and by a little more if a hook clips them.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    take: Callable[[Gradients], None]
+    side: int = 0
 
 
 def _model_of(sampled: SampledModel) -> Callable[[Call], Any]:
@@ -70,34 +107,29 @@ def _whole(chain: LayerChain) -> Callable[[Call], Any]:
     return lambda own: chain.output.build(stage((), chain.inputs.bind(own.args, own.kwargs)))
 
 
-def _compare(expected: _Outcome, found: _Outcome, name: str) -> None:
-    outputs, gradients, buffers = expected
-    for index, (own, its) in enumerate(zip(outputs, found[0], strict=True)):
-        _compare_tensors(f"output {index}", own, its, name)
-    for parameter, gradient in gradients.items():
-        other = found[1][parameter]
-        if (gradient is None) != (other is None):
-            raise CaptureError(_message(f"whether parameter {parameter} has a gradient", name))
-        if gradient is not None:
-            _compare_tensors(f"the gradient of parameter {parameter}", gradient, other, name)
-    for path, buffer in buffers.items():
-        _compare_tensors(f"buffer {path}", buffer, found[2][path], name)
+def _compare_outputs(expected: Sequence[_Outcome], found: Sequence[_Outcome], name: str) -> None:
+    for (own, _), (its, _) in zip(expected, found, strict=True):
+        for index, pair in enumerate(zip(own, its, strict=True)):
+            _compare_tensors(f"output {index}", *pair, name)
 
 
-def _run(
-    sampled: SampledModel, function: Callable[[Call], Any], around: AbstractContextManager[None], trains: bool
-) -> list[_Outcome]:
-    """The output tensors and the buffers of `_RUNS` consecutive passes, and the gradients of the last one."""
-    model = sampled.model
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _compare_buffers(expected: Sequence[_Outcome], found: Sequence[_Outcome], name: str) -> None:
+    for (_, own), (_, its) in zip(expected, found, strict=True):
+        for path, buffer in own.items():
+            _compare_tensors(f"buffer {path}", buffer, its[path], name)
+
+
+def _run(sampled: SampledModel, function: Callable[[Call], Any], trains: bool, backward: _Backward) -> list[_Outcome]:
+    """The outputs and the buffers of `_RUNS` consecutive passes, of which the last one has a backward."""
     found = []
     # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
-    with sampled.preserved(), torch.set_grad_enabled(trains), around:
+    with sampled.preserved(), torch.set_grad_enabled(trains):
         for run in range(_RUNS):
             outputs = _outputs(function, sampled.call, run)
-            gradients = _gradients(outputs, parameters, sampled.name) if trains and run == _RUNS - 1 else {}
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            found.append(([output.detach().clone() for output in outputs], gradients, buffers))
+            if run == _RUNS - 1:
+                _differentiate(outputs, backward, sampled.name)
+            buffers = {name: buffer.detach().clone() for name, buffer in sampled.model.named_buffers()}
+            found.append(([output.detach().clone() for output in outputs], buffers))
     return found
 
 
@@ -113,33 +145,50 @@ def _outputs(function: Callable[[Call], Any], call: Call, run: int) -> list[Tens
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter], name: str) -> dict[str, Tensor | None]:
-    """The gradients of a sum over all outputs with weights that let no element cancel another."""
+def _differentiate(outputs: list[Tensor], backward: _Backward, name: str) -> None:
+    """Computes the gradients of a sum over all outputs with weights that let no element cancel another."""
     differentiable = [output for output in outputs if output.requires_grad]
-    if not differentiable or not parameters:
-        return dict.fromkeys(parameters)
-    weights = [torch.linspace(0.5, 1.5, max(output.numel(), 1), device=output.device) for output in differentiable]
-    seeds = [w[: o.numel()].reshape(o.shape).to(o.dtype) for w, o in zip(weights, differentiable, strict=True)]
-    try:
-        found = torch.autograd.grad(differentiable, list(parameters.values()), seeds, allow_unused=True)
-    except RuntimeError as error:
-        raise CaptureError(
-            f"the backward of {name} fails on the sample: {str(error).splitlines()[0]}. Expected a model that "
-            "torch.autograd.grad can differentiate; torch.utils.checkpoint needs use_reentrant=False for that"
-        ) from error
-    return dict(zip(parameters, found, strict=True))
-
-
-def _compare_tensors(what: str, expected: Tensor, found: Tensor | None, name: str) -> None:
-    # Nearly always the same, which is much faster to see.
-    plain = found is not None and found.layout == torch.strided and found.device == expected.device
-    if plain and found is not None and not found.is_meta and same_content(expected, found):
+    if not differentiable or not backward.parameters:
+        backward.take(dict.fromkeys(backward.parameters))
         return
+    coarsest = max((output.dtype for output in differentiable), key=lambda dtype: torch.finfo(dtype).eps)
+    factor = torch.tensor(1 + backward.side * torch.finfo(coarsest).eps ** 0.5, dtype=coarsest).item()
+    weights = [torch.linspace(0.5, 1.5, max(output.numel(), 1), device=output.device) for output in differentiable]
+    seeds = [w[: o.numel()].reshape(o.shape).to(o.dtype) * factor for w, o in zip(weights, differentiable, strict=True)]
+    *parts, last = parts_of(backward.parameters)
+    for part in (*parts, last):
+        try:
+            found = torch.autograd.grad(
+                differentiable, list(part.values()), seeds, retain_graph=part is not last, allow_unused=True
+            )
+        except RuntimeError as error:
+            raise CaptureError(
+                f"the backward of {name} fails on the sample: {str(error).splitlines()[0]}. Expected a model that "
+                "torch.autograd.grad can differentiate; torch.utils.checkpoint needs use_reentrant=False for that"
+            ) from error
+        if backward.side:
+            found = tuple(None if gradient is None else gradient / factor for gradient in found)
+        backward.take(dict(zip(part, found, strict=True)))
+        # Not beside those of the next part.
+        del found
+
+
+def _compare_tensors(what: str, expected: Tensor, found: Tensor, name: str) -> None:
+    if text := _difference(expected, found):
+        raise CaptureError(f"{_message(what, name)} {text}")
+
+
+def _difference(expected: Tensor, found: Tensor) -> str:
+    """The text of a difference that is more than `torch.testing` allows; empty if there is none."""
+    # Nearly always the same, which is much faster to see.
+    plain = found.layout == torch.strided and found.device == expected.device and not found.is_meta
+    if plain and same_content(expected, found):
+        return ""
     try:
         torch.testing.assert_close(found, expected, equal_nan=True)
     except AssertionError as error:
-        reason = " ".join(str(error).split())
-        raise CaptureError(f"{_message(what, name)} {reason[:300]}") from error
+        return " ".join(str(error).split())[:300]
+    return ""
 
 
 def _message(what: str, name: str) -> str:

@@ -11,6 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from penstock.torch_internals.export import traced_constant
 
 __all__ = ["Anew", "is_plain"]
 
@@ -60,6 +63,8 @@ def _maker(value: Any, seen: set[int]) -> _Make | None:
         raise _Unusual
     seen.add(id(value))
     kind: type = type(value)
+    if isinstance(value, Tensor) and (constant := traced_constant(value)) is not None:
+        return constant.clone
     if kind is list:
         entries = _dict_maker(dict(enumerate(value)), seen)
         return lambda: [*entries().values()]

@@ -5,6 +5,7 @@ memory. Then one process makes the weights of its own layers only. What a run on
 draws and buffers that are written, is read off the operators instead.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +17,13 @@ from torch.fx.node import map_aggregate
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
+from penstock.capturing.export.explanations import first_line, source_line
 from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
 from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable
 from penstock.errors import CaptureError
-from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
+from penstock.torch_internals.dispatch import OperatorMode, schema_of
 
 __all__ = ["Weightless", "asks_for_weights", "capture_weightless", "is_weightless"]
 
@@ -131,17 +133,28 @@ def capture_weightless(
         _check_writes(model, trained, inputs, written)
     except BaseException as error:
         install(root.modules(), {id(new): given[name] for name, new in named_tensors(root).items() if name in given})
-        error.add_note(
-            "penstock: the model was captured on the meta device, where tensors have no values. Code that makes "
-            "tensors must make them where its inputs are (device=x.device)"
-        )
+        cause = error.__cause__ or error
+        if isinstance(error, CaptureError) and re.search(r"(?<![a-z])meta\b", str(cause)):
+            raise CaptureError(_needs_numbers(type(model).__name__, cause)) from cause
         raise
     evaluated = replace(evaluated, evaluation=lambda: evaluated)
     trained = evaluated if chain.evaluation() is chain else replace(trained, evaluation=lambda: evaluated)
     return Weightless(trained, root, given, device)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+def _needs_numbers(name: str, cause: BaseException) -> str:
+    where = source_line(cause.__traceback__)
+    place = f" At\n    {where[0]}:{where[1]}: {where[2]}\n" if where else " "
+    return (
+        f"{name} fails on the meta device, where tensors have no numbers.{place}{type(cause).__name__}: "
+        f"{first_line(cause)}. Expected code that makes tensors where its inputs are, as torch.arange(n, "
+        "device=x.device), and reads none of their numbers, as `if mask.all()` and x.item() do. A model of "
+        "transformers reads an attention_mask, and where it has no cache its positions: pass use_cache=True and no "
+        "attention_mask in sample=. Or build the model on a real device"
+    )
+
+
+class _Watch(OperatorMode):
     """Notes what the operators in this block do that a run on the meta device does not show."""
 
     def __init__(self) -> None:
@@ -149,8 +162,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random = False
         self.written: dict[int, Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         schema = schema_of(func)
         silent = any(kind in schema.name for kind in _SILENT_WRITERS) and "backward" not in schema.name

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from penstock.torch_internals.availability import missing
@@ -18,6 +19,7 @@ __all__ = [
     "is_data_dependent",
     "shape_guards",
     "traced_by",
+    "traced_constant",
     "without_operator_cache",
     "without_stack_traces",
 ]
@@ -124,6 +126,22 @@ def shape_guards(program: ExportedProgram) -> list[str]:
         return list(program._guards_code or ())
     except AttributeError as error:
         raise missing("torch.export.ExportedProgram._guards_code", "to know the sizes a trace holds for") from error
+
+
+def traced_constant(tensor: Tensor) -> Tensor | None:
+    """A copy of the number that `tensor`, of a trace, was made of, as ``torch.tensor(8)``; None for other tensors.
+
+    No public name has it. Where a private one is gone: None, and an object that holds such a tensor cannot be copied.
+    """
+    try:
+        from torch.utils._mode_utils import no_dispatch
+
+        constant: Tensor | None = tensor.constant  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        return None
+    # The trace would note the copy, and the code that is traced may write in the constant later.
+    with no_dispatch():
+        return None if constant is None else constant.clone()
 
 
 @contextmanager

@@ -144,7 +144,8 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
 
 def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
     watch = Watch(sampled.model, paths, by_forward=by_forward)
-    with sampled.preserved(), torch.no_grad():
+    # Not compiled: Dynamo logs errors for sizes that the model does not take.
+    with sampled.preserved(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         watch.run(call)
     return watch.calls
 

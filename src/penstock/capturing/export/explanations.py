@@ -19,16 +19,18 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.torch_internals.export import fixed_sizes_noted
 
-__all__ = ["explained"]
+__all__ = ["explained", "first_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_ENCODERS = os.path.join(_TORCH, "nn", "modules", "transformer.py")
 _PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _BATCH = "it fixes the batch size, which must stay free"
 
 _REASONS = (
     (r"is invalid for input of size|must match the size", _BATCH),
+    (r"data is not allocated yet", "it reads the numbers of a tensor, as pack_padded_sequence reads lengths"),
     (
         r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent",
         "its Python control flow depends on the values in a tensor",
@@ -69,7 +71,7 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
-        where = _source_line(error.__traceback__) or _line_in_text(str(error)) or _fixed_line(str(error), fixed)
+        where = source_line(error.__traceback__) or _line_in_text(str(error)) or _fixed_line(str(error), fixed)
         reason = _reason(error, samples)
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
@@ -80,7 +82,7 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
         logger.disabled = silent
 
 
-def _source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
+def source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
     """File, line number and text of the innermost frame of `trace` that is neither PyTorch's nor Penstock's."""
     found = None
     for frame, number in traceback.walk_tb(trace):
@@ -115,7 +117,10 @@ def _fixed_line(text: str, fixed: Mapping[str, tuple[str, int, str]]) -> tuple[s
 
 
 def _advice(error: Exception, reason: str) -> str:
-    if any(frame.f_code.co_filename.startswith(_DISTRIBUTIONS) for frame, _ in traceback.walk_tb(error.__traceback__)):
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if _ENCODERS in files:
+        return "nn.TransformerEncoder asks there whether the mask is causal: pass is_causal=True or False beside mask="
+    if any(file.startswith(_DISTRIBUTIONS) for file in files):
         return (
             "torch.distributions checks values there: call "
             "torch.distributions.Distribution.set_default_validate_args(False) first"
@@ -137,6 +142,10 @@ def _reason(error: Exception, samples: str) -> str:
         if re.search(pattern, text):
             batch = f"; {samples}" if reason is _BATCH else ""
             return f"{reason} ({type(error).__name__}{batch})"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0] if lines else "no reason given"
-    return f"{type(error).__name__}: {first[:200].rstrip('.')}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message, at most 200 letters, without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200].rstrip(".") if lines else "no reason given"

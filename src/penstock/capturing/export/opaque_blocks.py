@@ -250,8 +250,9 @@ def _constant(path: str, leaf: Any, lasting: bool) -> Any:
         raise CaptureError(
             f"block {path} is called with a {type(leaf).__name__} that cannot be copied for every call "
             f"({type(error).__name__}), as one with tensors in it that the code between blocks has computed. Expected "
-            "tensors, constants, or an object that holds neither. Make it in each block, pass the tensors in it, or "
-            "pass the model as a list of layers"
+            "tensors, constants, or an object without tensors other than a number, as torch.tensor(8). Make it in each "
+            "block, pass the tensors in it (for a cache of transformers: use_cache=False in sample=), or pass the "
+            "model as a list of layers"
         ) from error
 
 

@@ -1,0 +1,147 @@
+"""A chain may differ from its model by the rounding of the model, and by nothing else; little memory tells which."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing import capture
+from penstock.capturing.checking import check_chain
+from penstock.capturing.gradient_comparison import GradientComparison, parts_of
+from penstock.capturing.sampled_models import SampledModel
+from penstock.capturing.samples import read_sample
+from penstock.errors import CaptureError
+from support.fork_server import ForkServer
+from support.paths import SCRIPTS
+
+WIDTH = 16
+
+
+class Product(nn.Module):
+    """A matrix product whose gradient is a sum over many large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class _Enlarged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + 1e-4)
+
+
+def reversed_rows(body: Product, x: Tensor) -> Tensor:
+    """The same, and its gradient is summed in another order."""
+    return (x.flip(0) @ body.weight).flip(0)
+
+
+def enlarged(body: Product, x: Tensor) -> Tensor:
+    """The same, with a gradient that is too large by a ten-thousandth."""
+    return x @ _Enlarged.apply(body.weight)
+
+
+def detached(body: Product, x: Tensor) -> Tensor:
+    return x @ body.weight.detach() + 0 * body.weight.sum()
+
+
+def partly(body: Product, x: Tensor) -> Tensor:
+    """The same without the gradient of one row."""
+    return torch.cat([x[:1] @ body.weight.detach(), x[1:] @ body.weight])
+
+
+def check(forward: Callable[[Product, Tensor], Tensor], scale: float, *, double: bool = False) -> None:
+    """Compares a model with a chain in which its block computes as `forward` does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Product(), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(512, WIDTH) * scale
+    if double:
+        model, x = model.double(), x.double()
+    chain = capture(model, (x,))
+    call, inputs = read_sample((x,))
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model[0]
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (forward(self.body, x),)
+
+    first, *rest = chain.layers
+    other = replace(chain, layers=(replace(first, module=Other()), *rest))
+    check_chain(SampledModel(model, call, inputs), other, trains=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
+def test_another_order_of_a_sum_is_no_difference(scale: float) -> None:
+    check(reversed_rows, scale)
+    check(reversed_rows, scale, double=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
+@pytest.mark.parametrize("forward", [enlarged, detached, partly])
+def test_a_lost_or_wrong_gradient_is_found(forward: Callable[[Product, Tensor], Tensor], scale: float) -> None:
+    for double in (False, True):
+        with pytest.raises(CaptureError, match=r"differs from the model in the gradient of parameter 0.weight. Look"):
+            check(forward, scale, double=double)
+
+
+def parameters(*sizes: int) -> dict[str, nn.Parameter]:
+    return {str(index): nn.Parameter(torch.zeros(size, dtype=torch.uint8), False) for index, size in enumerate(sizes)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((), []),
+        ((1, 2, 3), [["0", "1", "2"]]),
+        ((5 << 20, 4 << 20, 40 << 20, 1, 2), [["0", "1"], ["2"], ["3", "4"]]),
+        (((8 << 20),) * 8, [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+    ],
+)
+def test_gradients_come_in_parts_of_a_quarter_of_all(sizes: tuple[int, ...], expected: list[list[str]]) -> None:
+    assert [list(part) for part in parts_of(parameters(*sizes))] == expected
+
+
+def unequal(own: Tensor, its: Tensor) -> str:
+    return "" if torch.equal(own, its) else "other numbers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_what_is_not_kept_is_compared_by_its_bits_and_then_kept(dtype: torch.dtype) -> None:
+    own = {name: torch.randn(3, (1 << 20) + 1, dtype=dtype) for name in "abcd"}
+    its = {name: gradient.clone() for name, gradient in own.items()}
+    its["c"][:, 5], its["c"][:, 6] = own["c"][:, 6], own["c"][:, 5]
+    # Another layout in memory is no difference.
+    its["d"] = its["d"].T.contiguous().T
+    left: dict[str, nn.Parameter] = {name: nn.Parameter(gradient) for name, gradient in own.items()}
+    found, rounds, again = set(), [], False
+    while left:
+        comparison = GradientComparison(left, unequal, again=again)
+        comparison.keep({name: own[name] for name in left})
+        comparison.compare({name: its[name] for name in left})
+        found |= comparison.different.keys()
+        rounds.append(comparison.unclear)
+        left, again = {name: left[name] for name in comparison.unclear}, True
+
+    assert found == {"c"}
+    assert len(rounds) <= 3
+
+
+@pytest.mark.slow
+def test_the_checks_take_half_of_the_weights_as_memory(fork_server: ForkServer) -> None:
+    (process,) = fork_server.start_ranks([str(SCRIPTS / "capture_memory_script.py")], 1)
+    peak, weights = map(int, process.communicate()[0].split())
+
+    assert peak < weights / 2
