@@ -327,6 +327,7 @@ class Pipeline(Advised):
         `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. None with `model_loss`.
         A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
         backwards of this minibatch are left to the next step, or to `drain`. The learning rates are in ``result.lr``.
+        What your own backwards have left in ``.grad`` of the parameters is dropped.
         """
         with self._guarded("reading a batch", harmless=True):
             self._conditions.check()

@@ -165,7 +165,6 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.runtime.execution.split_backward": 1,
     "penstock.runtime.parameters.fsdp_gradients": 1,
     "penstock.runtime.parameters.gradient_buckets": 1,
-    "penstock.runtime.parameters.weight_versions": 1,
     "penstock.runtime.transport.backend_selection": 1,
     "penstock.runtime.transport.distributed_transport": 1,
     "penstock.runtime.transport.endpoints": 1,

@@ -229,7 +229,7 @@ def build_stages(
             module,
             parameters,
             schedule.versions(index),
-            {name: shared_weights[name] for name in parameters if name in shared_weights},
+            lent={name: shared_weights[name] for name in parameters if name in shared_weights},
             sharers=tied if any(name in shared for name in parameters) else None,
             compute_weights=compute_weights[index],
             swapped=bool(sharded_modules(module)),

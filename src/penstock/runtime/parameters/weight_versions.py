@@ -116,9 +116,15 @@ class _Slots:
         for name in masters:
             cast(Any, parameters[name]).grad_dtype = parameters[name].dtype
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        stepped = {name: p for name, p in trained.items() if name not in lenders}
-        moved = {name: p for name, p in trained.items() if versions > 1 or name in masters}
-        return cls(parameters, trained, stepped, lenders, masters, tensors, moved)
+        return cls(
+            parameters=parameters,
+            trained=trained,
+            stepped={name: p for name, p in trained.items() if name not in lenders},
+            lenders=lenders,
+            masters=masters,
+            tensors=tensors,
+            moved={name: p for name, p in trained.items() if versions > 1 or name in masters},
+        )
 
     def slot_of(self, version: int) -> int:
         return (self.first + version) % len(self.tensors)
@@ -173,6 +179,7 @@ class VersionedWeights:
         module: StageModule,
         parameters: Mapping[str, nn.Parameter],
         versions: int,
+        *,
         lent: Mapping[str, "VersionedWeights"] | None = None,
         sharers: Sharers | None = None,
         compute_weights: ComputeWeights = AS_STEPPED,
