@@ -250,7 +250,7 @@ def test_loaders_that_a_checkpoint_could_exchange_are_refused() -> None:
     since = loader_uses()
     train, validation = (loader(TensorDataset(torch.arange(6)), batch_size=3) for _ in range(2))
     assert [next(iter(train))[0].tolist(), next(iter(validation))[0].tolist()] == [[0, 1, 2]] * 2
-    # At the same batch they need not be told apart.
+    # At the same batch no one need distinguish them.
     assert len(loader_states(since)) == 2
     validation.set_epoch(1)
     with pytest.raises(penstock.PenstockError, match=r"two loaders are made in the same way.*another seed="):

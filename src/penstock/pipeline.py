@@ -4,9 +4,8 @@ It captures the model, makes a schedule of the plan, has the schedule proved, an
 Then it hands the programs of the schedule to the workers, step by step.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +72,7 @@ from penstock.values.profiles import Profile
 __all__ = ["Pipeline"]
 
 
+@collective
 class Pipeline(Advised):
     """Trains `model` in pipeline stages, with the numbers of one device.
 
@@ -291,9 +291,8 @@ class Pipeline(Advised):
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
         back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None
-        self._resumption = resume_training(
-            self, resume, self._world, timeout_seconds, back, claims=checkpoints.claims, loads=not self._rebuilt
-        )
+        claims = None if self._rebuilt else checkpoints.claims
+        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back, claims=claims)
         if resume is not None:
             self._opened.callback(self._resumption.close)
 
@@ -319,7 +318,6 @@ class Pipeline(Advised):
         """The rank of this process; 0 in a single process."""
         return self._world.rank
 
-    @collective
     def step(self, inputs: Any, target: Any = None) -> StepResult:
         """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
 
@@ -341,7 +339,6 @@ class Pipeline(Advised):
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
 
-    @collective
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
 
@@ -351,7 +348,6 @@ class Pipeline(Advised):
         """
         self._guarded.run("in a drain", self._engine.drain)
 
-    @collective
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
 
@@ -363,7 +359,6 @@ class Pipeline(Advised):
         with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
             return StepResult(self._engine.evaluate(microbatches))
 
-    @collective
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode with the newest weights, on every rank, for a batch of any size.
 
@@ -387,7 +382,6 @@ class Pipeline(Advised):
         start = f"{prefix}." if prefix else ""
         return ((start + name, parameter) for name, parameter in self._parameters().items())
 
-    @collective
     def averages(self) -> dict[str, Tensor]:
         """The averages of this process's parameters, by name, that a `WeightAverage` in ``update_hooks`` keeps.
 
@@ -403,7 +397,6 @@ class Pipeline(Advised):
         with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
             yield
 
-    @collective
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         self._guarded.check_open()
@@ -433,7 +426,6 @@ class Pipeline(Advised):
             all_ranks=all_ranks,
         )
 
-    @collective
     def stragglers(
         self, *, profile: Profile | None = None, tolerance: float = 1.25, layers: bool = False
     ) -> Stragglers:
@@ -443,7 +435,6 @@ class Pipeline(Advised):
         measure = self.measure if layers else None
         return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
 
-    @collective
     def replan(self, *, profile: Profile | None = None, apply: Place | None = None) -> Plan:
         """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
         says what is expected of it and how to apply it. `profile` as in `stragglers`.
@@ -494,7 +485,6 @@ class Pipeline(Advised):
         """
         return self._engine.prediction_error()
 
-    @collective
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.
 
@@ -503,7 +493,6 @@ class Pipeline(Advised):
         self.drain()
         return self._checkpoints.training.copied()
 
-    @collective
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
@@ -533,7 +522,6 @@ class Pipeline(Advised):
     def save(
         self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ..., wait: Literal[False]
     ) -> BackgroundSave: ...
-    @collective
     def save(
         self, directory: Place, step: Count = None, *, keep: Count = None, keep_every: Count = None, wait: bool = True
     ) -> Path | BackgroundSave:
@@ -547,7 +535,6 @@ class Pipeline(Advised):
         self._conditions.check_weights("save")
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
-    @collective
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
@@ -557,7 +544,6 @@ class Pipeline(Advised):
         self._conditions.check_weights("load")
         self._checkpoints.load(directory, self._guarded)
 
-    @collective
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
     ) -> None:
@@ -574,7 +560,6 @@ class Pipeline(Advised):
         held = hold(self._chain, self._checkpoints.training.held, self._world)
         export_weights(self._model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
-    @collective
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
         """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
 
@@ -583,25 +568,15 @@ class Pipeline(Advised):
         self.drain()
         return hold(self._chain, self._checkpoints.training.held, self._world).state_dict(rank)
 
-    @collective
     def close(self) -> None:
-        """Drains if microbatches are in flight, waits for a save, ends the transport's threads, and removes its hooks
-        on the process and the model. A second call does nothing.
+        """Drains if microbatches are in flight, unless an exception is on its way. Waits for a save, ends the
+        transport's threads, and removes its hooks on the process and the model. A second call does nothing.
 
-        It does not drain after a failure, nor while an exception is on its way. A pipeline that lives as long as its
-        process need not be closed.
+        A pipeline that lives as long as its process need not be closed.
         """
-        if self._guarded.forked:
-            return
-        ended = self._guarded.closed or self._guarded.failed
-        try:
-            if self._engine.undrained and not ended and sys.exc_info()[0] is None:
+        with self._guarded.closing(self._opened, self._drain_reminder) as drains:
+            if drains and self._engine.undrained:
                 self.drain()
-        finally:
-            if not ended:
-                self._drain_reminder()
-            self._guarded.closed = True
-            self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -611,11 +586,9 @@ class Pipeline(Advised):
     ) -> None:
         """Drains and closes. After an exception it only closes, and the exception ends the other ranks as well."""
         if error is None:
-            try:
+            with closing(self):
                 if not (self._guarded.closed or self._guarded.failed):
                     self.drain()
-            finally:
-                self.close()
             return
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
         if not (self._guarded.closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):

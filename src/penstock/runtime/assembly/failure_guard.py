@@ -4,12 +4,13 @@ A refusal changes nothing: the call did not begin. If all processes refuse a cal
 """
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.runtime.transport.worlds import World
@@ -17,24 +18,32 @@ from penstock.scheduling.schedules import Schedule
 
 __all__ = ["FailureGuard", "collective"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
+C = TypeVar("C")
 
 
-def collective(method: Callable[P, T]) -> Callable[P, T]:
-    """Notes the calls of a `method` of `Pipeline` that all ranks must make, for the errors of a rank that waits in one
-    for ranks that do not make it.
+_COLLECTIVE = (
+    "step drain evaluate predict averages timeline stragglers replan state_dict load_state_dict save load close"
+)
+
+
+def collective(pipeline: type[C]) -> type[C]:
+    """Notes the calls of methods that all ranks must make, for the errors of a rank that waits in one for ranks that do
+    not make it.
     """
+    for name in (*_COLLECTIVE.split(), "save_weights", "full_state_dict"):
+        setattr(pipeline, name, _noted(getattr(pipeline, name)))
+    return pipeline
 
+
+def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def noted(*arguments: P.args, **options: P.kwargs) -> T:
-        pipe: Any = arguments[0]
+    def noted(pipe: Any, *arguments: Any, **options: Any) -> Any:
         watch = pipe._world.watch
         if watch is None or watch.call:
-            return method(*arguments, **options)
+            return method(pipe, *arguments, **options)
         watch.call = f"{method.__name__}()"
         try:
-            return method(*arguments, **options)
+            return method(pipe, *arguments, **options)
         finally:
             watch.call, watch.done = "", f"after step {pipe.steps}"
 
@@ -74,6 +83,23 @@ class FailureGuard:
     def forked(self) -> bool:
         """Whether this is a child of the process that is a rank, and has copies of its connections to other ranks."""
         return self._world.processes > 1 and os.getpid() != self._process
+
+    @contextmanager
+    def closing(self, opened: ExitStack, hint: Callable[[], object]) -> Iterator[bool]:
+        """Around a drain before the pipeline is closed: whether to drain. Then gives the `hint`, unless the pipeline
+        has failed, and closes what is `opened`. In a child that was forked it does nothing.
+        """
+        if self.forked:
+            yield False
+            return
+        ends = not (self.closed or self.failed)
+        try:
+            yield ends and sys.exc_info()[0] is None
+        finally:
+            if ends:
+                hint()
+            self.closed = True
+            opened.close()
 
     @contextmanager
     def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:

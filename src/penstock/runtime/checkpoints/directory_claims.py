@@ -39,7 +39,7 @@ class _Lock:
 
 
 _LOCKS: "weakref.WeakValueDictionary[Path, _Lock]" = weakref.WeakValueDictionary()
-"""The locks of this process. Its pipelines share them: what they save is told apart by the names of their runs."""
+"""The locks of this process. Its pipelines share them: what they save differs in the names of their runs."""
 
 
 def _forget() -> None:

@@ -23,7 +23,7 @@ from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.stop_agreements import StopAgreement
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["Preemption", "Training"]
+__all__ = ["Preemption", "Resumable"]
 
 _BEGUN = "PENSTOCK_FLEET_BEGUN"
 """The file that says that a training has made a step: an executor that shares devices keeps it running until then."""
@@ -31,7 +31,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("penstock")
 
 
-class Training(Protocol):
+class Resumable(Protocol):
     """What is saved, resumed, or goes back: a `Pipeline`."""
 
     @property
@@ -49,7 +49,7 @@ class Preemption:
     has a handler of its own.
     """
 
-    def __init__(self, world: World, training: Training, directory: str | Path | None, timeout_seconds: float) -> None:
+    def __init__(self, world: World, training: Resumable, directory: str | Path | None, timeout_seconds: float) -> None:
         self._directory = directory
         self._rank, self._timeout_seconds = world.rank, timeout_seconds
         self._replaced: dict[signal.Signals, Any] = {}

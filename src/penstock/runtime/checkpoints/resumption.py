@@ -10,7 +10,7 @@ from penstock.errors import PlanError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
-from penstock.runtime.checkpoints.preemption import Preemption, Training
+from penstock.runtime.checkpoints.preemption import Preemption, Resumable
 from penstock.runtime.checkpoints.rollbacks import Rollbacks
 from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
 from penstock.runtime.transport.worlds import World
@@ -57,21 +57,19 @@ class Resumption:
 
 
 def resume_training(
-    training: Training,
+    training: Resumable,
     directory: str | Path | None,
     world: World,
     timeout_seconds: float,
     go_back: Callable[[str | Path], object] | None,
     *,
-    claims: DirectoryClaims,
-    loads: bool = True,
+    claims: DirectoryClaims | None,
 ) -> Resumption:
-    """Loads the newest checkpoint in `directory` if there is one and it `loads`, and watches for signals to save there
-    and leave.
+    """Loads the newest checkpoint in `directory` if there is one, and watches for signals to save there and leave.
 
     Does nothing without a directory. `go_back`: loads the newest one after a loss that is not finite; None if it is not
-    to. `claims`: those of the training. Collective. `CheckpointError` if `directory` cannot take checkpoints, belongs
-    to another job, or has checkpoints and none of them is whole and of this training.
+    to. `claims`: those of the training; None if it goes on without a load. Collective. `CheckpointError` if `directory`
+    cannot take checkpoints, belongs to another job, or has checkpoints and none of them is whole and of this training.
     """
     if directory is None:
         return Resumption(Preemption(world, training, None, timeout_seconds), None)
@@ -83,7 +81,7 @@ def resume_training(
         return bool(steps_in(run))
 
     ranks = Ranks(world.rank, world.gather)
-    if loads:
+    if claims is not None:
         found = any(ranks.together(look))
         run = checked_path(directory)
         claims.lock(run, ranks)

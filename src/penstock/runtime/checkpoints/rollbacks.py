@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import SupportsFloat
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime.checkpoints.preemption import Training
+from penstock.runtime.checkpoints.preemption import Resumable
 
 __all__ = ["MOST_RETURNS", "Rollbacks"]
 
@@ -23,7 +23,7 @@ MOST_RETURNS = 3
 class Rollbacks:
     """Has `training` go back to the newest checkpoint in `directory`, which `go_back` loads. `rank`: this process's."""
 
-    def __init__(self, training: Training, directory: str | Path, rank: int, go_back: Callable[[], object]) -> None:
+    def __init__(self, training: Resumable, directory: str | Path, rank: int, go_back: Callable[[], object]) -> None:
         self.count = 0
         """How often the training went back."""
         self._training, self._directory, self._rank, self._go_back = training, directory, rank, go_back
