@@ -246,6 +246,8 @@ def test_a_model_that_computes_its_loss() -> None:
         ({"batches": None}, "expected batches"),
         ({"steps": 0}, "steps"),
         ({"learning_rate": 1}, "learning_rate="),
+        ({"model": lambda: {"model": Chain(), "microbatch": 2}}, "microbatch="),
+        ({"model": nn.Linear}, "call it to make one"),
         ({"loss_fn": lambda o, t: F.mse_loss(o, t) / 0}, "found inf in the first step of your own loop"),
         ({"loss_fn": lambda o, t: o.nothing}, "your loop fails with AttributeError.*correct it first"),
     ],

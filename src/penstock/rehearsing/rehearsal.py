@@ -88,9 +88,9 @@ def rehearse(
     the errors of `Pipeline`. The model, the generators of random numbers and the optimizers stay as they are.
     """
     check_arguments("rehearse", locals(), _RULES)
-    _check_names(arguments)
     with kept_generators():
         setup = read_setup(model, batches, steps, arguments)
+        _check_names(setup.make())
         setup, seen = _widest(setup)
         world = join_world()
         try:

@@ -73,7 +73,7 @@ def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any
     def make() -> dict[str, Any]:
         if makes:
             made = model()
-            return given | (made if isinstance(made, Mapping) else {"model": made})
+            return {**given, **(made if isinstance(made, Mapping) else {"model": made})}
         memo: dict[int, Any] = {}
         try:
             with lifted(model):
