@@ -7,7 +7,7 @@ changes, and these cannot be kept where only operators on tensors are traced.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from operator import eq, is_
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -132,14 +132,20 @@ def same_content(first: Tensor, second: Tensor) -> bool:
         return True
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if first.is_quantized or first.is_sparse:
+    if first.is_quantized:
         return torch.equal(first, second)
+    if first.layout != second.layout:
+        return False
+    if first.is_sparse:
+        one, other = first.detach().coalesce(), second.detach().coalesce()
+        return torch.equal(one.indices(), other.indices()) and same_content(one.values(), other.values())
     return torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _holds(now: dict[Any, Any], content: dict[Any, Any]) -> bool:
     """Whether both hold the same objects in the same order."""
-    return len(now) == len(content) and all(map(is_, now.values(), content.values())) and all(map(eq, now, content))
+    # Lists compare what is not the same object only: tensors, as keys, have no equality.
+    return len(now) == len(content) and all(map(is_, now.values(), content.values())) and list(now) == list(content)
 
 
 def _dict_of(holder: Any) -> dict[Any, Any]:
@@ -175,7 +181,8 @@ def put_back(holder: Any, content: Any) -> None:
             # BatchNorm writes its statistics without raising their version counter: only the contents tell.
             if not same_content(holder, content):
                 # Uncounted as well, so that what autograd saved before is valid again.
-                holder.data.copy_(content) if holder.shape == content.shape else holder.set_(content)
+                target = holder if holder.is_sparse else holder.data
+                target.copy_(content) if holder.shape == content.shape else holder.set_(content)
         case numpy.ndarray():
             holder[...] = content
         case list():

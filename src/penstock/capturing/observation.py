@@ -38,7 +38,7 @@ class Observation:
         """The layer with what was seen of it."""
         mutates = tuple(dict.fromkeys(inputs[position] for position in self.mutated))
         kinds = tuple((tuple(result.shape), result.dtype) for result in self.results)
-        written = {memory_of(buffer) for buffer in self.mutated_buffers}
+        written = {memory_of(each) for each in self.mutated_buffers if each.layout == torch.strided}
         memories = [(name, memory_of(result)) for name, result in zip(outputs, self.results, strict=True)]
         pairs = zip(inputs, self.arguments, strict=True)
         given = {memory_of(argument): name for name, argument in pairs if argument.layout == torch.strided}

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock.capturing.module_state import is_plain_memory
 from penstock.capturing.tensor_notes import TensorNotes
-from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
+from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["OperatorCall", "OperatorCounter"]
@@ -42,12 +42,10 @@ class OperatorCall:
     """
 
 
-class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorCounter(OperatorMode):
     """Counts the operators of its body, layer after layer of one run of a model. `watched`: tensors of which it notes
     that an operator reads or writes them. `save` is called with a parameter among these before it is written.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self, watched: Iterable[Tensor] = (), save: Callable[[nn.Parameter], None] = lambda parameter: None
@@ -90,8 +88,7 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found, self._written = self._written, []
         return found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func, self._formulas)

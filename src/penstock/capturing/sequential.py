@@ -62,9 +62,8 @@ class Form:
 
     def stands_for(self, tree: Any) -> bool:
         """Whether this is the form of `tree`, a nested value of the numbers 0, 1, ... in the places of tensors only."""
-        return all(c is Tensor for c in self.constants) and tree == pytree.tree_unflatten(
-            range(len(self.constants)), self.structure
-        )
+        # The structures are compared: a PackedSequence is made of tensors only.
+        return all(c is Tensor for c in self.constants) and flatten(tree)[1] == self.structure
 
     def fill(self, values: Sequence[Any]) -> Any:
         """The nested value. `values`: all of its tensors, and after these its sizes that may change."""

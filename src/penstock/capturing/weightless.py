@@ -23,7 +23,7 @@ from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable
 from penstock.errors import CaptureError
-from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
+from penstock.torch_internals.dispatch import OperatorMode, schema_of
 
 __all__ = ["Weightless", "asks_for_weights", "capture_weightless", "is_weightless"]
 
@@ -154,7 +154,7 @@ def _needs_numbers(name: str, cause: BaseException) -> str:
     )
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(OperatorMode):
     """Notes what the operators in this block do that a run on the meta device does not show."""
 
     def __init__(self) -> None:
@@ -162,8 +162,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random = False
         self.written: dict[int, Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         schema = schema_of(func)
         silent = any(kind in schema.name for kind in _SILENT_WRITERS) and "backward" not in schema.name

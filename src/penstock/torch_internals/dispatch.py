@@ -10,14 +10,41 @@ import torch
 from penstock.torch_internals.availability import missing
 
 try:
+    from torch._ops import HigherOrderOperator
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
     raise missing("torch.utils._python_dispatch.TorchDispatchMode", "to see the operators of a model") from error
 
-__all__ = ["TorchDispatchMode", "schema_of"]
+__all__ = ["OperatorMode", "TorchDispatchMode", "schema_of"]
 """`TorchDispatchMode`: PyTorch's notes on extending it describe this class, and have it under its private name only."""
 
 _Operator = type(torch.ops.aten.clone.default)
+
+
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operator of PyTorch that is called in this block, also in the functions that `torch.cond` and others are
+    given.
+    """
+
+    supports_higher_order_operators = True
+
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns what ``func(*args, **kwargs)`` returns. The mode is off in its body."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, HigherOrderOperator):
+            return self.seen(func, args, kwargs or {})
+        return func(*map(self._seeing, args), **(kwargs or {}))
+
+    def _seeing(self, argument: Any) -> Any:
+        """`argument`, or if it is a function one that runs it in the mode."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return argument(*args, **kwargs)
+
+        return run if callable(argument) else argument
 
 
 def schema_of(target: Any) -> Any:

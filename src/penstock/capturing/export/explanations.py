@@ -23,12 +23,14 @@ __all__ = ["explained", "first_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_ENCODERS = os.path.join(_TORCH, "nn", "modules", "transformer.py")
 _PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _BATCH = "it fixes the batch size, which must stay free"
 
 _REASONS = (
     (r"is invalid for input of size|must match the size", _BATCH),
+    (r"data is not allocated yet", "it reads the numbers of a tensor, as pack_padded_sequence reads lengths"),
     (
         r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent",
         "its Python control flow depends on the values in a tensor",
@@ -115,7 +117,10 @@ def _fixed_line(text: str, fixed: Mapping[str, tuple[str, int, str]]) -> tuple[s
 
 
 def _advice(error: Exception, reason: str) -> str:
-    if any(frame.f_code.co_filename.startswith(_DISTRIBUTIONS) for frame, _ in traceback.walk_tb(error.__traceback__)):
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if _ENCODERS in files:
+        return "nn.TransformerEncoder asks there whether the mask is causal: pass is_causal=True or False beside mask="
+    if any(file.startswith(_DISTRIBUTIONS) for file in files):
         return (
             "torch.distributions checks values there: call "
             "torch.distributions.Distribution.set_default_validate_args(False) first"

@@ -6,7 +6,7 @@ blocks are chosen from.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.export.block_choice import choose_blocks
+from penstock.capturing.export.escapes import is_inside
 from penstock.capturing.export.watched_runs import ModuleCalls, Watch
 from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.module_state import ModuleState, is_plain_memory
@@ -23,7 +24,8 @@ from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import flatten
 from penstock.capturing.tensor_notes import TensorNotes
 from penstock.errors import CaptureError
-from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
+from penstock.torch_internals.dispatch import OperatorMode, schema_of
+from penstock.torch_internals.modules import compiled_from, is_compiled
 from penstock.torch_internals.pytrees import TreeSpec, tree_leaves
 
 __all__ = ["ModelRun", "run_on_sample"]
@@ -54,7 +56,8 @@ class ModelRun:
     escapes: frozenset[tuple[str, str]]
     """Modules that a tensor escaped from, each with one that used it."""
     borrowing: frozenset[str]
-    """The blocks that read parameters of other modules, which they were given or hold without registering them."""
+    """The blocks that read parameters of other modules, which they were given or hold without registering them, or that
+    were called with other tensors in the place of their own."""
     communicates: bool
     """Whether the first run waited for other processes."""
     structure: TreeSpec
@@ -91,7 +94,10 @@ def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str]
         with _failures_explained(model):
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             dependence = _Dependence(list(model.parameters()), watch.note_computation, sampled.save_parameter)
-            with observed(model, ()) as observation, dependence:
+            # As `OperatorCounter.counting`, for torch.cond. Modules that are compiled run eagerly in a mode as they are.
+            eager = not any(is_compiled(each) or compiled_from(each) for each in model.modules())
+            stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
+            with stance, observed(model, ()) as observation, dependence:
                 result = watch.run(call.copied())
             if not draws and python_generators() != before:
                 return None
@@ -122,10 +128,11 @@ def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str]
 
 
 def _borrows(model: nn.Module, path: str, watch: Watch) -> bool:
-    return not watch.parameters_read[path] <= {id(each) for each in model.get_submodule(path).parameters()}
+    own = {id(each) for each in model.get_submodule(path).parameters()}
+    return not watch.parameters_read[path] <= own or any(is_inside(each, path) for each in watch.replaced)
 
 
-class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Dependence(OperatorMode):
     """Follows what depends on parameters through the operators of a run."""
 
     def __init__(
@@ -145,7 +152,7 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kinds: dict[Any, tuple[bool, bool]] = {}
         """Of every operator: whether it writes its arguments, and whether it draws random numbers."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = _tensors((*args, *kwargs.values()) if kwargs else args)
         kind = self._kinds.get(func)
         if kind is None:
@@ -157,7 +164,7 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_plain_memory(tensor) and (found := self._by_memory.get(memory_of(tensor))) is not None:
                 self._save(found)
                 self.written.append(found)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         depends = any(map(self._dependent.read, given))
         made = [result] if isinstance(result, Tensor) else _tensors((result,))
         self._note(depends, draws, given, made)
@@ -185,6 +192,12 @@ def _failures_explained(model: nn.Module) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
+        if "NestedTensor" in str(error):
+            raise CaptureError(
+                f"{type(model).__name__} computes with nested tensors on the sample, which have no sizes: expected "
+                "tensors. nn.TransformerEncoder makes them in evaluation, of what src_key_padding_mask leaves: build it "
+                "with enable_nested_tensor=False"
+            ) from error
         raise CaptureError(
             f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
             "arguments that the model accepts"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.capturing.export.escapes import TensorOwners
 from penstock.capturing.preservation import python_generators
 from penstock.capturing.samples import Call, flatten
-from penstock.torch_internals.modules import replaced_forward
+from penstock.torch_internals.modules import replaced_forward, tensor_tables
 from penstock.torch_internals.pytrees import TreeSpec
 
 __all__ = ["ModuleCall", "ModuleCalls", "ResultShape", "Watch"]
@@ -84,6 +84,9 @@ class Watch:
         self.owners = TensorOwners()
         self.parameters_read: dict[str, set[int]] = defaultdict(set)
         """The ids of the parameters that a module, or what it calls, reads, apart from those among its arguments."""
+        self.replaced: set[str] = set()
+        """Modules that were called with other tensors in the place of their parameters, by functional_call."""
+        self._own = {id(parameter) for parameter in model.parameters()}
         self._stack: list[tuple[str, ModuleCall]] = []
         self._generators = python_generators() if draws else {}
 
@@ -117,6 +120,8 @@ class Watch:
             made = ModuleCall(tensors, [leaf for leaf in leaves if type(leaf) is int], objects, given=given)
         self.calls[path].append(made)
         self._stack.append((path, made))
+        if any(id(each) not in self._own for each in tensor_tables(module)[0].values() if each is not None):
+            self.replaced.add(path)
 
     def _watched_forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
         run = module.forward

@@ -1,0 +1,248 @@
+"""Blocks with operators that call functions, packed sequences, sparse buffers, tensors as keys, or other parameters."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import penstock
+from penstock.capturing import capture
+from penstock.errors import CaptureError
+from support.blocks import WIDTH, Block, Model, batches, sgd, squares, train_plainly
+
+
+class Branching(Block):
+    """Reads weights in its branches only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.linear, lambda x: self.linear(x).sin() * 2, (x,))  # type: ignore[no-any-return]
+
+
+class BranchingLater(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))  # type: ignore[no-any-return]
+
+
+class Sparse(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(WIDTH).roll(1, 0).to_sparse())
+        self.further = [torch.eye(WIDTH).to_sparse()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH).T
+        return super().forward((self.edges @ (self.further[0].to(x) @ rows)).T.reshape(x.shape))
+
+
+def of_blocks(kind: Callable[[], nn.Module]) -> nn.Module:
+    return Model(kind)
+
+
+def sequential(kind: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(kind() for _ in range(3)))
+
+
+def assert_trains(make: Callable[[], nn.Module], data: list[tuple[Tensor, Tensor]], schedule: str, stages: int) -> None:
+    """Whether a pipeline has the losses and the weights of a plain loop."""
+
+    def made() -> Any:
+        torch.manual_seed(5)
+        return make().double()
+
+    plain = made()
+    expected = train_plainly(plain, data)
+    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, schedule=schedule, stages=stages) as pipe:
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+        plain.eval()
+        # Parts of a batch are added.
+        found = pipe.evaluate(*data[0]).loss.item()
+        assert found == pytest.approx(squares(plain(data[0][0]), data[0][1]).item(), rel=1e-12)
+        state = pipe.state_dict()["model"]
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(state[name], parameter), name
+
+
+@pytest.mark.slow
+# Dynamo's own, where it looks at what a block is given.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", [Branching, BranchingLater])
+@pytest.mark.parametrize("around", [of_blocks, sequential])
+def test_blocks_branch_by_torch_cond(
+    around: Callable[[Any], nn.Module], kind: type[Block], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Branches that are not taken in the sample are, too."""
+    data = [(x if index != 1 else -x.abs(), target) for index, (x, target) in enumerate(batches((6, 6, 6)))]
+
+    assert_trains(lambda: around(kind), data, "1f1b-flush", 3)
+    assert "fake_tensor" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("around", [of_blocks, sequential])
+def test_blocks_have_sparse_buffers(around: Callable[[Any], nn.Module]) -> None:
+    assert_trains(lambda: around(Sparse), batches((6, 5)), "zb-h1", 2)
+
+
+class WritingSparse(Sparse):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.edges.mul_(1.5)
+        return super().forward(x)
+
+
+def test_capture_gives_back_sparse_buffers() -> None:
+    model = Model(WritingSparse).double()
+    before = [block.edges.to_dense() for block in model.blocks]
+    capture(nn.Sequential(*model.blocks), (batches((6,))[0][0],))
+
+    assert all(torch.equal(block.edges.to_dense(), own) for block, own in zip(model.blocks, before, strict=True))
+
+
+class WithTable(Block):
+    """Its weights are keys of a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = {self.linear.weight: "weight", self.linear.bias: "bias"}
+
+
+@pytest.mark.parametrize("around", [of_blocks, sequential])
+def test_tensors_are_keys_of_dictionaries(around: Callable[[Any], nn.Module]) -> None:
+    assert_trains(lambda: around(WithTable), batches((6, 5)), "1f1b-flush", 2)
+
+
+class Pack(nn.Module):
+    def forward(self, x: Tensor) -> PackedSequence:
+        lengths = torch.tensor([x.shape[1] - index % 3 for index in range(x.shape[0])])
+        return pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, packed: PackedSequence) -> PackedSequence:
+        return self.cells(packed)[0]  # type: ignore[no-any-return]
+
+
+class Unpack(Block):
+    def forward(self, packed: PackedSequence) -> Tensor:
+        return super().forward(pad_packed_sequence(packed, batch_first=True)[0])
+
+
+def test_a_packed_sequence_passes_from_layer_to_layer() -> None:
+    """Between stages, too, and for another length."""
+    assert_trains(
+        lambda: nn.Sequential(Block(), Pack(), Recurrent(), Recurrent(), Unpack()), batches((6, 5)), "zb-h1", 3
+    )
+
+
+class PackingOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Recurrent() for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        for block in self.blocks:
+            packed = block(packed)
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
+
+def test_a_model_that_packs_between_its_blocks_is_refused() -> None:
+    with pytest.raises(CaptureError, match="it reads the numbers of a tensor, as pack_padded_sequence reads lengths"):
+        capture(PackingOutside().double(), (batches((6,))[0][0], torch.tensor([6, 4, 5, 6])))
+
+
+class Halved(Model):
+    """Calls blocks with other tensors in the place of their parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            halves = {name: parameter * 0.5 for name, parameter in block.named_parameters()}
+            x = torch.func.functional_call(block, halves, (x,))
+        return self.last(x)
+
+
+class Detached(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            frozen = {name: parameter.detach() for name, parameter in block.named_parameters()}
+            x = block(x) + torch.func.functional_call(block, frozen, (x,))
+        return self.last(x)
+
+
+class OfATwin(Model):
+    """Equal at first, so that no comparison on the sample shows which weights were used."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__(kind)
+        self.twin = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = early = self.first(x)
+        for block, twin in zip(self.blocks, self.twin, strict=True):
+            x = block(x)
+            early = torch.func.functional_call(block, dict(twin.named_parameters()), (early,))
+        return self.last(x - 0.5 * early)
+
+
+class Own(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.func.functional_call(block, dict(block.named_parameters()), (x,))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", [Halved, Detached, OfATwin, Own])
+def test_blocks_are_called_with_other_parameters(kind: Callable[[Any], nn.Module]) -> None:
+    assert_trains(lambda: kind(Block), batches((6, 5, 6)), "1f1b-flush", 3)
+
+
+class Encoder(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, **options)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.last(self.encoder(x, src_key_padding_mask=padding))
+
+
+def test_an_encoder_that_makes_nested_tensors_is_told_the_switch() -> None:
+    x = batches((6,))[0][0]
+    padding = torch.zeros(4, 6, dtype=torch.bool)
+    padding[::2, 4:] = True
+    with pytest.raises(CaptureError, match="Encoder computes with nested tensors .* with enable_nested_tensor=False"):
+        capture(Encoder().double(), (x, padding)).evaluation()
+    plain = Encoder(enable_nested_tensor=False).double()
+    model = copy.deepcopy(plain)
+    with penstock.Pipeline(model, (x, padding), squares, sgd, stages=2) as pipe:
+        found = pipe.predict((x, padding))
+    with torch.no_grad():
+        assert torch.allclose(plain.eval()(x, padding), found, rtol=1e-12)
+
+
+class Causal(Encoder):
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.last(self.encoder(x, mask=mask, is_causal=self.is_causal))
+
+
+def test_an_encoder_that_looks_for_a_causal_mask_is_told_the_argument() -> None:
+    with pytest.raises(CaptureError, match="asks there whether the mask is causal: pass is_causal=True or False"):
+        capture(Causal(None).double(), (batches((6,))[0][0],))
+    assert_trains(lambda: Causal(True), batches((6, 6)), "1f1b-flush", 2)
