@@ -222,7 +222,7 @@ def test_an_encoder_that_makes_nested_tensors_is_told_the_switch() -> None:
     x = batches((6,))[0][0]
     padding = torch.zeros(4, 6, dtype=torch.bool)
     padding[::2, 4:] = True
-    with pytest.raises(CaptureError, match="Encoder computes with nested tensors .* with enable_nested_tensor=False"):
+    with pytest.raises(CaptureError, match=r"Encoder computes with nested tensors .* with enable_nested_tensor=False"):
         capture(Encoder().double(), (x, padding)).evaluation()
     plain = Encoder(enable_nested_tensor=False).double()
     model = copy.deepcopy(plain)

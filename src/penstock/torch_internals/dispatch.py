@@ -22,9 +22,7 @@ _Operator = type(torch.ops.aten.clone.default)
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator of PyTorch that is called in this block, also in the functions that `torch.cond` and others are
-    given.
-    """
+    """Sees each operator of PyTorch that is called in this block, also in the functions that `torch.cond` is given."""
 
     supports_higher_order_operators = True
 

@@ -94,7 +94,7 @@ def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str]
         with _failures_explained(model):
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             dependence = _Dependence(list(model.parameters()), watch.note_computation, sampled.save_parameter)
-            # As `OperatorCounter.counting`, for torch.cond. Modules that are compiled run eagerly in a mode as they are.
+            # As `OperatorCounter.counting`, for torch.cond. Compiled modules run eagerly in a mode in any case.
             eager = not any(is_compiled(each) or compiled_from(each) for each in model.modules())
             stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
             with stance, observed(model, ()) as observation, dependence:
@@ -195,8 +195,8 @@ def _failures_explained(model: nn.Module) -> Iterator[None]:
         if "NestedTensor" in str(error):
             raise CaptureError(
                 f"{type(model).__name__} computes with nested tensors on the sample, which have no sizes: expected "
-                "tensors. nn.TransformerEncoder makes them in evaluation, of what src_key_padding_mask leaves: build it "
-                "with enable_nested_tensor=False"
+                "tensors. nn.TransformerEncoder makes them in evaluation, of what src_key_padding_mask leaves: build "
+                "it with enable_nested_tensor=False"
             ) from error
         raise CaptureError(
             f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
