@@ -63,7 +63,8 @@ def partly(body: Product, x: Tensor) -> Tensor:
 def check(forward: Callable[[Product, Tensor], Tensor], scale: float, *, double: bool = False) -> None:
     """Compares a model with a chain in which its block computes as `forward` does."""
     torch.manual_seed(0)
-    model = nn.Sequential(Product(), nn.Linear(WIDTH, WIDTH))
+    product = Product()
+    model = nn.Sequential(product, nn.Linear(WIDTH, WIDTH))
     x = torch.randn(512, WIDTH) * scale
     if double:
         model, x = model.double(), x.double()
@@ -73,10 +74,10 @@ def check(forward: Callable[[Product, Tensor], Tensor], scale: float, *, double:
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = model[0]
+            self.body = product
 
         def forward(self, x: Tensor) -> tuple[Tensor]:
-            return (forward(self.body, x),)
+            return (forward(product, x),)
 
     first, *rest = chain.layers
     other = replace(chain, layers=(replace(first, module=Other()), *rest))

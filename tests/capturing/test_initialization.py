@@ -313,7 +313,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("build", [Counting, lambda: nn.ModuleList([Counting(), Counting()])])
-def test_a_model_that_makes_tensors_elsewhere_is_told_where_to_make_them(build: Callable[[], nn.Module]) -> None:
+def test_a_model_that_makes_tensors_on_another_device_is_refused(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(
         CaptureError,
         match=r"(?s)fails on the meta device, .*: x = block\(x\) \+ torch.arange\(x.shape\[-1\]\)\nRuntimeError: .*"

@@ -218,11 +218,11 @@ class Encoder(nn.Module):
         return self.last(self.encoder(x, src_key_padding_mask=padding))
 
 
-def test_an_encoder_that_makes_nested_tensors_is_told_the_switch() -> None:
+def test_an_encoder_that_makes_nested_tensors_is_refused_in_evaluation() -> None:
     x = batches((6,))[0][0]
     padding = torch.zeros(4, 6, dtype=torch.bool)
     padding[::2, 4:] = True
-    with pytest.raises(CaptureError, match="Encoder computes with nested tensors .* with enable_nested_tensor=False"):
+    with pytest.raises(CaptureError, match=r"Encoder computes with nested tensors .* with enable_nested_tensor=False"):
         capture(Encoder().double(), (x, padding)).evaluation()
     plain = Encoder(enable_nested_tensor=False).double()
     model = copy.deepcopy(plain)
@@ -242,7 +242,7 @@ class Causal(Encoder):
         return self.last(self.encoder(x, mask=mask, is_causal=self.is_causal))
 
 
-def test_an_encoder_that_looks_for_a_causal_mask_is_told_the_argument() -> None:
+def test_an_encoder_that_looks_for_a_causal_mask_needs_an_argument() -> None:
     with pytest.raises(CaptureError, match="asks there whether the mask is causal: pass is_causal=True or False"):
         capture(Causal(None).double(), (batches((6,))[0][0],))
     assert_trains(lambda: Causal(True), batches((6, 6)), "1f1b-flush", 2)

@@ -20,7 +20,7 @@ Gradients: TypeAlias = Mapping[str, Tensor | None]
 _LEAST_BYTES = 8 * 2**20
 """Of a part, and of what is kept: to compute gradients in parts takes longer."""
 _ROUNDINGS = 8
-"""A chain may differ from its model by so many times the rounding of the model that two backwards have shown."""
+"""By how many times the rounding that two backwards of a model have shown its chain may differ."""
 _WIDTHS = (1021, 1024)
 
 

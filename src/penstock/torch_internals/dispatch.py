@@ -3,6 +3,7 @@
 Tried on torch 2.11 and 2.13.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -21,21 +22,18 @@ __all__ = ["OperatorMode", "TorchDispatchMode", "schema_of"]
 _Operator = type(torch.ops.aten.clone.default)
 
 
-class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator of PyTorch that is called in this block, also in the functions that `torch.cond` and others are
-    given.
-    """
+class OperatorMode(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
+    """Sees each operator of PyTorch that is called in this block, also in the functions that `torch.cond` is given."""
 
     supports_higher_order_operators = True
 
+    @abstractmethod
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what ``func(*args, **kwargs)`` returns. The mode is off in its body."""
-        raise NotImplementedError
+        """Returns what ``func(*args, **kwargs)`` returns. The mode is off meanwhile."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, HigherOrderOperator):
             return self.seen(func, args, kwargs or {})
-        # Dynamo would compile what runs here, and refuse that it asks for the mode.
         return func(*map(self._seeing, args), **(kwargs or {}))
 
     def _seeing(self, argument: Any) -> Any:

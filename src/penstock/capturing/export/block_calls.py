@@ -4,6 +4,7 @@ Nothing here is traced. What one call looks like in runs of several sizes says w
 those of its arguments.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,9 +145,14 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
 
 def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
     watch = Watch(sampled.model, paths, by_forward=by_forward)
-    # Not compiled: Dynamo logs errors for sizes that the model does not take.
-    with sampled.preserved(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        watch.run(call)
+    # Dynamo, which runs torch.cond, logs errors for sizes that the model does not take.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    silent, logger.disabled = logger.disabled, True
+    try:
+        with sampled.preserved(), torch.no_grad():
+            watch.run(call)
+    finally:
+        logger.disabled = silent
     return watch.calls
 
 

@@ -6,7 +6,7 @@ blocks are chosen from.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.capturing.samples import flatten
 from penstock.capturing.tensor_notes import TensorNotes
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
+from penstock.torch_internals.modules import compiled_from, is_compiled
 from penstock.torch_internals.pytrees import TreeSpec, tree_leaves
 
 __all__ = ["ModelRun", "run_on_sample"]
@@ -93,8 +94,10 @@ def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str]
         with _failures_explained(model):
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             dependence = _Dependence(list(model.parameters()), watch.note_computation, sampled.save_parameter)
-            # As `OperatorCounter.counting`: nothing is compiled under a dispatch mode.
-            with torch.compiler.set_stance("force_eager"), observed(model, ()) as observation, dependence:
+            # As `OperatorCounter.counting`, for torch.cond. Compiled modules run eagerly in a mode in any case.
+            eager = not any(is_compiled(each) or compiled_from(each) for each in model.modules())
+            stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
+            with stance, observed(model, ()) as observation, dependence:
                 result = watch.run(call.copied())
             if not draws and python_generators() != before:
                 return None
@@ -192,8 +195,8 @@ def _failures_explained(model: nn.Module) -> Iterator[None]:
         if "NestedTensor" in str(error):
             raise CaptureError(
                 f"{type(model).__name__} computes with nested tensors on the sample, which have no sizes: expected "
-                "tensors. nn.TransformerEncoder makes them in evaluation, of what src_key_padding_mask leaves: build it "
-                "with enable_nested_tensor=False"
+                "tensors. nn.TransformerEncoder makes them in evaluation, of what src_key_padding_mask leaves: build "
+                "it with enable_nested_tensor=False"
             ) from error
         raise CaptureError(
             f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "

@@ -272,9 +272,9 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], bl
             case _:
                 raise CaptureError(
                     f"the code between the model's blocks uses {spec.kind.name.lower().replace('_', ' ')} "
-                    f"{target or node.name!r}, an object that is no tensor and no module, as those of torch.classes: a "
-                    "trace cannot hold it. Use it inside of a block, or pass the model as nn.Sequential or as a list of "
-                    "layers"
+                    f"{target or node.name!r}, an object that is no tensor and no module, as of torch.classes: a "
+                    "trace cannot hold it. Use it inside of a block, or pass the model as nn.Sequential or as a list "
+                    "of layers"
                 )
     _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
     sizes = {name: tuple(_bounds(size, program) for size in shape) for name, shape in shapes.items()}
