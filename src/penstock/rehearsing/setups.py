@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from penstock.arguments import text_of
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
-from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError
 from penstock.rehearsing.trainings import Batch, as_module
 from penstock.torch_internals.pytrees import tree_map_only
@@ -76,8 +75,7 @@ def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any
             return {**given, **(made if isinstance(made, Mapping) else {"model": made})}
         memo: dict[int, Any] = {}
         try:
-            with lifted(model):
-                made = {"model": copied(model, memo)}
+            made: dict[str, Any] = {"model": copied(model, memo)}
             return given | made | {name: copy.deepcopy(given[name], memo) for name in _OWNED if name in given}
         except Exception as error:
             fix = "pass a function that makes the model, and returns all arguments in a dict"

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from penstock.capturing.read_names import modules_read
-from penstock.capturing.reminders import lifted
 from penstock.capturing.sequential import is_plain_sequential
 from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import CaptureError
@@ -86,8 +85,7 @@ class FirstBatch:
     def _verdict(self, microbatches: Sequence[Microbatch]) -> tuple[int, str]:
         """A level of the log and a text, which is empty if nothing is wrong."""
         try:
-            with lifted(self._model):
-                return self._compare(list(microbatches[:2]))
+            return self._compare(list(microbatches[:2]))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             return logging.INFO, f"{_LEFT_OUT}: {reason}"
