@@ -24,7 +24,7 @@ __all__ = ["explained", "first_line", "source_line"]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _ENCODERS = os.path.join(_TORCH, "nn", "modules", "transformer.py")
-_PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PENSTOCK = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 _BATCH = "it fixes the batch size, which must stay free"
 
