@@ -6,7 +6,6 @@ the same.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.lost_backwards import hooks_refused
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.module_state import same_content
 from penstock.capturing.randomness import seed_all
-from penstock.capturing.sampled_models import SampledModel
+from penstock.capturing.sampled_models import SampledModel, chain_of_copies
 from penstock.capturing.samples import Call, flatten
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
@@ -37,19 +37,25 @@ def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> No
     """
     modules = [inner for layer in chain.layers for inner in layer.module.modules()]
     bodies = [inner.get_submodule("body") for inner in modules if isinstance(inner, EagerLayer)]
-    expected = _run(sampled, _model_of(sampled), hooks_refused(bodies), trains)
-    for own, its in zip(expected, _run(sampled, _whole(chain), nullcontext(), trains), strict=True):
+    with sampled.copied() as copies, hooks_refused(map(copies.of, bodies)):
+        expected = _run(sampled, copies, _model_of(sampled, copies), trains)
+    with sampled.copied(chain.layers) as copies:
+        found = _run(sampled, copies, _whole(chain, copies), trains)
+    for own, its in zip(expected, found, strict=True):
         _compare(own, its, sampled.name)
 
 
 def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
     """Whether `chain` returns what the model does for `call`; so it does where the model itself fails."""
     try:
-        expected = _results(sampled, call, _model_of(sampled))
+        with sampled.copied() as copies:
+            expected = _results(call, _model_of(sampled, copies))
     except Exception:
         return True
     try:
-        for index, (own, its) in enumerate(zip(expected, _results(sampled, call, _whole(chain)), strict=True)):
+        with sampled.copied(chain.layers) as copies:
+            found = _results(call, _whole(chain, copies))
+        for index, (own, its) in enumerate(zip(expected, found, strict=True)):
             _compare_tensors(f"output {index}", own, its, sampled.name)
     except Exception:
         return False
@@ -65,13 +71,14 @@ def checked_runs(trains: bool) -> int:
     return 2 * _RUNS + (4 if trains else 0)
 
 
-def _model_of(sampled: SampledModel) -> Callable[[Call], Any]:
-    return lambda own: sampled.model(*own.args, **own.kwargs)
+def _model_of(sampled: SampledModel, copies: Copies) -> Callable[[Call], Any]:
+    model = copies.of(sampled.model)
+    return lambda own: model(*own.args, **own.kwargs)
 
 
-def _whole(chain: LayerChain) -> Callable[[Call], Any]:
-    """All layers of `chain`, one after the other."""
-    stage = chain.stage(0, len(chain.layers))
+def _whole(chain: LayerChain, copies: Copies) -> Callable[[Call], Any]:
+    """The `copies` of all layers of `chain`, one after the other."""
+    stage = chain_of_copies(chain, copies).stage(0, len(chain.layers))
     return lambda own: chain.output.build(stage((), chain.inputs.bind(own.args, own.kwargs)))
 
 
@@ -89,15 +96,12 @@ def _compare(expected: _Outcome, found: _Outcome, name: str) -> None:
         _compare_tensors(f"buffer {path}", buffer, found[2][path], name)
 
 
-def _run(
-    sampled: SampledModel, function: Callable[[Call], Any], around: AbstractContextManager[None], trains: bool
-) -> list[_Outcome]:
+def _run(sampled: SampledModel, copies: Copies, function: Callable[[Call], Any], trains: bool) -> list[_Outcome]:
     """The output tensors and the buffers of `_RUNS` consecutive passes, and the gradients of the last one."""
-    model = sampled.model
+    model = copies.of(sampled.model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []
-    # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
-    with sampled.preserved(), torch.set_grad_enabled(trains), around:
+    with torch.set_grad_enabled(trains):
         for run in range(_RUNS):
             outputs = _outputs(function, sampled.call, run)
             gradients = _gradients(outputs, parameters, sampled.name) if trains and run == _RUNS - 1 else {}
@@ -106,8 +110,8 @@ def _run(
     return found
 
 
-def _results(sampled: SampledModel, call: Call, function: Callable[[Call], Any]) -> list[Tensor]:
-    with sampled.preserved(), torch.no_grad():
+def _results(call: Call, function: Callable[[Call], Any]) -> list[Tensor]:
+    with torch.no_grad():
         return [output.clone() for output in _outputs(function, call, 0)]
 
 

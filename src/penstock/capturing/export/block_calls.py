@@ -143,10 +143,10 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
 
 
 def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
-    watch = Watch(sampled.model, paths, by_forward=by_forward)
-    with sampled.preserved(), torch.no_grad():
+    with sampled.copied() as copies, torch.no_grad():
+        watch = Watch(sampled.model, copies, paths, by_forward=by_forward)
         watch.run(call)
-    return watch.calls
+        return watch.calls
 
 
 def _record_resized(

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from penstock.capturing.chain import LayerRunner, StageModule
-from penstock.capturing.preservation import preserved
+from penstock.capturing.preservation import kept_generators, kept_tensors
 from penstock.errors import PenstockError
 from penstock.runtime.devices.graph_capture import GraphCapturer, GraphPool
 from penstock.runtime.execution.python_state import PythonState
@@ -155,7 +155,7 @@ class _CapturedGraphs:
         with torch.no_grad():
             self._given = [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in given]
         self._needed = [tensor for tensor in (*self._given, *stage.aliases) if tensor.requires_grad]
-        with preserved([stage.module]):
+        with kept_generators([stage.module]), kept_tensors(stage.module):
             if stage.gradients is None:
                 stage.gradients = self._make_gradients(self._warm_up())
             self.differentiable = tuple([kept for _, kept in stage.outputs])

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import StageModule
-from penstock.capturing.module_copies import copied
+from penstock.capturing.module_copies import Copier
 from penstock.errors import CaptureError, PenstockError
 from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like, set_local_shard
 from penstock.torch_internals.modules import tensor_tables
@@ -142,8 +142,7 @@ class VersionedWeights:
         """Another replica of the stage in this process: the same weights, gradients, buffers and state of its own."""
         self.rest()
         other = VersionedWeights.__new__(VersionedWeights)
-        memo: dict[int, Any] = {id(parameter): parameter for parameter in self._slots.parameters.values()}
-        other._make(self._slots, copied(self._module, memo, shares_code=True))
+        other._make(self._slots, Copier([self._module]).copies().of(self._module))
         return other
 
     def _make(self, slots: _Slots, module: StageModule) -> None:
