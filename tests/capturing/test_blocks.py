@@ -184,6 +184,7 @@ COMPILED: dict[str, tuple[Callable[[Model], None], dict[str, Any]]] = {
     ("what", "kind"),
     [pytest.param("stages", Counted, marks=pytest.mark.slow), ("blocks in place", Book), ("blocks", Counted)],
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_keep_their_state(what: str, kind: type[Block]) -> None:
     data = batches((6, 6, 6))
     change, options = COMPILED[what]

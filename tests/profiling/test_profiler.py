@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import Any
 
 import pytest
 import torch
@@ -252,11 +253,18 @@ def test_the_sample_may_be_a_view_of_a_whole_data_set():
     assert one(nn.Linear(6, 3), data[8:12]).saved_bytes == 4 * 6 * FLOAT
 
 
+class Shared(list[Any]):
+    """A list that copies of a layer share with it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shared":
+        return self
+
+
 def test_a_layer_that_writes_its_input_in_place_is_measured_and_later_layers_see_what_it_wrote():
     def double(h: Tensor) -> Tensor:
         return h.mul_(2.0).sum(dim=1)
 
-    seen = []
+    seen = Shared()
     sample = (torch.ones(4, 6),)
     layers = [
         make_layer("a", nn.Linear(6, 6), "x0", "h"),
@@ -336,7 +344,7 @@ def test_weight_parts_are_measured_where_there_are_any(layer: nn.Module, seconds
 
 
 def test_short_calls_are_timed_in_groups():
-    calls = []
+    calls = Shared()
     sample = (torch.randn(4, 6),)
     chain = make_chain([make_layer("a", lambda x: calls.append("call") or x + 1, "x0", "y")], sample, "y")
     # The warm-up says 10 us a call: 20 calls are a group of 200 us.
@@ -438,8 +446,7 @@ def test_under_autocast_the_cast_weights_are_saved_with_every_microbatch() -> No
 
 def test_every_forward_casts_the_weights_as_that_of_every_microbatch_does() -> None:
     sample = (torch.randn(4, 6),)
-    # Words, not numbers: a list of numbers that a hook extends is as before afterwards.
-    forwards = []
+    forwards = Shared()
     chain = make_cast_chain(sample)
     chain.layers[1].module.register_forward_hook(lambda *_: forwards.append("forward"))
     with Casts((10, 8)) as casts:

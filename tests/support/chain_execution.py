@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.capturing import LayerChain
-from penstock.capturing.preservation import preserved
+from penstock.capturing.module_copies import Copier
+from penstock.capturing.preservation import kept_generators
+from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import Call, flatten
 
 
@@ -38,7 +40,8 @@ def differentiate(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
 
 def run_model(model: nn.Module, call: Call) -> Outcome:
-    with preserved([model]):
+    with kept_generators([model]):
+        model = Copier([model]).copies().of(model)
         clear(model.parameters())
         own = call.copied()
         leaves, structure = flatten(model(*own.args, **own.kwargs))
@@ -57,7 +60,9 @@ def run_stages(
     chain: LayerChain, model: nn.Module, call: Call, bounds: Sequence[int], seed: int | None = None
 ) -> Outcome:
     """The chain cut at `bounds` (from 0 to the number of layers)."""
-    with preserved([model]):
+    with kept_generators([model]):
+        copies = Copier([model, *(layer.module for layer in chain.layers)]).copies()
+        chain, model = chain_of_copies(chain, copies), copies.of(model)
         clear(chain.parameters.values())
         own = call.copied()
         inputs = chain.inputs.bind(own.args, own.kwargs)
@@ -77,7 +82,8 @@ def run_stages(
         differentiate(outputs, seeds_of(outputs))
         for (received, _), (_, sent) in zip(passes[:0:-1], passes[-2::-1], strict=True):
             differentiate(sent, [leaf.grad for leaf in received])
-        return outcome(outputs, structure, chain.parameters, chain.buffers, model.state_dict())
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return outcome(outputs, structure, chain.parameters, buffers, model.state_dict())
 
 
 def outcome(

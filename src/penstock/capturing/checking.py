@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.gradient_comparison import GradientComparison, Gradients, parts_of
 from penstock.capturing.lost_backwards import hooks_refused
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.module_state import same_content
 from penstock.capturing.randomness import seed_all
-from penstock.capturing.sampled_models import SampledModel
+from penstock.capturing.sampled_models import SampledModel, chain_of_copies
 from penstock.capturing.samples import Call, flatten
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
@@ -43,14 +44,16 @@ def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> No
     left = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad and trains}
 
     def run_model(backward: _Backward) -> list[_Outcome]:
-        with hooks_refused(bodies):
-            return _run(sampled, _model_of(sampled), trains, backward)
+        with sampled.copied() as copies, hooks_refused(map(copies.of, bodies)):
+            return _run(sampled, copies, _model_of(sampled, copies), trains=trains, backward=backward)
 
     again = False
     while left or not again:
         gradients = GradientComparison(left, _difference, again=again)
         expected = run_model(_Backward(left, gradients.keep))
-        found = _run(sampled, _whole(chain), trains, _Backward(left, gradients.compare))
+        with sampled.copied(chain.layers) as copies:
+            compared = _Backward(left, gradients.compare)
+            found = _run(sampled, copies, _whole(chain, copies), trains=trains, backward=compared)
         _compare_outputs(expected, found, name)
         for parameter in gradients.one_sided:
             raise CaptureError(_message(f"whether parameter {parameter} has a gradient", name))
@@ -68,11 +71,14 @@ def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> No
 def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
     """Whether `chain` returns what the model does for `call`; so it does where the model itself fails."""
     try:
-        expected = _results(sampled, call, _model_of(sampled))
+        with sampled.copied() as copies:
+            expected = _results(call, _model_of(sampled, copies))
     except Exception:
         return True
     try:
-        for index, (own, its) in enumerate(zip(expected, _results(sampled, call, _whole(chain)), strict=True)):
+        with sampled.copied(chain.layers) as copies:
+            found = _results(call, _whole(chain, copies))
+        for index, (own, its) in enumerate(zip(expected, found, strict=True)):
             _compare_tensors(f"output {index}", own, its, sampled.name)
     except Exception:
         return False
@@ -97,13 +103,14 @@ class _Backward:
     side: int = 0
 
 
-def _model_of(sampled: SampledModel) -> Callable[[Call], Any]:
-    return lambda own: sampled.model(*own.args, **own.kwargs)
+def _model_of(sampled: SampledModel, copies: Copies) -> Callable[[Call], Any]:
+    model = copies.of(sampled.model)
+    return lambda own: model(*own.args, **own.kwargs)
 
 
-def _whole(chain: LayerChain) -> Callable[[Call], Any]:
-    """All layers of `chain`, one after the other."""
-    stage = chain.stage(0, len(chain.layers))
+def _whole(chain: LayerChain, copies: Copies) -> Callable[[Call], Any]:
+    """The `copies` of all layers of `chain`, one after the other."""
+    stage = chain_of_copies(chain, copies).stage(0, len(chain.layers))
     return lambda own: chain.output.build(stage((), chain.inputs.bind(own.args, own.kwargs)))
 
 
@@ -119,22 +126,23 @@ def _compare_buffers(expected: Sequence[_Outcome], found: Sequence[_Outcome], na
             _compare_tensors(f"buffer {path}", buffer, its[path], name)
 
 
-def _run(sampled: SampledModel, function: Callable[[Call], Any], trains: bool, backward: _Backward) -> list[_Outcome]:
+def _run(
+    sampled: SampledModel, copies: Copies, function: Callable[[Call], Any], *, trains: bool, backward: _Backward
+) -> list[_Outcome]:
     """The outputs and the buffers of `_RUNS` consecutive passes, of which the last one has a backward."""
-    found = []
-    # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
-    with sampled.preserved(), torch.set_grad_enabled(trains):
+    model, found = copies.of(sampled.model), []
+    with torch.set_grad_enabled(trains):
         for run in range(_RUNS):
             outputs = _outputs(function, sampled.call, run)
             if run == _RUNS - 1:
                 _differentiate(outputs, backward, sampled.name)
-            buffers = {name: buffer.detach().clone() for name, buffer in sampled.model.named_buffers()}
+            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             found.append(([output.detach().clone() for output in outputs], buffers))
     return found
 
 
-def _results(sampled: SampledModel, call: Call, function: Callable[[Call], Any]) -> list[Tensor]:
-    with sampled.preserved(), torch.no_grad():
+def _results(call: Call, function: Callable[[Call], Any]) -> list[Tensor]:
+    with torch.no_grad():
         return [output.clone() for output in _outputs(function, call, 0)]
 
 

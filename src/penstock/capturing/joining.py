@@ -7,7 +7,7 @@ weight that a layer moves. There the layers on both sides become one.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -100,20 +100,19 @@ def _cuts_through_views(
 
 
 def _cuts_through_state(layers: Sequence[Layer], observations: Sequence[Observation]) -> set[int]:
-    """The cuts between two layers that hold the same buffer, frozen parameter or module, if one of them changes it."""
-    changed = {id(each) for seen in observations for each in (*seen.mutated_buffers, *seen.changed_modules)}
+    """The cuts between two layers that hold the same buffer, frozen parameter, module or object of Python, if one of
+    them changes it.
+    """
+    changed = {id(each) for seen in observations for each in seen.mutated_buffers}.union(
+        *(seen.changed for seen in observations)
+    )
     first: dict[int, int] = {}
     forbidden: set[int] = set()
-    for index, layer in enumerate(layers):
-        for key in changed.intersection(map(id, _held(layer.module))):
+    for index, (layer, seen) in enumerate(zip(layers, observations, strict=True)):
+        tensors = map(id, (*layer.module.buffers(), *layer.module.parameters()))
+        for key in changed.intersection(seen.shared.union(tensors)):
             forbidden.update(range(first.setdefault(key, index) + 1, index + 1))
     return forbidden
-
-
-def _held(module: nn.Module) -> Iterator[Tensor | nn.Module]:
-    yield from module.buffers()
-    yield from module.parameters()
-    yield from module.modules()
 
 
 def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:

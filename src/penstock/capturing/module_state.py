@@ -1,13 +1,14 @@
-"""The state of modules in Python: attributes, containers and plain tensors, saved, compared and put back.
+"""The state of modules in Python: attributes, containers and plain tensors, saved and compared.
 
-A module may count its calls, keep a queue in a list, or assign a new tensor to a buffer. Capture runs the model several
-times, and the user's modules must be afterwards as they were. The same comparison shows which attributes a forward
-changes, and these cannot be kept where only operators on tensors are traced.
+A module may count its calls, keep a queue in a list, or assign a new tensor to a buffer. The comparison shows which
+attributes a forward changes, and these cannot be kept where only operators on tensors are traced.
 """
 
+import copy
+import random
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 
 from penstock.torch_internals.modules import TENSOR_TABLES
 
-__all__ = ["ModuleState", "content_of", "is_plain_memory", "put_back", "same_content"]
+__all__ = ["ModuleState", "is_plain_memory", "same_content"]
 
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _PLAIN_TYPES = frozenset(_PLAIN)
 _CONTAINERS = frozenset((dict, OrderedDict, set))
-_FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator, torch.Stream)
+_FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Stream)
 _LOOKED_PAST = (*_PLAIN, *_FIXED)
 
 
@@ -36,28 +37,22 @@ class ModuleState:
         """For every object that can change: how it is reached, the object, and a copy of its content."""
         self._empty: list[tuple[str, Any, dict[Any, Any] | set[Any]]] = []
         """The path and key of dictionaries and sets that hold nothing, as nearly all do: those of a module's hooks."""
-        self._memories: list[tuple[nn.Parameter, Tensor]] = []
-        """Parameters, and tensors over the memory that they had."""
         self._seen: set[int] = set()
         for module in modules:
             for path, inner in module.named_modules():
                 self._save(path, inner, 0)
 
-    def save_content(self, path: str, parameter: nn.Parameter) -> None:
-        """Saves the numbers of a parameter, too, before a forward writes it."""
-        if not any(holder is parameter for _, holder, _ in self._saved):
-            self._saved.append((path, parameter, parameter.detach().clone()))
+    def holders(self) -> Iterator[Any]:
+        """The objects that can change, apart from parameters."""
+        yield from (empty for _, _, empty in self._empty)
+        yield from (holder for _, holder, _ in self._saved)
 
-    def restore(self) -> None:
-        """Puts all content back, in the very objects that held it."""
-        for parameter, own in self._memories:
-            if parameter.data_ptr() != own.data_ptr():
-                parameter.data = own
-        for _, _, empty in self._empty:
-            if empty:
-                empty.clear()
+    def changed_holders(self) -> Iterator[Any]:
+        """The `holders` that hold something else now."""
+        yield from (empty for _, _, empty in self._empty if empty)
         for _, holder, content in self._saved:
-            put_back(holder, content)
+            if not _unchanged(holder, content):
+                yield holder
 
     def changes(self) -> Iterator[tuple[str, bool]]:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
@@ -91,10 +86,8 @@ class ModuleState:
             return
         self._seen.add(id(holder))
         if isinstance(holder, nn.Parameter):
-            if is_plain_memory(holder):
-                self._memories.append((holder, holder.detach()))
             return
-        content = content_of(holder)
+        content = _content_of(holder)
         if content is None:
             return
         self._saved.append((path, holder, content))
@@ -143,16 +136,26 @@ def same_content(first: Tensor, second: Tensor) -> bool:
 
 
 def _holds(now: dict[Any, Any], content: dict[Any, Any]) -> bool:
-    """Whether both hold the same objects in the same order."""
-    # Lists compare what is not the same object only: tensors, as keys, have no equality.
-    return len(now) == len(content) and all(map(is_, now.values(), content.values())) and list(now) == list(content)
+    """Whether both hold the same objects, or plain values that are equal, in the same order."""
+    return (
+        len(now) == len(content) and all(map(_same, content.values(), now.values())) and all(map(_same, content, now))
+    )
 
 
 def _dict_of(holder: Any) -> dict[Any, Any]:
-    return holder if isinstance(holder, dict) else vars(holder)
+    """The entries of a dictionary; the attributes of another object, those in slots included."""
+    if isinstance(holder, dict):
+        return holder
+    slots = [name for base in type(holder).__mro__ for name in _names(vars(base).get("__slots__", ()))]
+    held: dict[Any, Any] = getattr(holder, "__dict__", {})
+    return {**held, **{name: getattr(holder, name, None) for name in slots}} if slots else held
 
 
-def content_of(holder: Any) -> Any:
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _content_of(holder: Any) -> Any:
     """A copy of what `holder` holds; None for what is not looked into."""
     match holder:
         case Tensor():
@@ -163,45 +166,32 @@ def content_of(holder: Any) -> Any:
             return dict(holder)
         case list() | deque():
             return list(holder)
-        case set() | bytearray():
-            return holder.copy()
-        case _ if isinstance(getattr(holder, "__dict__", None), dict):
-            return dict(vars(holder))
+        case set() | bytearray() | array():
+            return copy.copy(holder)
+        case torch.Generator() | random.Random() | numpy.random.Generator() | numpy.random.RandomState():
+            return _generator_state(holder)
         case _:
-            return None
+            return dict(_dict_of(holder)) or None
 
 
-def put_back(holder: Any, content: Any) -> None:
-    """Makes `holder` hold what it held when `content` was copied from it."""
-    # Nearly all are dictionaries that hold what they held.
-    if type(content) is dict and _holds(_dict_of(holder), content):
-        return
-    match holder:
-        case Tensor():
-            # BatchNorm writes its statistics without raising their version counter: only the contents tell.
-            if not same_content(holder, content):
-                # Uncounted as well, so that what autograd saved before is valid again.
-                target = holder if holder.is_sparse else holder.data
-                target.copy_(content) if holder.shape == content.shape else holder.set_(content)
-        case numpy.ndarray():
-            holder[...] = content
-        case list():
-            holder[:] = content
-        case bytearray():
-            holder[:] = content
-        case deque():
-            holder.clear()
-            holder.extend(content)
-        case set():
-            holder.clear()
-            holder.update(content)
+def _generator_state(generator: Any) -> str:
+    """Where `generator` of random numbers is, to be compared."""
+    match generator:
+        case torch.Generator():
+            return str(generator.get_state().tolist())
+        case random.Random():
+            return str(generator.getstate())
+        case numpy.random.RandomState():
+            return str(generator.get_state(legacy=False))
         case _:
-            now = _dict_of(holder)
-            now.clear()
-            now.update(content)
+            return str(generator.bit_generator.state)
 
 
 def _unchanged(holder: Any, content: Any) -> bool:
+    if isinstance(content, dict):
+        return _holds(_dict_of(holder), content)
+    if isinstance(content, str):
+        return _generator_state(holder) == content
     match holder:
         case Tensor():
             return same_content(holder, content)

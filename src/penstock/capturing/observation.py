@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.module_state import ModuleState, same_content
 from penstock.capturing.operators import OperatorCall, OperatorCounter
 from penstock.torch_internals.tensors import storage_key, times_written
 
-__all__ = ["Observation", "SharedModules", "memory_of", "observe", "observed"]
+__all__ = ["Observation", "SharedObjects", "keep_lasting", "memory_of", "observed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +31,10 @@ class Observation:
     mutated: tuple[int, ...] = ()
     """Positions of the `arguments` that it wrote in place."""
     mutated_buffers: tuple[Tensor, ...] = field(default=())
-    changed_modules: tuple[nn.Module, ...] = ()
-    """Modules of other layers, too, whose state in Python it changed."""
+    shared: frozenset[int] = frozenset()
+    """The ids of the modules and objects of Python that it holds and another layer holds, too."""
+    changed: frozenset[int] = frozenset()
+    """Those that it changed."""
     operators: tuple[OperatorCall, ...] = ()
 
     def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:
@@ -56,34 +59,26 @@ class Observation:
         )
 
 
-class SharedModules:
-    """Modules that several of `layers` hold, during one run of them."""
+class SharedObjects:
+    """Modules, and objects of Python in attributes of modules, that several layers hold, during a run of `copies`.
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        holders = Counter(id(inner) for layer in layers for inner in layer.modules())
+    `layers`: of each layer, the modules that it calls.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[nn.Module]], copies: Copies) -> None:
+        self._layers, self._copies = layers, copies
+        self._held = [frozenset(map(id, ModuleState(modules).holders())) for modules in layers]
+        holders = Counter(key for held in self._held for key in held)
         self._shared = {key for key, count in holders.items() if count > 1}
-        self._called: set[nn.Module] = set()
 
     @contextmanager
-    def watched(self, layer: nn.Module, observation: Observation) -> Iterator[None]:
-        """Notes in `observation` which of them the body changes, a run of `layer`.
-
-        What their first call changes does not count: a table that it makes, each process can make. What every call
-        changes is a count, an average or a memory, and processes with a copy each would go apart.
-        """
-        states = [(each, ModuleState([each])) for each in self._outermost(layer)]
+    def watched(self, index: int, observation: Observation) -> Iterator[None]:
+        """Notes in `observation` which of them layer `index` holds, and which the body changes, a run of its copy."""
+        observation.shared = self._held[index] & self._shared
+        state = ModuleState(map(self._copies.of, self._layers[index])) if observation.shared else None
         yield
-        observation.changed_modules = tuple(
-            each for each, state in states if each in self._called and any(state.changes())
-        )
-        self._called.update(each for each, _ in states)
-
-    def _outermost(self, module: nn.Module) -> Iterator[nn.Module]:
-        if id(module) in self._shared:
-            yield module
-            return
-        for child in module.children():
-            yield from self._outermost(child)
+        changed = () if state is None else (id(self._copies.own(holder)) for holder in state.changed_holders())
+        observation.changed = observation.shared.intersection(changed)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -120,12 +115,11 @@ def observed(
     )
 
 
-def observe(
-    layer: Layer, values: dict[str, Tensor], counter: OperatorCounter, shared: SharedModules
-) -> tuple[Layer, Observation]:
-    """Runs `layer` on `values`, adds its outputs to them, and completes it with what was seen."""
-    arguments = tuple(values[name] for name in layer.inputs)
-    with observed(layer.module, arguments, counter) as observation, shared.watched(layer.module, observation):
-        observation.results = tuple(layer.module(*arguments))
-    values.update(zip(layer.outputs, observation.results, strict=True))
-    return observation.layer(layer.name, layer.module, layer.inputs, layer.outputs), observation
+def keep_lasting(observations: Iterable[Observation], again: Iterable[Observation]) -> None:
+    """Removes from the first run's `observations` the changes that the next run has not made `again`.
+
+    What only the first call changes, such as a table, each process can make. What every call changes is a count, an
+    average or a memory, and processes with a copy each would go apart.
+    """
+    for first, next_run in zip(observations, again, strict=True):
+        first.changed &= next_run.changed

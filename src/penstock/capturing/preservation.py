@@ -1,7 +1,8 @@
-"""Running a model without leaving a trace in it.
+"""Giving back what runs of a model change outside of its copies.
 
 Capture has to run the model: to see what its layers return, to trace it, to compare. A user who captures a model and
-then trains it without Penstock must get the numbers that he would have got without the capture.
+then trains it without Penstock must get the numbers that he would have got without the capture. So it runs copies, and
+gives back what these share with the model.
 """
 
 import random
@@ -12,34 +13,61 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.module_state import ModuleState
-from penstock.capturing.shared_state import SharedState
+from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 
-__all__ = ["SavedBuffers", "evaluating", "generator_states", "preserved", "python_generators"]
+__all__ = [
+    "KeptParameters",
+    "SavedBuffers",
+    "evaluating",
+    "generator_states",
+    "kept_generators",
+    "kept_tensors",
+    "python_generators",
+]
+
+
+class KeptParameters:
+    """The parameters of `modules` as they are now: flags, memory, and the numbers of those that a forward writes."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        own = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+        self._flags = [(parameter, parameter.requires_grad) for parameter in own]
+        self._memories = [(parameter, parameter.detach()) for parameter in own if is_plain_memory(parameter)]
+        self._numbers: dict[nn.Parameter, Tensor] = {}
+
+    def save(self, parameter: nn.Parameter) -> None:
+        """Saves the numbers of `parameter`, before they are written."""
+        if parameter not in self._numbers:
+            self._numbers[parameter] = parameter.detach().clone()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Gives them back after its body."""
+        try:
+            yield
+        finally:
+            for parameter, flag in self._flags:
+                if parameter.requires_grad != flag:
+                    parameter.requires_grad_(flag)
+            for parameter, own in self._memories:
+                if parameter.data_ptr() != own.data_ptr():
+                    parameter.data = own
+            for parameter, numbers in self._numbers.items():
+                parameter.data.copy_(numbers)
 
 
 @contextmanager
-def preserved(
-    modules: Iterable[nn.Module], state: ModuleState | None = None, shared: SharedState | None = None
-) -> Iterator[None]:
-    """Gives back, after its body, what `modules` hold and the random generators as they were.
-
-    Modules: training flags, buffers and all other attributes; see `ModuleState`. What their code keeps elsewhere, see
-    `SharedState`. Generators: PyTorch's on the CPU and on the CUDA devices of `modules`, NumPy's and Python's global
-    ones. `state` and `shared`: both, if they are known.
+def kept_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gives back, after its body, the random generators as they were: PyTorch's on the CPU and on the CUDA devices of
+    `modules`, NumPy's and Python's global ones.
     """
-    roots = list(modules)
-    state, shared = state or ModuleState(roots), shared or SharedState(roots)
-    generators = [torch.default_generator, *_cuda_generators(roots)]
+    generators = [torch.default_generator, *_cuda_generators(modules)]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        with torch.no_grad():
-            state.restore()
-            shared.restore()
         for generator, found in zip(generators, states, strict=True):
             generator.set_state(found)
         random.setstate(python_state)
@@ -47,9 +75,22 @@ def preserved(
 
 
 def generator_states(modules: Iterable[nn.Module]) -> list[object]:
-    """The states of the generators that `preserved` gives back, to be compared."""
+    """The states of the generators that `kept_generators` gives back, to be compared."""
     generators = [torch.default_generator, *_cuda_generators(modules)]
     return [*(generator.get_state().tolist() for generator in generators), python_generators()]
+
+
+@contextmanager
+def kept_tensors(module: nn.Module) -> Iterator[None]:
+    """Gives back, after its body, the numbers in buffers of `module`, and in tensors in its attributes."""
+    tensors = [holder for holder in ModuleState([module]).holders() if isinstance(holder, Tensor)]
+    numbers = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, content in zip(tensors, numbers, strict=True):
+            # Uncounted, so that what autograd saved before is valid again.
+            tensor.data.copy_(content)
 
 
 def python_generators() -> dict[str, object]:

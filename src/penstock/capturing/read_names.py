@@ -1,45 +1,40 @@
 """The code that a module's forward may run, and the names of attributes that it may read, without running it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["FunctionModule", "code_read", "functions_read", "modules_read", "names_read", "words_of"]
+__all__ = ["FunctionModule", "code_read", "modules_read", "names_read"]
 
 
 def names_read(module: nn.Module) -> frozenset[str]:
     """All names and words in the code of the forward of `module`; see `code_read`."""
-    return frozenset().union(*map(words_of, code_read(module)))
+    return frozenset().union(*map(_words_of, code_read(module)))
 
 
 def code_read(module: nn.Module) -> frozenset[CodeType]:
     """The code of the forward of `module`, and that of the functions that it names: methods, functions in attributes,
     and functions of the files that these are in. Those of PyTorch are not looked into.
     """
-    return frozenset(function.__code__ for function in functions_read(module, [getattr(module, "forward", None)]))
-
-
-def functions_read(module: nn.Module, first: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions that a call of each of `first` may run, which `module` holds: itself, and those that it names."""
     names: set[str] = set()
     seen: set[CodeType] = set()
-    waiting = list(first)
+    waiting = [getattr(module, "forward", None)]
     while waiting:
         function = _function_in(waiting.pop())
         if function is None or function.__code__ in seen or function.__module__.partition(".")[0] == "torch":
             continue
         seen.add(function.__code__)
-        yield function
-        found = words_of(function.__code__) - names
+        found = _words_of(function.__code__) - names
         names |= found
         held = {**function.__globals__, **_closure(function)}
         for name in found:
             waiting += [held.get(name), vars(module).get(name)]
             waiting += [vars(base)[name] for base in type(module).__mro__ if name in vars(base)]
         waiting += _closure(function).values()
+    return frozenset(seen)
 
 
 class FunctionModule(nn.Module):
@@ -54,14 +49,12 @@ class FunctionModule(nn.Module):
 
 
 def modules_read(function: Callable[..., Any]) -> list[nn.Module]:
-    """`function` as a module, and the modules that it is, is bound to, or finds in its closure and its file."""
-    caller = FunctionModule(function)
-    found = [function.func if isinstance(function, partial) else None, getattr(function, "__self__", None)]
-    for inner in functions_read(caller, [caller.forward]):
-        names = words_of(inner.__code__)
-        found += [value for name, value in inner.__globals__.items() if name in names]
-        found += [*_closure(inner).values(), *(inner.__defaults__ or ())]
-    return [caller, *(value for value in found if isinstance(value, nn.Module) and value is not caller)]
+    """The modules that the code of `function` finds in its file."""
+    inner = _function_in(function)
+    if inner is None:
+        return []
+    words = _words_of(inner.__code__)
+    return [each for name, each in inner.__globals__.items() if name in words and isinstance(each, nn.Module)]
 
 
 def _function_in(value: Any) -> FunctionType | None:
@@ -96,12 +89,12 @@ def _closure(function: FunctionType) -> dict[str, Any]:
     return held
 
 
-def words_of(code: CodeType) -> set[str]:
+def _words_of(code: CodeType) -> set[str]:
     """All names and words in `code`, which may be those of attributes."""
     words = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str):
             words.add(constant)
         elif isinstance(constant, CodeType):
-            words |= words_of(constant)
+            words |= _words_of(constant)
     return words

@@ -1,47 +1,53 @@
-"""A model with its sample, which capture runs many times without leaving a trace in it."""
+"""A model with its sample, of which capture runs copies."""
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.module_state import ModuleState
-from penstock.capturing.preservation import preserved
+from penstock.capturing.module_copies import Copier, Copies
+from penstock.capturing.preservation import KeptParameters, kept_generators
 from penstock.capturing.samples import Call
-from penstock.capturing.shared_state import SharedState
 
-__all__ = ["SampledModel"]
+__all__ = ["SampledModel", "chain_of_copies"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledModel:
-    """A model, the arguments that it is captured with, and what it held before the first run."""
+    """A model, and the arguments that it is captured with."""
 
     model: nn.Module
     call: Call
     inputs: ModelInputs
-    _state: ModuleState = field(init=False)
-    _shared: SharedState = field(init=False)
+    _parameters: KeptParameters = field(init=False)
+    _copier: Copier = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_state", ModuleState([self.model]))
-        object.__setattr__(self, "_shared", SharedState([self.model]))
+        object.__setattr__(self, "_parameters", KeptParameters([self.model]))
+        object.__setattr__(self, "_copier", Copier([self.model]))
 
     @property
     def name(self) -> str:
         """The class of the model."""
         return type(self.model).__name__
 
-    def state_now(self) -> ModuleState:
-        """What the model holds now, to be compared later."""
-        # Few models change in a run, and to save all that one holds takes as long as the run.
-        return ModuleState([self.model]) if any(self._state.changes()) else self._state
-
     def save_parameter(self, parameter: nn.Parameter) -> None:
-        """Has `preserved` give back the numbers of `parameter`, which a forward is about to write, as well."""
-        self._state.save_content("", parameter)
+        """Has `copied` give back the numbers of `parameter`, which a forward is about to write, as well."""
+        self._parameters.save(parameter)
 
-    def preserved(self) -> AbstractContextManager[None]:
-        """Gives back, after its body, what the model held before the first run, and the random generators."""
-        return preserved([self.model], self._state, self._shared)
+    @contextmanager
+    def copied(self, layers: Iterable[Layer] = ()) -> Iterator[Copies]:
+        """Copies of the model, and of the modules of `layers`, for the runs in a ``with`` block.
+
+        Gives back, after it, what the copies share with the model: its parameters, and the random generators.
+        """
+        with kept_generators([self.model]), self._parameters.kept():
+            yield Copier((layer.module for layer in layers), self._copier).copies()
+
+
+def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:
+    """`chain` with the `copies` of its modules."""
+    return replace(chain, layers=tuple(replace(layer, module=copies.of(layer.module)) for layer in chain.layers))

@@ -4,11 +4,12 @@ Here nothing is traced. Each layer runs as the Python that it is, so its control
 the sample shows what passes from layer to layer.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -19,11 +20,12 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.fresh_objects import Anew
 from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
-from penstock.capturing.module_state import ModuleState
-from penstock.capturing.observation import Observation, SharedModules, observed
+from penstock.capturing.module_copies import Copies
+from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
 from penstock.capturing.operators import OperatorCounter
-from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
+from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.read_names import FunctionModule
+from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -47,8 +49,12 @@ class Form:
     class `object` where it may be anything."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Form":
-        # It never changes, and a TreeSpec cannot be copied without a warning.
-        return self
+        # A TreeSpec never changes, and cannot be copied without a warning.
+        return Form(self.structure, copy.deepcopy(self.constants, memo))
+
+    def own(self, copies: Copies) -> "Form":
+        """With the model's own objects in place of their `copies`."""
+        return Form(self.structure, tuple(map(copies.own, self.constants)))
 
     @classmethod
     def of(cls, tree: Any) -> tuple["Form", tuple[Tensor, ...]]:
@@ -113,7 +119,8 @@ class EagerLayer(nn.Module):
         self._takes_tensors = takes.stands_for((tuple(range(len(takes.constants))), {}))
         self._returns_tensor = returns.stands_for(0)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Any) -> tuple[Tensor, ...]:
+        """`tensors`: those among its arguments; after them, the sizes there, and those that it must return."""
         if self.gradients and not self.evaluates:
             return self._run(tensors)
         with (
@@ -122,7 +129,7 @@ class EagerLayer(nn.Module):
         ):
             return self._run(tensors)
 
-    def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         # Attributes that are modules are looked for last, and then in a slower way.
         body: Any = self._modules["body"]
         if self.by_forward:
@@ -140,7 +147,9 @@ class EagerLayer(nn.Module):
                 f"layer {self.name} returned {self.returns.structure} when it was captured and now {found.structure}: "
                 "a layer must always return the same structure"
             )
+        sizes = iter(tensors[len(tensors) - self.returns.constants.count(torch.SymInt) :])
         for index, (captured, now) in enumerate(zip(self.returns.constants, found.constants, strict=True)):
+            captured = next(sizes) if captured is torch.SymInt else captured
             if captured is not object:
                 check_constant(f"leaf {index} of what layer {self.name} returns", captured, now)
         return results
@@ -204,11 +213,12 @@ def _capture(
     """`trained`: the chain of the training, if this one is for evaluation."""
     if not named:
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
-    state = ModuleState([model])
-    with preserved([model], state), torch.no_grad():
-        layers, output, observations = _run_once(
-            named, spread, call, inputs, evaluates=trained is not None, state=state
-        )
+    sampled = SampledModel(model, call, inputs)
+    with sampled.copied() as copies, torch.no_grad():
+        run = partial(_run_once, named, spread, sampled, copies, evaluates=trained is not None)
+        layers, output, observations = run()
+        if any(observation.changed for observation in observations):
+            keep_lasting(observations, run()[2])
     chain = LayerChain(
         layers=join_layers(layers, output.values, observations, None if trained is None else trained.layers),
         inputs=inputs,
@@ -285,26 +295,26 @@ class _Held:
 def _run_once(
     named: Sequence[tuple[str, nn.Module]],
     spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
-    call: Call,
-    inputs: ModelInputs,
+    sampled: SampledModel,
+    copies: Copies,
     *,
     evaluates: bool,
-    state: ModuleState,
 ) -> tuple[list[Layer], ModelOutput, list[Observation]]:
-    """One run of the layers on the sample. `state`: what is given back afterwards."""
-    own = call.copied()
+    """One run of `copies` of the layers on the sample."""
+    own, inputs = sampled.call.copied(), sampled.inputs
     args, kwargs = own.args, dict(own.kwargs)
     names = tuple(name for name in inputs.names if name not in inputs.constants)
     layers: list[Layer] = []
     observations: list[Observation] = []
     result: Any = None
     returns, tensors = Form.of(None)
-    held = _Held(named)
-    counter = OperatorCounter(held.tensors, lambda parameter: state.save_content("", parameter))
-    shared = SharedModules(body for _, body in named)
-    for name, body in named:
+    copied = [(name, copies.of(body)) for name, body in named]
+    held = _Held(copied)
+    counter = OperatorCounter(held.tensors, sampled.save_parameter)
+    shared = SharedObjects([[body] for _, body in named], copies)
+    for index, (name, body) in enumerate(copied):
         takes, arguments = Form.of((args, kwargs))
-        with observed(body, arguments, counter) as observation, shared.watched(body, observation):
+        with observed(body, arguments, counter) as observation, shared.watched(index, observation):
             try:
                 result = body(*args, **kwargs)
             except Exception as error:
@@ -316,13 +326,14 @@ def _run_once(
         returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
-        layers.append(
-            observation.layer(name, EagerLayer(name, body, takes, returns, evaluates=evaluates), names, outputs)
-        )
+        layer = EagerLayer(name, named[index][1], takes.own(copies), returns.own(copies), evaluates=evaluates)
+        layers.append(observation.layer(name, layer, names, outputs))
         observations.append(observation)
         names = outputs
         args, kwargs = spread(result)
     held.check(observations)
+    for observation in observations:
+        observation.mutated_buffers = tuple(map(copies.own, observation.mutated_buffers))
     rest = iter(names)
     leaves = tuple(next(rest) if constant is Tensor else None for constant in returns.constants)
     constants = tuple(None if constant is Tensor else constant for constant in returns.constants)

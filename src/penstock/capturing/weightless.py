@@ -19,7 +19,8 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
 from penstock.capturing.export.explanations import first_line, source_line
 from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
-from penstock.capturing.preservation import preserved
+from penstock.capturing.module_copies import Copier, Copies
+from penstock.capturing.preservation import kept_generators
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable
 from penstock.errors import CaptureError
@@ -85,7 +86,7 @@ class Weightless:
             for index in layers
             for tensor in (*chain.layers[index].module.parameters(), *chain.layers[index].module.buffers())
         }
-        read = {id(tensor) for chain in chains for module in _modules(chain) for tensor in _own(module)}
+        read = {id(tensor) for chain in chains for module in _modules(chain) for tensor in _own_tensors(module)}
         wanted = {
             name: tensor
             for name, tensor in named_tensors(self.model).items()
@@ -185,13 +186,14 @@ def _completed(
     values = inputs.bind(own.args, own.kwargs)
     layers: list[Layer] = []
     written: dict[int, Tensor] = {}
-    with preserved([model]), torch.no_grad():
+    copies = Copier([model, *(layer.module for layer in chain.layers)]).copies()
+    with kept_generators([model]), torch.no_grad():
         for layer in chain.layers:
             with _Watch() as watch:
-                results = layer.module(*(values[name] for name in layer.inputs))
+                results = copies.of(layer.module)(*(values[name] for name in layer.inputs))
             values.update(zip(layer.outputs, results, strict=True))
             layers.append(replace(layer, random=watch.random))
-            written.update(watch.written)
+            written.update(_own(watch.written, copies))
     known = {id(tensor) for tensor in named_tensors(model).values()}
     for module in _modules(chain):
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -225,9 +227,10 @@ def _check_writes(model: Any, chain: LayerChain, sample: Any, seen: Mapping[int,
     written = dict(seen)
     if any(isinstance(module, GraphModule) for module in _modules(chain)):
         call: Call = read_sample(sample, chain.inputs.microbatch_size)[0].copied()
-        with preserved([model]), torch.no_grad(), _Watch() as watch:
-            model(*call.args, **call.kwargs)
-        written.update(watch.written)
+        copies = Copier([model]).copies()
+        with kept_generators([model]), torch.no_grad(), _Watch() as watch:
+            copies.of(model)(*call.args, **call.kwargs)
+        written.update(_own(watch.written, copies))
     places = {id(getattr(owner, name)) for layer in chain.layers for owner, name in find_writable(layer.module)}
     for name, buffer in named_tensors(rooted(model)).items():
         holders = [layer.name for layer in chain.layers if any(held is buffer for held in layer.module.buffers())]
@@ -239,12 +242,17 @@ def _check_writes(model: Any, chain: LayerChain, sample: Any, seen: Mapping[int,
             )
 
 
+def _own(written: Mapping[int, Tensor], copies: Copies) -> dict[int, Tensor]:
+    """The tensors that `written` are copies of, by id."""
+    return {id(own): own for own in map(copies.own, written.values())}
+
+
 def _modules(chain: LayerChain) -> Iterator[nn.Module]:
     """All modules of its layers."""
     return (module for layer in chain.layers for module in layer.module.modules())
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 

@@ -43,8 +43,10 @@ from penstock.capturing.crossings import crossings_of
 from penstock.capturing.device_names import read_device
 from penstock.capturing.doors import capture
 from penstock.capturing.model_kinds import check_model
-from penstock.capturing.preservation import preserved
+from penstock.capturing.module_copies import Copier
+from penstock.capturing.preservation import kept_generators
 from penstock.capturing.randomness import seeded
+from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import read_sample
 from penstock.errors import ProfileError
 from penstock.profiling.clocks import Clock, calls_per_sample, clock_of, median_seconds
@@ -135,7 +137,7 @@ def profile(
     clock = clock_of(on) if clock is None else clock
     sample, target = placed(sample, on), placed(target, on)
     modules, computing = modules_of(model), partial(autocasting, autocast, on)
-    with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+    with kept_generators(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         with computing():
             chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
@@ -449,9 +451,16 @@ def _explained(index: int, layer: Layer, phase: str) -> Iterator[None]:
 
 
 def _captured(model: Model, sample: Sample) -> LayerChain:
-    if isinstance(model, LayerChain):
-        return model
-    for module in modules_of(model):
-        if not module.training:
-            module.train()
-    return capture(model, sample)
+    """The chain of copies of the layers of `model`, in training mode unless it is a chain."""
+    chain, modules = model, modules_of(model)
+    flags = {inner: inner.training for module in modules for inner in module.modules()}
+    try:
+        if not isinstance(chain, LayerChain):
+            for module in modules:
+                if not module.training:
+                    module.train()
+            chain = capture(chain, sample)
+        return chain_of_copies(chain, Copier(layer.module for layer in chain.layers).copies())
+    finally:
+        for inner, flag in flags.items():
+            inner.training = flag

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain, StageModule
-from penstock.capturing.preservation import preserved
+from penstock.capturing.module_copies import Copier
+from penstock.capturing.preservation import kept_generators
+from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import read_sample
 from penstock.profiling.clocks import windows
 from penstock.profiling.devices import Sample
@@ -45,8 +47,8 @@ def measure_rounds(profile: Profile, chain: LayerChain, sample: Sample, autocast
     if not count or any(value.device.type != "cpu" for value in inputs.values()):
         return []
     modules = [layer.module for layer in chain.layers]
-    with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
-        return _rounds(chain.stage(0, count), inputs, autocast)
+    with kept_generators(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+        return _rounds(chain_of_copies(chain, Copier(modules).copies()).stage(0, count), inputs, autocast)
 
 
 def as_in_training(profile: Profile, rounds: Sequence[Sequence[float]]) -> Profile:

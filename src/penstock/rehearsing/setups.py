@@ -75,8 +75,8 @@ def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any
             return {**given, **(made if isinstance(made, Mapping) else {"model": made})}
         memo: dict[int, Any] = {}
         try:
-            made: dict[str, Any] = {"model": copied(model, memo)}
-            return given | made | {name: copy.deepcopy(given[name], memo) for name in _OWNED if name in given}
+            own: dict[str, Any] = {"model": copied(model, memo)}
+            return given | own | {name: copy.deepcopy(given[name], memo) for name in _OWNED if name in given}
         except Exception as error:
             fix = "pass a function that makes the model, and returns all arguments in a dict"
             raise PenstockError(f"rehearse: copying the model fails with {error!r}: {fix}") from error

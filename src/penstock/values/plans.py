@@ -159,7 +159,8 @@ class Plan:
         if not is_count(layers, least=1) or layers < stages:
             raise PlanError(
                 f"cannot cut {text_of(layers)} layers into {text_of(stages)} stages: expected at least one layer per "
-                "stage. Use fewer stages, or capture the model in finer layers"
+                "stage. Use fewer stages, or capture the model in finer layers; blocks that hold an object which one "
+                "of them changes are one layer"
             )
         if not is_count(stages_per_rank, least=1) or stages % stages_per_rank:
             raise PlanError(

@@ -31,7 +31,7 @@ def test_models_of_one_build_share_a_trace_and_nothing_else(traced: list[nn.Modu
     built = [SUBJECT.build() for _ in range(3)]
     chains = [capture(model, SUBJECT.sample) for model in built]
 
-    assert traced == built[:1]
+    assert len(traced) == 1
     for model, chain in zip(built, chains, strict=True):
         held = {id(parameter) for layer in chain.layers for parameter in layer.module.parameters()}
         assert held == {id(parameter) for parameter in model.parameters()}

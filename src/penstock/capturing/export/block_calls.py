@@ -144,16 +144,16 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
 
 
 def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
-    watch = Watch(sampled.model, paths, by_forward=by_forward)
     # Dynamo, which runs torch.cond, logs errors for sizes that the model does not take.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     try:
-        with sampled.preserved(), torch.no_grad():
+        with sampled.copied() as copies, torch.no_grad():
+            watch = Watch(sampled.model, copies, paths, by_forward=by_forward)
             watch.run(call)
+            return watch.calls
     finally:
         logger.disabled = silent
-    return watch.calls
 
 
 def _record_resized(

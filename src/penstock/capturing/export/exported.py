@@ -25,11 +25,13 @@ from penstock.capturing.export.smallest import checks_for_one
 from penstock.capturing.export.tracing import Trace, trace
 from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
-from penstock.capturing.observation import SharedModules, observe
+from penstock.capturing.module_copies import Copies
+from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
+from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
 __all__ = ["capture_exported"]
@@ -180,10 +182,38 @@ def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Co
 def _observe(
     sampled: SampledModel, layers: list[Layer], output: ModelOutput, trained: Sequence[Layer] | None
 ) -> tuple[Layer, ...]:
-    own = sampled.call.copied()
-    values = sampled.inputs.bind(own.args, own.kwargs)
-    counter, shared = OperatorCounter(), SharedModules(layer.module for layer in layers)
-    with sampled.preserved(), torch.no_grad():
-        pairs = [observe(layer, values, counter, shared) for layer in layers]
-    observations = [observation for _, observation in pairs]
-    return join_layers([layer for layer, _ in pairs], output.values, observations, trained)
+    calls = sampled.call.copied(), sampled.call.copied()
+    values = [sampled.inputs.bind(own.args, own.kwargs) for own in calls]
+    with sampled.copied(layers) as copies, torch.no_grad():
+        observations = _run_layers(layers, values[0], copies)
+        if any(observation.changed for observation in observations):
+            keep_lasting(observations, _run_layers(layers, values[1], copies))
+    completed = [
+        observation.layer(layer.name, layer.module, layer.inputs, layer.outputs)
+        for layer, observation in zip(layers, observations, strict=True)
+    ]
+    for observation in observations:
+        observation.mutated_buffers = tuple(map(copies.own, observation.mutated_buffers))
+    return join_layers(completed, output.values, observations, trained)
+
+
+def _run_layers(layers: Sequence[Layer], values: dict[str, torch.Tensor], copies: Copies) -> list[Observation]:
+    """What a run of the copies of `layers` shows. `values`: the model's inputs; the results are added to them."""
+    calls = [[each for each in layer.module.modules() if isinstance(each, EagerLayer)] for layer in layers]
+    shared = SharedObjects([[each.get_submodule("body") for each in own] for own in calls], copies)
+    counter, observations = OperatorCounter(), []
+    for index, layer in enumerate(layers):
+        arguments, module = tuple(values[name] for name in layer.inputs), copies.of(layer.module)
+        with observed(module, arguments, counter) as observation, shared.watched(index, observation):
+            try:
+                observation.results = tuple(module(*arguments))
+            except Exception as error:
+                raise CaptureError(
+                    f"layer {layer.name} fails on the sample with its arguments alone: {type(error).__name__}: "
+                    f"{error}. Expected blocks that get all that they read as arguments: what another block, or the "
+                    "code between blocks, has put in a dict, an attribute or a global variable is not there. Pass it "
+                    "on as a result and an argument, or pass the model as nn.Sequential or as a list of layers"
+                ) from error
+        values.update(zip(layer.outputs, observation.results, strict=True))
+        observations.append(observation)
+    return observations

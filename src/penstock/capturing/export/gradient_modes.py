@@ -87,6 +87,7 @@ def _taken(operand: Node, enabled: bool) -> Node:
     if enabled or not isinstance(value, Tensor):
         return operand
     detached = operand.graph.call_function(torch.ops.aten.detach.default, (operand,))
-    # The same memory: what is written in it is written in the operand.
-    detached.meta = dict(operand.meta)
+    # The same memory: what is written in it is written in the operand. It belongs where it stands, and not to the
+    # modules that made the operand.
+    detached.meta = {key: value for key, value in operand.meta.items() if key != "nn_module_stack"}
     return detached

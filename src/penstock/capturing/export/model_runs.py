@@ -19,7 +19,6 @@ from penstock.capturing.export.watched_runs import ModuleCalls, Watch
 from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.capturing.observation import memory_of, observed
-from penstock.capturing.preservation import python_generators
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import flatten
 from penstock.capturing.tensor_notes import TensorNotes
@@ -49,6 +48,10 @@ class ModelRun:
     """Attributes that the second run changed, such as ``encoder.count``."""
     written: frozenset[str]
     """Tensors in attributes that the second run wrote in place."""
+    writes: frozenset[tuple[str, str]]
+    """The modules that wrote a parameter in the first run, each with its name."""
+    switched: frozenset[str]
+    """The blocks that were called with other flags `requires_grad` than they had before the run."""
     written_buffers: frozenset[int]
     """The ids of the buffers that the first run wrote."""
     calls: tuple[ModuleCalls, ModuleCalls]
@@ -69,44 +72,32 @@ class ModelRun:
 
 def run_on_sample(sampled: SampledModel) -> ModelRun:
     """Runs the model on the sample. Raises `CaptureError` if it fails on it."""
-    # To note who draws Python's and NumPy's numbers takes long, and few models do.
-    found = _run_twice(sampled, draws=False)
-    draws = found is None
-    found = found or _run_twice(sampled, draws=True)
-    assert found is not None, "the second one notes who draws"
+    found = _run_twice(sampled)
     uncalled = frozenset(path for path in found.blocks if not found.calls[0][path])
     if uncalled:
         # Hooks do not see a call of a forward. So it is noted in a run of its own, for the few models that do this.
-        found = _run_twice(sampled, draws=draws, by_forward=uncalled)
-        assert found is not None, "it notes who draws, if someone does"
+        found = _run_twice(sampled, uncalled)
     return found
 
 
-def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str] = frozenset()) -> ModelRun | None:
-    """None if, without `draws`, Python's or NumPy's generator was used.
-
-    `by_forward`: the modules of which calls of the forward are noted, too.
-    """
+def _run_twice(sampled: SampledModel, by_forward: frozenset[str] = frozenset()) -> ModelRun:
+    """`by_forward`: the modules of which calls of the forward are noted, too."""
     model, call = sampled.model, sampled.call
-    watch = Watch(model, draws=draws, by_forward=by_forward)
-    with sampled.preserved(), torch.no_grad():
-        before = python_generators()
+    with sampled.copied() as copies, torch.no_grad():
+        watch = Watch(model, copies, by_forward=by_forward)
         with _failures_explained(model):
-            names = {id(parameter): name for name, parameter in model.named_parameters()}
-            dependence = _Dependence(list(model.parameters()), watch.note_computation, sampled.save_parameter)
+            names = {id(parameter): name for name, parameter in watch.model.named_parameters()}
+            dependence = _Dependence(list(watch.model.parameters()), watch, sampled.save_parameter)
             # As `OperatorCounter.counting`, for torch.cond. Compiled modules run eagerly in a mode in any case.
             eager = not any(is_compiled(each) or compiled_from(each) for each in model.modules())
             stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
-            with stance, observed(model, ()) as observation, dependence:
+            with stance, observed(watch.model, ()) as observation, dependence:
                 result = watch.run(call.copied())
-            if not draws and python_generators() != before:
-                return None
             blocks = choose_blocks(model, watch.working)
             # What is changed by the first run only is a cache.
-            state = ModuleState([model]) if dependence.written else sampled.state_now()
-            for parameter in dependence.written:
-                state.save_content(names[id(parameter)], parameter)
-            again = Watch(model, blocks, by_forward=by_forward)
+            state = ModuleState([watch.model])
+            again = Watch(model, copies, blocks, by_forward=by_forward)
+            again.flags = watch.flags
             again.run(call.copied())
         changes = list(state.changes())
     leaves, structure = flatten(result)
@@ -116,10 +107,12 @@ def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str]
         drawing_elsewhere=frozenset(watch.drawing_elsewhere),
         changed=frozenset(path for path, written in changes if not written),
         written=frozenset(path for path, written in changes if written),
-        written_buffers=frozenset(id(buffer) for buffer in observation.mutated_buffers),
+        writes=frozenset((path, names[parameter]) for path, parameter in watch.writes),
+        switched=frozenset(again.switched),
+        written_buffers=frozenset(id(copies.own(buffer)) for buffer in observation.mutated_buffers),
         calls=({path: watch.calls[path] for path in blocks}, again.calls),
         escapes=frozenset(watch.owners.escapes),
-        borrowing=frozenset(path for path in blocks if _borrows(model, path, watch)),
+        borrowing=frozenset(path for path in blocks if _borrows(watch, path)),
         communicates=dependence.communicates,
         structure=structure,
         # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
@@ -127,8 +120,8 @@ def _run_twice(sampled: SampledModel, *, draws: bool, by_forward: frozenset[str]
     )
 
 
-def _borrows(model: nn.Module, path: str, watch: Watch) -> bool:
-    own = {id(each) for each in model.get_submodule(path).parameters()}
+def _borrows(watch: Watch, path: str) -> bool:
+    own = {id(each) for each in watch.model.get_submodule(path).parameters()}
     return not watch.parameters_read[path] <= own or any(is_inside(each, path) for each in watch.replaced)
 
 
@@ -138,17 +131,16 @@ class _Dependence(OperatorMode):
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        note: Callable[[bool, bool, Sequence[Tensor], Sequence[Tensor]], None],
+        watch: Watch,
         save: Callable[[nn.Parameter], None],
     ) -> None:
         """`save` is called with a parameter before it is written."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: list[nn.Parameter] = []
         self.communicates = False
         self._dependent: TensorNotes[bool] = TensorNotes()
         self._dependent.write(parameters, True)
         self._by_memory = {memory_of(p): p for p in parameters if is_plain_memory(p)}
-        self._note, self._save = note, save
+        self._watch, self._save = watch, save
         self._kinds: dict[Any, tuple[bool, bool]] = {}
         """Of every operator: whether it writes its arguments, and whether it draws random numbers."""
 
@@ -163,11 +155,11 @@ class _Dependence(OperatorMode):
         for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if mutable and args else ():
             if is_plain_memory(tensor) and (found := self._by_memory.get(memory_of(tensor))) is not None:
                 self._save(found)
-                self.written.append(found)
+                self._watch.note_write(found)
         result = func(*args, **kwargs)
         depends = any(map(self._dependent.read, given))
         made = [result] if isinstance(result, Tensor) else _tensors((result,))
-        self._note(depends, draws, given, made)
+        self._watch.note_computation(depends, draws, given, made)
         if depends or draws:
             self._dependent.write([*made, *given[:1]] if mutable else made, True)
         return result

@@ -21,6 +21,7 @@ from penstock.capturing.export.block_calls import BlockCall, ResultTensor, Sizes
 from penstock.capturing.export.escapes import is_inside, leaky
 from penstock.capturing.export.model_runs import ModelRun
 from penstock.capturing.fresh_objects import Anew, is_plain
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import EagerLayer, Flag, Form
 from penstock.errors import CaptureError
@@ -96,6 +97,8 @@ class OpaqueBlocks:
     """Whether they run in evaluation mode, whatever mode they are in."""
     doubled: bool = False
     """Whether there were runs with twice the sizes, too."""
+    copies: Copies | None = None
+    """Of the model, of which one is traced now."""
     hidden: HiddenModules | None = None
     """What the tracer sees nothing of, while it is hidden."""
     traced: list[TracedCall] = field(default_factory=list)
@@ -139,6 +142,8 @@ class OpaqueBlocks:
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
         leaves, structure = flatten((args, kwargs))
+        assert self.copies is not None, "copies are traced"
+        leaves = list(map(self.copies.own, leaves))
         flags = {
             index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.SymBool) and is_data_dependent(leaf)
         }
@@ -153,16 +158,15 @@ class OpaqueBlocks:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
         call = len(self.traced)
-        returned = tuple(
-            Tensor if isinstance(leaf, ResultTensor) else leaf if is_plain(leaf) else object for leaf in found.leaves
-        )
-        self.traced.append(TracedCall(path, takes, Form(found.structure, returned), found, unrecorded))
-        results = iter(torch.ops.penstock.block(tensors, numbers, call))
+        self.traced.append(TracedCall(path, takes, Form(found.structure, ()), found, unrecorded))
         known = _Sizes(self, call, tensors, numbers)
-        leaves = [
-            next(results) if isinstance(leaf, ResultTensor) else known.of(leaf) if isinstance(leaf, tuple) else leaf
-            for leaf in found.leaves
-        ]
+        leaves = [known.of(leaf) if isinstance(leaf, tuple) else leaf for leaf in found.leaves]
+        returned = Form(found.structure, tuple(map(_returned, leaves)))
+        self.traced[call] = replace(self.traced[call], returns=returned)
+        # With the whole numbers that follow from sizes, which the block must return.
+        numbers += [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
+        results = iter(torch.ops.penstock.block(tensors, numbers, call))
+        leaves = [next(results) if isinstance(leaf, ResultTensor) else leaf for leaf in leaves]
         return tree_unflatten(leaves, found.structure)
 
 
@@ -171,13 +175,15 @@ TRACING: list[OpaqueBlocks] = []
 
 
 @contextmanager
-def opaque(blocks: OpaqueBlocks, *, hide: bool) -> Iterator[None]:
-    """Replaces the forwards of `blocks` for its body. Their hooks are part of them and are not traced either.
+def opaque(blocks: OpaqueBlocks, copies: Copies, *, hide: bool) -> Iterator[None]:
+    """Replaces the forwards of the `copies` of `blocks` for its body. Their hooks are part of them and are not traced
+    either.
 
     `hide`: whether their weights are hidden, too. Code outside of a block that uses one raises `UsedWeights`.
     """
     with ExitStack() as stack:
-        modules = [blocks.model.get_submodule(path) for path in blocks.calls]
+        modules = [copies.of(blocks.model.get_submodule(path)) for path in blocks.calls]
+        blocks.copies = copies
         for path, module in zip(blocks.calls, modules, strict=True):
             stack.enter_context(replaced_forward(module, _stand_in(blocks, path)))
         blocks.hidden = HiddenModules(modules) if hide else None
@@ -206,6 +212,13 @@ def _stand_in(blocks: OpaqueBlocks, path: str) -> Any:
         return blocks.enter(path, args, kwargs)
 
     return forward
+
+
+def _returned(leaf: Any) -> Any:
+    """What the form of a block's results has for `leaf`, of which a size that may change is known in the trace."""
+    if isinstance(leaf, ResultTensor | torch.SymInt):
+        return Tensor if isinstance(leaf, ResultTensor) else torch.SymInt
+    return leaf if is_plain(leaf) else object
 
 
 def _as_tensor(flag: torch.SymBool) -> Tensor:
@@ -376,6 +389,19 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
                 f"{name}: its forward changes {attribute}, which is outside of its blocks and would be lost. {way}. "
                 "Move what changes it into a block, or pass the model as nn.Sequential or as a list of layers"
             )
+    for writer, parameter in sorted(run.writes):
+        if not any(is_inside(writer, path) for path in paths):
+            raise CaptureError(
+                f"{name}: the forward of {writer or 'the model'} writes the parameter {parameter} outside of its "
+                f"blocks, which would be lost. {way}. Write it in a block that holds it, or after each step, in the "
+                "training loop"
+            )
+    for path in sorted(run.switched):
+        raise CaptureError(
+            f"{name}: its forward sets requires_grad of parameters of block {path} for the call, which would be lost: "
+            f"a block is trained by the flags that it has when the pipeline is built. {way}. Set the flags before "
+            "that, or call the block under torch.no_grad() where nothing before it is trained"
+        )
     for path in sorted(run.drawing_elsewhere):
         if not any(is_inside(path, block) for block in paths):
             raise CaptureError(

@@ -25,6 +25,7 @@ from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UsedWeights, o
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.lost_backwards import functions_refused
 from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import flatten
 from penstock.capturing.size_guards import SizeGuard
@@ -131,7 +132,6 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
         pairs = [(name, torch.cat([leaf, leaf]) if name in inputs.batched else leaf) for name, leaf in pairs]
     names = tuple(name for name, _ in pairs)
     tensors = tuple(leaf.detach() for _, leaf in pairs)
-    flat = FlatModel(model, inputs, blocks)
     samples = (
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
@@ -141,17 +141,19 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
             # The model's code may install hooks on blocks when it first runs, as that of transformers does. So the
             # second attempt must find what the first one found.
             try:
-                with sampled.preserved(), opaque(blocks, hide=True):
+                with sampled.copied() as copies, opaque(blocks, copies, hide=True):
+                    flat = FlatModel(copies.of(model), inputs, blocks)
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
             except UsedWeights:
-                with sampled.preserved(), opaque(blocks, hide=False):
+                with sampled.copied() as copies, opaque(blocks, copies, hide=False):
+                    flat = FlatModel(copies.of(model), inputs, blocks)
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
         except export_refusals():
             # Outside, where blocks are themselves and can be run.
-            with sampled.preserved():
-                _run_with_other_batch(flat, names, tensors, inputs)
+            with sampled.copied() as copies:
+                _run_with_other_batch(FlatModel(copies.of(model), inputs, blocks), names, tensors, inputs)
             raise
-    return _read(program, model, names, blocks)
+    return _read(program, model, names, blocks, copies)
 
 
 def _export_as_freely_as_possible(
@@ -248,7 +250,10 @@ def _known_warnings_ignored() -> Iterator[None]:
         yield
 
 
-def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], blocks: OpaqueBlocks) -> Trace:
+def _read(
+    program: ExportedProgram, model: nn.Module, names: tuple[str, ...], blocks: OpaqueBlocks, copies: Copies
+) -> Trace:
+    """`program` over the tensors of `model`, of which one of `copies` was traced."""
     open_regions(program, blocks)
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -264,7 +269,7 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], bl
             case InputKind.BUFFER:
                 sources[node] = Source(target, buffers[target])
             case InputKind.CONSTANT_TENSOR:
-                sources[node] = Source(f"_constants.{node.name}", program.constants[spec.target], True)
+                sources[node] = Source(f"_constants.{node.name}", copies.own(program.constants[spec.target]), True)
             case InputKind.USER_INPUT:
                 name = next(rest)
                 sources[node] = Source(name, None)

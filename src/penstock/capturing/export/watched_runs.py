@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.export.escapes import TensorOwners
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import python_generators
 from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals.modules import replaced_forward, tensor_tables
@@ -59,36 +60,41 @@ _, _LEAF = flatten(0)
 
 
 class Watch:
-    """Watches one run of a model.
+    """Watches one run of a copy of `model`, which is one of `copies`.
 
-    `paths`: the modules whose calls are noted; None for all. `draws`: whether to note who uses the generators of Python
-    and NumPy, which takes long. `by_forward`: the modules of which calls of ``module.forward(x)`` are noted, too.
+    `paths`: the modules whose calls are noted; None for all, and then also who uses the generators of Python and NumPy.
+    `by_forward`: the modules of which calls of ``module.forward(x)`` are noted, too.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        copies: Copies,
         paths: Collection[str] | None = None,
         *,
-        draws: bool = False,
         by_forward: Collection[str] = (),
     ) -> None:
-        self.model = model
+        self.model = copies.of(model)
+        self._copies = copies
         self.paths = paths
         self.by_forward = by_forward
-        self._draws = draws
         self.calls: ModuleCalls = defaultdict(list)
         self.working: set[str] = set()
         self.drawing: set[str] = set()
         self.drawing_elsewhere: set[str] = set()
         self.owners = TensorOwners()
+        self.writes: set[tuple[str, int]] = set()
+        """The modules that write a parameter, each with the id of it."""
+        self.switched: set[str] = set()
+        """The modules that are called when a flag `requires_grad` of a parameter in them is not what it was."""
+        self.flags = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
         self.parameters_read: dict[str, set[int]] = defaultdict(set)
         """The ids of the parameters that a module, or what it calls, reads, apart from those among its arguments."""
         self.replaced: set[str] = set()
         """Modules that were called with other tensors in the place of their parameters, by functional_call."""
         self._own = {id(parameter) for parameter in model.parameters()}
         self._stack: list[tuple[str, ModuleCall]] = []
-        self._generators = python_generators() if draws else {}
+        self._generators = python_generators() if paths is None else {}
 
     def run(self, call: Call) -> Any:
         """What the model returns for `call`."""
@@ -110,12 +116,17 @@ class Watch:
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._note_draws()
+        if self.paths is not None and any(
+            parameter.requires_grad != self.flags.get(parameter, parameter.requires_grad)
+            for parameter in module.parameters()
+        ):
+            self.switched.add(path)
         if not kwargs and all(type(argument) is Tensor for argument in args):
             made = ModuleCall([argument.shape for argument in args], [], [Tensor] * len(args))
         else:
             leaves, _ = flatten((args, kwargs))
             tensors = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
-            objects = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            objects = [Tensor if isinstance(leaf, Tensor) else self._copies.own(leaf) for leaf in leaves]
             given = frozenset(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
             made = ModuleCall(tensors, [leaf for leaf in leaves if type(leaf) is int], objects, given=given)
         self.calls[path].append(made)
@@ -162,6 +173,10 @@ class Watch:
         if draws:
             self.drawing.add(path)
 
+    def note_write(self, parameter: nn.Parameter) -> None:
+        """Notes that the innermost module writes `parameter`."""
+        self.writes.add((self._path, id(parameter)))
+
     def _note_parameter(self, parameter: int) -> None:
         for path, call in reversed(self._stack):
             if parameter in call.given:
@@ -170,7 +185,7 @@ class Watch:
 
     def _note_draws(self) -> None:
         """Notes whether Python's or NumPy's generator was used by the innermost module since the last look."""
-        if not self._draws:
+        if self.paths is not None:
             return
         now = python_generators()
         if now != self._generators:

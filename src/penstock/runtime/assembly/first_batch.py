@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from penstock.capturing.read_names import modules_read
+from penstock.capturing.module_copies import Copies
+from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.sequential import is_plain_sequential
 from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import CaptureError
@@ -95,20 +96,20 @@ class FirstBatch:
         if len(pieces) == 1 and self._slices > 1:
             pieces = [take_slice(spec, pieces[0], index, self._slices) for index in range(2)]
         batches = [(piece.inputs, piece.target) for piece in pieces]
-        stage = self._chain.stage(0, len(self._chain.layers))
-        own = self._model if isinstance(self._model, nn.Module) else stage
+        layers = [layer.module for layer in self._chain.layers]
+        own = self._model if isinstance(self._model, nn.Module) else nn.ModuleList(layers)
         traced = own is self._model and not isinstance(own, nn.ModuleList) and not is_plain_sequential(own)
 
-        def chain(inputs: Mapping[str, Tensor]) -> Any:
+        def chain(copies: Copies, inputs: Mapping[str, Tensor]) -> Any:
+            stage = chain_of_copies(self._chain, copies).stage(0, len(layers))
             return self._chain.output.build(stage((), inputs))
 
-        def model(inputs: Mapping[str, Tensor]) -> Any:
+        def model(copies: Copies, inputs: Mapping[str, Tensor]) -> Any:
             values = {**spec.constants, **inputs}
             args, kwargs = spec.structure.unflatten([values[name] for name in spec.names])
-            return own(*args, **kwargs)
+            return copies.of(own)(*args, **kwargs)
 
-        modules = [own, stage, *modules_read(self._recipe.loss_fn)]
-        runs = LossRuns(modules, self._recipe, self._device)
+        runs = LossRuns([own, *layers], self._recipe, self._device)
         if traced:
             expected, found = [runs.run(each, batches[-1], evaluates=False) for each in (model, chain)]
             if not runs.agree(expected, found.loss):

@@ -2,18 +2,24 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.module_state import ModuleState
+from penstock.capturing.module_copies import Copier, Copies
 from penstock.capturing.operators import OperatorCounter
-from penstock.capturing.preservation import evaluating, generator_states, preserved
+from penstock.capturing.preservation import (
+    KeptParameters,
+    evaluating,
+    generator_states,
+    kept_generators,
+    kept_tensors,
+)
 from penstock.capturing.randomness import seed_all
-from penstock.capturing.shared_state import SharedState
+from penstock.capturing.read_names import FunctionModule, modules_read
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import IGNORED, compute_loss
@@ -21,7 +27,8 @@ from penstock.training.recipes import Recipe
 
 __all__ = ["LossRuns", "causes_of", "join_pair"]
 
-_Model: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
+_Model: TypeAlias = Callable[[Copies, Mapping[str, Tensor]], Any]
+"""Takes copies of its modules, and the inputs by name."""
 _Batch: TypeAlias = tuple[Mapping[str, Tensor], Any]
 """The inputs by name, and the target."""
 
@@ -42,14 +49,15 @@ class _Run(NamedTuple):
 
 
 class LossRuns:
-    """Runs models made of `modules`, with the loss of `recipe`, and leaves no trace in the modules."""
+    """Runs copies of `modules`, with the loss of `recipe`, and leaves no trace in the modules."""
 
     def __init__(self, modules: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> None:
-        self.modules, self.recipe, self._device = modules, recipe, device
-        self._state, self._shared = ModuleState(modules), SharedState(modules)
-        held = [parameter for module in modules for parameter in module.parameters()]
+        self._loss, self._outside = FunctionModule(recipe.loss_fn), modules_read(recipe.loss_fn)
+        self.modules, self.recipe, self._device = [*modules, self._loss, *self._outside], recipe, device
+        self._copier, self._parameters = Copier([*modules, self._loss]), KeptParameters(self.modules)
+        held = [parameter for module in self.modules for parameter in module.parameters()]
         # It sees parameters that a forward writes, and has compiled code run eagerly.
-        self._counter = OperatorCounter(held, lambda parameter: self._state.save_content("", parameter))
+        self._counter = OperatorCounter(held, self._parameters.save)
         types = {parameter.dtype for parameter in held} | {recipe.autocast}
         least = 0.0 if device.type == "cpu" else _ON_ACCELERATORS
         self._tolerance = max(least, *(value for dtype, value in _TOLERANCES.items() if dtype in types), 1e-9)
@@ -60,17 +68,23 @@ class LossRuns:
             Tensor, lambda tensor: tensor.detach().clone(), (dict(batch[0]), batch[1])
         )
         with (
-            preserved(self.modules, self._state, self._shared),
+            kept_generators(self.modules),
+            self._parameters.kept(),
             evaluating(self.modules) if evaluates else nullcontext(),
+            ExitStack() as kept,
             torch.no_grad(),
             self._counter.counting(),
             self.recipe.autocast_context(self._device),
         ):
+            # Those that the loss finds in its file have no copies.
+            for module in self._outside:
+                kept.enter_context(kept_tensors(module))
+            copies = self._copier.copies()
             seed_all(_SEED)
             before = generator_states(self.modules)
-            output = model(inputs)
+            output = model(copies, inputs)
             outputs = [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            loss = float(compute_loss(self.recipe.loss_fn, output, target)[0])
+            loss = float(compute_loss(copies.of(self._loss), output, target)[0])
             return _Run(loss, outputs, generator_states(self.modules) != before)
 
     def agree(self, run: _Run, found: float) -> bool:

@@ -109,7 +109,16 @@ class StageExecutor:
 
 
 def _explain(error: RuntimeError, microbatch: int) -> None:
-    """Raises `PenstockError` if `error` says that a later forward wrote what the backward of `microbatch` needs."""
+    """Raises `PenstockError` if a later forward wrote what the backward of `microbatch` needs, or if another backward
+    went through it.
+    """
+    if "second time" in str(error):
+        raise PenstockError(
+            f"the backward of microbatch {microbatch} goes where another backward has been: the loss, or a block, has "
+            "read a tensor that another stage left in an attribute, a dict or a global variable. Expected that loss_fn "
+            "reads what the model returns, and a block its arguments. Return the tensor from its block and from the "
+            "model, such as an auxiliary loss, and read it there"
+        ) from error
     if "modified by an inplace operation" not in str(error):
         return
     said = " ".join(str(error).partition("Hint:")[0].split())
