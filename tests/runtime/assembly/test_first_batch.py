@@ -136,33 +136,31 @@ def test_samples_in_another_dimension_are_an_error() -> None:
     assert "the samples are in dimension 1 (1.self_attn has batch_first=False)" in error
 
 
-class Shifted(nn.Module):
-    """A block that returns an int computed from its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor, by: int = 0) -> tuple[Tensor, int]:
-        mixed = x + self.b(torch.tanh(self.a(x))).roll(by, 1)
-        return mixed, int(mixed.sum().item() * 100) % 4
+FACTORS = {"scale": 1.0}
+"""What the script changes after the model was captured."""
 
 
 class Chained(nn.Module):
+    """Reads a number of the script between its blocks."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Shifted() for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Any = (x,)
         for block in self.blocks:
-            result = block(*result)
-        return result[0]  # type: ignore[no-any-return]  # of a tuple
+            x = torch.tanh(block(x)) * FACTORS["scale"]
+        return x
 
 
-def test_a_chain_that_holds_for_the_sample_only_is_an_error() -> None:
-    torch.manual_seed(3)
-    _, error = first_step(Chained, (X[:2],), X, Y, functional.mse_loss, microbatches=4)
+def test_a_chain_that_holds_for_the_capture_only_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FACTORS, "scale", 1.0)
+
+    def switch(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        FACTORS["scale"] = 2.0
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+    _, error = first_step(Chained, (X[:2],), X, Y, functional.mse_loss, microbatches=4, lr_scheduler=switch)
     assert "the captured chain of Chained has a loss of " in error
 
 

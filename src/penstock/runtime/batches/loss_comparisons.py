@@ -54,7 +54,7 @@ class LossRuns:
     def __init__(self, modules: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> None:
         self._loss, self._outside = FunctionModule(recipe.loss_fn), modules_read(recipe.loss_fn)
         self.modules, self.recipe, self._device = [*modules, self._loss, *self._outside], recipe, device
-        self._copier, self._parameters = Copier([*modules, self._loss]), KeptParameters(self.modules)
+        self._copied, self._parameters = [*modules, self._loss], KeptParameters(self.modules)
         held = [parameter for module in self.modules for parameter in module.parameters()]
         # It sees parameters that a forward writes, and has compiled code run eagerly.
         self._counter = OperatorCounter(held, self._parameters.save)
@@ -79,7 +79,7 @@ class LossRuns:
             # Those that the loss finds in its file have no copies.
             for module in self._outside:
                 kept.enter_context(kept_tensors(module))
-            copies = self._copier.copies()
+            copies = Copier(self._copied).copies()
             seed_all(_SEED)
             before = generator_states(self.modules)
             output = model(copies, inputs)

@@ -129,7 +129,7 @@ class Updater:
                 options.choose(stages[0])
                 stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
                 if len(self._updates) > len(stages):
-                    stack.enter_context(_nothing_shared(optimizer, self._note_step))
+                    stack.enter_context(_nothing_shared(optimizer))
                 optimizer.step()
             self.rates = self._present_rates()
         for options in self._options:
@@ -298,14 +298,14 @@ def _set_base_rates(scheduler: LRScheduler, options: OptionsOfGroups) -> None:
 
 
 @contextmanager
-def _nothing_shared(optimizer: torch.optim.Optimizer, own_hook: object) -> Iterator[None]:
+def _nothing_shared(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager in which `optimizer` steps one of several stages, each at its own time.
 
-    Raises `PenstockError` if it has hooks on its steps beside `own_hook`, or counts steps outside of the state of
+    Raises `PenstockError` if it has hooks of the user's on its steps, or counts steps outside of the state of
     parameters and the options of groups: it would count those of all stages together.
     """
     before = _numbers(optimizer)
-    hooked = any(hook != own_hook for hook in step_hooks(optimizer))
+    hooked = any(not hook.__module__.startswith("penstock.") for hook in step_hooks(optimizer))
     yield
     changed = [name for name, value in _numbers(optimizer).items() if value != before.get(name)]
     if hooked or changed:
