@@ -73,6 +73,20 @@ def test_no_plan_is_faster_than_the_bound_of_its_structure(data: st.DataObject) 
     assert bounds_of(profile, cluster, recompute=made.recompute).least_seconds(made) <= simulated * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("method", ["gpipe", "1f1b-flush", "spp"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_rank_with_one_microbatch_recomputes_nothing(method: str, microbatches: int) -> None:
+    """Its backward directly follows its forward; of two microbatches those of the first stage do not."""
+    layers = LayerProfile("0", 3e-3, 1e-3, 0, 0, 0), LayerProfile("1", 1e-3, 1e-3, 0, 0, 0)
+    profile, cluster = Profile(layers, 12), Cluster.uniform(4, 1e8)
+    made = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1, 2, 3))), method, microbatches, microbatch_size=12, recompute=True)
+
+    simulated = evaluate(made, profile, cluster).minibatch_seconds
+
+    assert simulated == pytest.approx({1: 6e-3, 2: 14e-3}[microbatches])
+    assert bounds_of(profile, cluster, recompute=True).least_seconds(made) == pytest.approx(simulated)
+
+
 @pytest.mark.parametrize("method", ["1f1b-flush", "2bw", "zb-h1", "gpipe", "spp"])
 def test_the_bound_of_one_stage_is_what_is_simulated(method: str) -> None:
     layers = tuple(LayerProfile(str(index), 1e-3, 2e-3, 1e6, 1e6, 4e7) for index in range(4))

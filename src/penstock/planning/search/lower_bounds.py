@@ -96,8 +96,10 @@ class LowerBounds:
         turns = 1 if split else replicas
         rounds = plan.microbatches / turns
         again = self._sums.forward if plan.recompute else np.zeros_like(self._sums.forward)
-        # The last stage may recompute nothing.
-        work = (self._costs.seconds - (again - again[:, None] if last else 0.0)) / share
+        # A backward that directly follows its forward recomputes nothing: every one of the last stage, and the only one
+        # of a rank that takes one microbatch between two flushes.
+        direct = last or (definition.flushes and ceil(rounds) == 1)
+        work = (self._costs.seconds - (again - again[:, None] if direct else 0.0)) / share
         exposed: float | Matrix = 0.0
         if replicas > 1:
             hidden = self._sums.backward + again
