@@ -17,7 +17,6 @@ pipe = penstock.Pipeline(
     sample=(batches[0, :8],),  # example inputs of one microbatch
     loss_fn=F.cross_entropy,  # (output, target) -> mean over the microbatch's samples
     optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3),
-    schedule="2bw",
     microbatches=4,
     stages=4,  # of about equal work; when left out: one for each process
 )
@@ -26,6 +25,5 @@ if pipe.rank == 0:
 for x in batches:
     result = pipe.step(x, x[:, 2])  # one training step: forward, backward, update
     loss = float(result.loss)  # valid on every process
-pipe.drain()  # finish what is in flight
 if pipe.rank == 0:
     print(f"loss of the last minibatch: {loss:.3f}")
