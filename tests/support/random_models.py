@@ -1,17 +1,21 @@
 """Models drawn at random out of habits that one by one are easy: state, sharing, views, writes in place, hooks, modes.
 
-What is wrong with a combination of them shows in a few of hundreds, so each seed is a model of its own.
+What is wrong with a combination of them shows in a few of hundreds. A model is a value, `DrawnModel`: hypothesis finds
+the smallest one that fails, and what it prints can be pasted into a test.
 """
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "Averaging", "Counting", "RandomModel", "as_module", "draw_model"]
+__all__ = ["WIDTH", "Averaging", "Counting", "DrawnModel", "as_module", "drawn_models"]
 
 WIDTH = 6
 
@@ -103,27 +107,102 @@ def _hooked() -> nn.Module:
     return layer
 
 
-BLOCKS: Sequence[Callable[[], nn.Module]] = (
-    Counting,
-    Averaging,
-    WritesInput,
-    WritesResult,
-    OtherInEvaluation,
-    PartlyUsed,
-    _hooked,
-    nn.Identity,
-    nn.Flatten,
-    nn.Tanh,
-    lambda: nn.Linear(WIDTH, WIDTH),
-    lambda: nn.LayerNorm(WIDTH),
-    lambda: nn.BatchNorm1d(WIDTH),
-    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)),
-    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-)
+def _post_hooked() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def halve(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+    layer.bias.register_post_accumulate_grad_hook(halve)
+    return layer
 
 
-class RandomModel(nn.Module):
+class MarkedParameter(nn.Module):
+    """Reads an attribute of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight.factor = 0.3  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x) * getattr(self.linear.weight, "factor", 1.0)
+        return result
+
+
+class HeldElsewhere(nn.Module):
+    """Has its weight in a function, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.project = partial(F.linear, weight=self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x) + self.linear.bias
+
+
+class SlottedCount:
+    """A count that is in no ``__dict__``."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class CountingInSlots(nn.Module):
+    """Keeps the number of its calls in training in an object with slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), SlottedCount()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.count += self.training
+        return self.linear(x) * (0.5 if self.calls.count <= 5 else 1.0)
+
+
+class Ticking(nn.Module):
+    """Moves and reads a clock that other blocks may share."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        super().__init__()
+        self.linear, self.clock = nn.Linear(WIDTH, WIDTH), clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.ticks += self.training
+        return self.linear(x) / (1 + 0.1 * self.clock.ticks)
+
+
+BLOCKS: Mapping[str, Callable[[], nn.Module]] = {
+    "counting": Counting,
+    "averaging": Averaging,
+    "writes input": WritesInput,
+    "writes result": WritesResult,
+    "other in evaluation": OtherInEvaluation,
+    "partly used": PartlyUsed,
+    "hooked": _hooked,
+    "post hooked": _post_hooked,
+    "marked parameter": MarkedParameter,
+    "held elsewhere": HeldElsewhere,
+    "slots": CountingInSlots,
+    "identity": nn.Identity,
+    "flatten": nn.Flatten,
+    "tanh": nn.Tanh,
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "nested": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+}
+BETWEEN = "-rfsnvwmgd"
+"""Code between blocks, a letter each: see `GluedModel`."""
+
+
+class GluedModel(nn.Module):
     """Calls `blocks` one after the other, with code of its own between them, one letter of `between` each."""
 
     def __init__(self, blocks: Sequence[nn.Module], between: str) -> None:
@@ -164,22 +243,48 @@ class RandomModel(nn.Module):
         return result
 
 
-def draw_model(seed: int) -> nn.Module | list[nn.Module]:
-    """A model, the same for one seed: a module with code of its own, an `nn.Sequential`, or a list of layers."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    blocks: list[nn.Module] = []
-    for _ in range(draw.randint(4, 8)):
-        blocks.append(draw.choice(blocks) if blocks and draw.random() < 0.2 else draw.choice(BLOCKS)().double())
-    linear = [block for block in dict.fromkeys(blocks) if type(block) is nn.Linear and not block._forward_hooks]
-    if len(linear) > 1 and draw.random() < 0.5:
-        linear[1].weight = linear[0].weight
-    match draw.choice(("module", "module", "sequential", "list")):
-        case "module":
-            return RandomModel(blocks, "".join(draw.choices("-rfsnvwmgd", k=len(blocks)))).double()
-        case "sequential":
-            return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH).double())
-    return [*blocks, nn.Linear(WIDTH, WIDTH).double()]
+@dataclass(frozen=True)
+class DrawnModel:
+    """A model of blocks in one of three forms."""
+
+    form: str
+    """``module`` (with code of its own), ``sequential`` or ``list``."""
+    blocks: tuple[str | int, ...]
+    """Names in `BLOCKS`; a number stands for the block at that place once more; ``clock``: all share a clock."""
+    between: str = ""
+    """The code behind each block, of a ``module``."""
+    tied: bool = False
+    """Whether the first two linear blocks share their weight."""
+
+    def make(self) -> nn.Module | list[nn.Module]:
+        """The model, with the same numbers every time."""
+        torch.manual_seed(0)
+        blocks: list[nn.Module] = []
+        clock = SimpleNamespace(ticks=0)
+        for block in self.blocks:
+            if isinstance(block, int):
+                blocks.append(blocks[block])
+            else:
+                blocks.append((Ticking(clock) if block == "clock" else BLOCKS[block]()).double())
+        linear = [block for block, name in zip(blocks, self.blocks, strict=True) if name == "linear"]
+        if self.tied and len(linear) > 1:
+            linear[1].weight = linear[0].weight
+        if self.form == "module":
+            return GluedModel(blocks, self.between).double()
+        blocks.append(nn.Linear(WIDTH, WIDTH).double())
+        return nn.Sequential(*blocks) if self.form == "sequential" else blocks
+
+
+@st.composite
+def drawn_models(draw: st.DrawFn) -> DrawnModel:
+    """Models of three to eight blocks; the plainest first, so that a failing one shrinks to few habits."""
+    names = st.sampled_from(["linear", "tanh", "layer norm"] * 8 + list(BLOCKS) + ["clock"])
+    blocks: list[str | int] = []
+    for place in range(draw(st.integers(3, 8))):
+        blocks.append(draw(names | st.integers(0, place - 1) if place else names))
+    form = draw(st.sampled_from(["sequential", "list", "module"]))
+    between = "".join(draw(st.sampled_from(BETWEEN)) for _ in blocks) if form == "module" else ""
+    return DrawnModel(form, tuple(blocks), between, draw(st.booleans()))
 
 
 def as_module(model: Any) -> nn.Module:
