@@ -17,25 +17,6 @@ import numpy
 
 from penstock.errors import PenstockError, suggestion
 
-__all__ = [
-    "FLAG",
-    "PATH",
-    "SEED",
-    "TEXT",
-    "Rule",
-    "check_arguments",
-    "check_fields",
-    "choice",
-    "entries",
-    "function",
-    "instance",
-    "integer",
-    "is_count",
-    "is_number",
-    "number",
-    "text_of",
-]
-
 Value = TypeVar("Value", covariant=True)
 Other = TypeVar("Other")
 

@@ -44,9 +44,6 @@ from penstock.values.plan_stages import Stage, ranks_text
 from penstock.values.plans import Plan, Prediction, require_schedule
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
-
-
 _WORTH_SAYING = 0.05
 
 

@@ -16,8 +16,6 @@ from penstock.commands import DOCTOR, FLEET, PLAN, PROBE, PROFILE, REHEARSE, SHO
 from penstock.commands.command import Command
 from penstock.errors import PenstockError, visible
 
-__all__ = ["main"]
-
 _COMMANDS: tuple[Command, ...] = (REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, DOCTOR, FLEET)
 
 

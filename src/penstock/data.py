@@ -22,17 +22,6 @@ from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError, suggestion
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = [
-    "Batches",
-    "Prefetched",
-    "loader",
-    "loader_states",
-    "loader_uses",
-    "prefetch",
-    "restore_loaders",
-    "shapes_of",
-]
-
 B = TypeVar("B")
 
 

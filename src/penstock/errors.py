@@ -16,19 +16,6 @@ processes, so a message holds no character that would command a terminal.
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-__all__ = [
-    "CaptureError",
-    "CheckpointError",
-    "PenstockError",
-    "PlanError",
-    "ProfileError",
-    "RehearsalError",
-    "ScheduleError",
-    "TransportError",
-    "suggestion",
-    "visible",
-]
-
 
 class PenstockError(Exception):
     """Base of all errors that Penstock raises on purpose."""

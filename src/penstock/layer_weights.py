@@ -22,8 +22,6 @@ from penstock.runtime.transport.worlds import World
 from penstock.values.layer_weights import LayerWeights
 from penstock.values.plans import Plan
 
-__all__ = ["Balance", "log_shares", "weigh_layers"]
-
 Balance: TypeAlias = Literal["work", "layers", "measured"]
 """What stages have equal amounts of: estimated work, layers, or measured seconds."""
 

@@ -69,8 +69,6 @@ from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["Pipeline"]
-
 
 @collective
 class Pipeline(Advised):

@@ -10,8 +10,6 @@ from typing import TextIO, TypeVar
 
 from penstock.errors import visible
 
-__all__ = ["is_interactive", "progress_line"]
-
 Item = TypeVar("Item")
 
 _BAR = 24

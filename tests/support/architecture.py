@@ -38,8 +38,6 @@ __all__ = [
     "splatted_tuples",
     "strange_imports_of_orders",
     "unknown_rooms",
-    "unlisted_names",
-    "unordered_lists",
     "unstated_modules",
 ]
 
@@ -314,26 +312,20 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (0 if name.isupper() else 1 if name[0].isupper() else 2, name))
 
 
-def unordered_lists(sources: Sources) -> list[str]:
-    """The modules that have no `__all__`, or one that is not in order."""
-    lists = {module: exported(text) for module, text in sources.items()}
-    return [module for module, names in lists.items() if names is None or names != in_order(names)]
+def needless_lists(sources: Sources) -> list[str]:
+    """The modules whose `__all__` passes on no name of another module, or is not in order.
 
-
-def unlisted_names(sources: Sources) -> list[str]:
-    """Functions and classes without an underscore in front that are not in their module's `__all__`.
-
-    An order of a schedule offers one name, its definition; its functions are reached through that.
+    What a module defines itself is offered if its name has no underscore in front.
     """
-    return [
-        f"{module}.{node.name}"
-        for module, text in sources.items()
-        if not module.startswith("penstock.scheduling.orders.")
-        for node in parse(text).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not node.name.startswith("_")
-        and node.name not in (exported(text) or [])
-    ]
+    found = []
+    for module, text in sources.items():
+        names = exported(text)
+        imports = [node for node in ast.walk(parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        passed_on = {alias.asname or alias.name for node in imports for alias in node.names}
+        lazy = "__getattr__" in text
+        if names is not None and (names != in_order(names) or not (lazy or passed_on.intersection(names))):
+            found.append(module)
+    return found
 
 
 def hidden_or_unfinished(sources: Sources) -> list[str]:

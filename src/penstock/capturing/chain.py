@@ -25,8 +25,6 @@ from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
 from penstock.torch_internals.modules import runs_plainly
 
-__all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule", "TensorKind", "follow_memory"]
-
 LayerRunner: TypeAlias = Callable[
     [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
 ]

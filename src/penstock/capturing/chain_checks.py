@@ -12,8 +12,6 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.sampled_models import SampledModel
 
-__all__ = ["ChainCheck", "UncheckedChain", "without_garbage_collection"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainCheck:

@@ -19,8 +19,6 @@ from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.module_state import is_plain_memory
 from penstock.capturing.sequential import EagerLayer, Form
 
-__all__ = ["digest_of", "form_facts"]
-
 _DEVICE = re.compile(r"(device\(type='\w+'), index=\d+")
 
 

@@ -23,8 +23,6 @@ from penstock.capturing.samples import Call, flatten
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
-__all__ = ["agrees", "check_chain"]
-
 _SEED = 20_011
 
 

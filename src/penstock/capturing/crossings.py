@@ -3,8 +3,6 @@
 from penstock.capturing.chain import LayerChain
 from penstock.values.crossings import Crossing
 
-__all__ = ["crossings_of"]
-
 
 def crossings_of(chain: LayerChain) -> tuple[Crossing, ...]:
     """The values of `chain` that layers make and later ones read; the model's output is read by the last layer."""

@@ -5,8 +5,6 @@ import torch
 from penstock.arguments import text_of
 from penstock.errors import PenstockError
 
-__all__ = ["read_device"]
-
 
 def read_device(where: str, device: object, error: type[PenstockError] = PenstockError) -> torch.device:
     """The device that `device` is or names, with its index, once a tensor was made there; `error` if there is none.

@@ -20,8 +20,6 @@ from penstock.capturing.samples import Call, read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError
 
-__all__ = ["capture", "capture_unchecked"]
-
 
 def capture(
     model: nn.Module | Sequence[nn.Module | Callable[..., Any]],

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from penstock.torch_internals.export import traced_constant
 
-__all__ = ["Anew", "is_plain"]
-
 _Make = Callable[[], Any]
 _RULES = (
     *("__new__", "__setattr__", "__copy__", "__deepcopy__"),

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from penstock.capturing.module_state import is_plain_memory
 
-__all__ = ["GradientComparison", "Gradients", "parts_of"]
-
 Gradients: TypeAlias = Mapping[str, Tensor | None]
 """By name of the parameter; None where there is none."""
 

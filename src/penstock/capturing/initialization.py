@@ -23,20 +23,6 @@ from penstock.errors import PenstockError
 from penstock.torch_internals.modules import own_reset
 from penstock.torch_internals.tensors import share_hooks, times_written
 
-__all__ = [
-    "InitFn",
-    "WeightSource",
-    "bare",
-    "examined",
-    "fill",
-    "initialize",
-    "install",
-    "named_tensors",
-    "place",
-    "reset_parameters",
-    "rooted",
-]
-
 InitFn: TypeAlias = Callable[[str, Tensor], object]
 """Writes a parameter or buffer in place, given the first name that it has in the model."""
 

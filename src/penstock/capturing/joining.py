@@ -15,8 +15,6 @@ from penstock.capturing.chain import Layer, follow_memory
 from penstock.capturing.observation import Observation, memory_of
 from penstock.errors import CaptureError
 
-__all__ = ["JoinedLayers", "check_same_layers", "join_layers"]
-
 
 class JoinedLayers(nn.Module):
     """Consecutive layers as one; writes in place reach the values that they were given."""

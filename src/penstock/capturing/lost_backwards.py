@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from penstock.errors import CaptureError
 
-__all__ = ["functions_refused", "hooks_refused"]
-
 
 @contextmanager
 def functions_refused() -> Iterator[None]:

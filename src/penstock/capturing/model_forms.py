@@ -14,8 +14,6 @@ from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["ModelInputs", "ModelOutput", "check_constant"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInputs:

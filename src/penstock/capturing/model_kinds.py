@@ -17,8 +17,6 @@ from penstock.arguments import text_of
 from penstock.errors import CaptureError
 from penstock.torch_internals.modules import compiled_from
 
-__all__ = ["check_model"]
-
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 

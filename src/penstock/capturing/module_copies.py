@@ -20,8 +20,6 @@ from torch.fx import GraphModule
 from penstock.errors import CaptureError
 from penstock.torch_internals.modules import tensor_tables
 
-__all__ = ["Copier", "Copies", "copied"]
-
 _Copied = TypeVar("_Copied")
 
 

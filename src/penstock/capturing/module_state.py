@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from penstock.torch_internals.modules import TENSOR_TABLES
 
-__all__ = ["ModuleState", "is_plain_memory", "same_content"]
-
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)

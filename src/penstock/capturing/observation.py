@@ -18,8 +18,6 @@ from penstock.capturing.module_state import ModuleState, same_content
 from penstock.capturing.operators import OperatorCall, OperatorCounter
 from penstock.torch_internals.tensors import storage_key, times_written
 
-__all__ = ["Observation", "SharedObjects", "keep_lasting", "memory_of", "observed"]
-
 
 @dataclass(slots=True, eq=False)
 class Observation:

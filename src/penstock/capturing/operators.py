@@ -21,8 +21,6 @@ from penstock.capturing.tensor_notes import TensorNotes
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.tensors import storage_key
 
-__all__ = ["OperatorCall", "OperatorCounter"]
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:

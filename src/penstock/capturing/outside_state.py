@@ -19,8 +19,6 @@ from penstock.capturing.sequential import EagerLayer, is_plain_sequential
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
 
-__all__ = ["OutsideState"]
-
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 

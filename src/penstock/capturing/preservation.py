@@ -16,16 +16,6 @@ from torch import Tensor, nn
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 
-__all__ = [
-    "KeptParameters",
-    "SavedBuffers",
-    "evaluating",
-    "generator_states",
-    "kept_generators",
-    "kept_tensors",
-    "python_generators",
-]
-
 
 class KeptParameters:
     """The parameters of `modules` as they are now: flags, memory, and the numbers of those that a forward writes."""

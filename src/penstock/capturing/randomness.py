@@ -12,8 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["microbatch_seed", "part_seed", "seed_all", "seeded"]
-
 
 def microbatch_seed(seed: int, microbatch: int) -> int:
     """A seed for one microbatch, counted from the start of the training."""

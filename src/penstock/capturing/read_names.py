@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["FunctionModule", "code_read", "modules_read", "names_read"]
-
 
 def names_read(module: nn.Module) -> frozenset[str]:
     """All names and words in the code of the forward of `module`; see `code_read`."""

@@ -12,8 +12,6 @@ from penstock.capturing.module_copies import Copier, Copies
 from penstock.capturing.preservation import KeptParameters, kept_generators
 from penstock.capturing.samples import Call
 
-__all__ = ["SampledModel", "chain_of_copies"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledModel:

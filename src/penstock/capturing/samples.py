@@ -18,8 +18,6 @@ from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["Call", "check_dense", "check_leaves", "flatten", "read_sample"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:

@@ -31,8 +31,6 @@ from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
 
-__all__ = ["EagerLayer", "Flag", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
-
 
 class Flag:
     """Stands in a `Form` for a bool that a tensor holds."""

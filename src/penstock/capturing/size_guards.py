@@ -14,8 +14,6 @@ import torch
 
 from penstock.errors import CaptureError
 
-__all__ = ["SizeGuard"]
-
 _FUNCTIONS = {
     "__builtins__": {},
     "min": min,

@@ -6,8 +6,6 @@ from weakref import ref
 
 from torch import Tensor
 
-__all__ = ["TensorNotes"]
-
 _Note = TypeVar("_Note")
 
 

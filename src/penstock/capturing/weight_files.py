@@ -28,8 +28,6 @@ from penstock.torch_internals.modules import is_persistent
 from penstock.torch_internals.tensors import times_written
 from penstock.values.documents import read_json
 
-__all__ = ["INDEX", "NEW", "SINGLE", "TYPE_CODES", "Rename", "load_weights", "read_index"]
-
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """The name in the files for a name in the model: a function, or regular expressions and what replaces them."""
 

@@ -26,8 +26,6 @@ from penstock.capturing.writes import find_writable
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 
-__all__ = ["Weightless", "asks_for_weights", "capture_weightless", "is_weightless"]
-
 _META = torch.device("meta")
 _SILENT_WRITERS = ("batch_norm", "instance_norm")
 

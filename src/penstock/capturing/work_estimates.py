@@ -36,8 +36,6 @@ import torch
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.operators import OperatorCall
 
-__all__ = ["estimate_seconds"]
-
 _PASSES_OF_A_SUM = 3
 _PASSES_OF_A_LOSS = 6
 

@@ -13,8 +13,6 @@ from torch.fx import GraphModule, Node
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.modules import registered_buffers
 
-__all__ = ["Place", "find_writable"]
-
 Place: TypeAlias = tuple[nn.Module, str]
 """A module and the name under which it, and not one of its submodules, registers a buffer."""
 

@@ -17,8 +17,6 @@ from penstock.errors import visible
 if TYPE_CHECKING:
     from penstock.values import Cluster, Plan, Profile
 
-__all__ = ["Command", "deliver", "given", "print_json", "show"]
-
 
 @dataclass(frozen=True, slots=True)
 class Command:

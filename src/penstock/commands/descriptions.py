@@ -13,8 +13,6 @@ from penstock.values.text_tables import table_lines
 if TYPE_CHECKING:
     from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile
 
-__all__ = ["describe_cluster", "describe_plan", "describe_profile"]
-
 
 def describe_profile(profile: "Profile") -> str:
     """One row per layer and the sums. The weight part of a backward has a column where it was measured."""

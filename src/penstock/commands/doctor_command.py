@@ -5,8 +5,6 @@ from pathlib import Path
 
 from penstock.commands.command import Command, given, print_json
 
-__all__ = ["DOCTOR"]
-
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="RUN_DIR", help="the run directory (PENSTOCK_RUN_DIR of the run)")

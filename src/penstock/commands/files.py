@@ -11,16 +11,6 @@ from penstock.errors import PenstockError, PlanError
 if TYPE_CHECKING:
     from penstock.values import Cluster, Plan, Profile, Transformer
 
-__all__ = [
-    "declare_cluster",
-    "declare_samples",
-    "declare_wire_share",
-    "load_any",
-    "load_model",
-    "load_profile",
-    "read_cluster",
-]
-
 
 def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool = False, memory: bool = False) -> None:
     """Adds CLUSTER and the options that describe a uniform cluster in its place."""

@@ -12,8 +12,6 @@ from penstock.values.documents import write_text
 if TYPE_CHECKING:
     from penstock.fleet import FleetFile, FleetRun, Policy
 
-__all__ = ["FLEET"]
-
 _ACTIONS = ("allocate", "simulate", "run", "emit")
 
 

@@ -23,8 +23,6 @@ from penstock.values.sweeps import load_sweep
 if TYPE_CHECKING:
     from penstock.values import Profile
 
-__all__ = ["PLAN"]
-
 _OPTIONS = (
     "planner",
     "schedule",

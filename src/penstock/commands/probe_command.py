@@ -4,8 +4,6 @@ import argparse
 
 from penstock.commands.command import Command, deliver, given
 
-__all__ = ["PROBE"]
-
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="CLUSTER", help="write the cluster to this file (YAML)")

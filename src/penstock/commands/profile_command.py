@@ -9,8 +9,6 @@ from penstock.commands.quantities import parse_count
 if TYPE_CHECKING:
     from penstock.training.wire_codecs import WireDtype
 
-__all__ = ["PROFILE"]
-
 _TYPES = {"bf16": "bfloat16", "fp16": "float16", "bfloat16": "bfloat16", "float16": "float16"}
 
 

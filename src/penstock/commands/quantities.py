@@ -6,8 +6,6 @@ Inside Penstock everything is seconds, bytes, and bytes per second; only the com
 import argparse
 import re
 
-__all__ = ["parse_bandwidth", "parse_bytes", "parse_count", "parse_counts"]
-
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _NUMBER = r"(?P<number>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*"

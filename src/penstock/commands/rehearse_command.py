@@ -6,8 +6,6 @@ from dataclasses import asdict
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
 
-__all__ = ["REHEARSE"]
-
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

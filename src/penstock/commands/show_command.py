@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from penstock.timelines import Timeline
     from penstock.values import Cluster, Plan, Profile
 
-__all__ = ["SHOW"]
-
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -12,8 +12,6 @@ from penstock.values.quantities import bytes_text, seconds_text
 if TYPE_CHECKING:
     from penstock.simulating import Outcome
 
-__all__ = ["SIMULATE"]
-
 _OPTIONS = ("update_seconds_per_byte", "overlap", "overlap_reduce", "allreduce", "shared_nic", "split_seconds")
 
 

@@ -17,8 +17,6 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import ProfileError, suggestion
 from penstock.profiling import Subject
 
-__all__ = ["load_function", "load_subject"]
-
 
 def load_subject(spec: str) -> Subject:
     """Imports FILE.py and calls FUNCTION, without arguments; it returns ``(model, sample)`` or a `Subject`.

@@ -6,8 +6,6 @@ from dataclasses import asdict
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
 
-__all__ = ["VERIFY"]
-
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file (YAML)")

@@ -4,5 +4,3 @@ Imports ``values``, ``timelines`` and ``scheduling``, and no torch. Start readin
 evidence (``records.py``, ``run_directories.py``) into a verdict; ``reports.py`` prints it. ``stragglers.py`` reads
 timelines of runs that go on.
 """
-
-__all__: list[str] = []

@@ -15,16 +15,6 @@ from penstock.scheduling.lowering import peer
 from penstock.scheduling.placements import Placement
 from penstock.timelines.spans import Span
 
-__all__ = [
-    "Condition",
-    "Evidence",
-    "ProcessEvidence",
-    "ProcessState",
-    "RankCondition",
-    "kind_of",
-    "user_frame",
-]
-
 
 class ProcessState(StrEnum):
     """What the operating system says of a process."""

@@ -14,8 +14,6 @@ from penstock.doctor.records import RankRecord
 from penstock.timelines.spans import Span
 from penstock.values.quantities import seconds_text
 
-__all__ = ["BlockedEdge", "Diagnosis", "Verdict", "diagnose"]
-
 _PATIENCE_SECONDS = 2.0
 """Waits that are shorter are part of every run."""
 _SLOW_FACTOR = 3.0

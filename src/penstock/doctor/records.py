@@ -12,20 +12,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.values.documents import YamlNode
 
-__all__ = [
-    "ActionRecord",
-    "Frame",
-    "JobRecord",
-    "Memory",
-    "RankRecord",
-    "RecordedProcess",
-    "RowRecord",
-    "ThreadRecord",
-    "WaitRecord",
-    "dump_record",
-    "read_record",
-]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
 
-__all__ = ["recut"]
-
 
 def recut(plan: Plan, weights: Sequence[float], seconds: Mapping[int, float]) -> Plan:
     """`plan` with the cut whose slowest stage is fastest, replicas taken into account. The ranks stay.

@@ -13,8 +13,6 @@ from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import bytes_text, seconds_text
 from penstock.values.text_tables import table_lines
 
-__all__ = ["report_document", "report_page", "report_text"]
-
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
 pre { overflow-x: auto; padding: 1em; background: #8881; font-size: 13px; }

@@ -24,8 +24,6 @@ from penstock.doctor.records import JobRecord, RankRecord, RecordedProcess, dump
 from penstock.errors import PenstockError
 from penstock.values.documents import read_json
 
-__all__ = ["RunDirectory", "catches", "examine", "own_identity"]
-
 _POLL_SECONDS = 0.05
 _STACKS_LETTERS = 20_000
 

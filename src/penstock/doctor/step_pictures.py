@@ -28,8 +28,6 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.lowering import counterpart
 
-__all__ = ["draw_step"]
-
 _WIDTH = 100
 
 

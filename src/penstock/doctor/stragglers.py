@@ -24,8 +24,6 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import seconds_text
 
-__all__ = ["SlowPart", "Straggler", "Stragglers", "find_slow_layers", "find_stragglers", "stage_seconds"]
-
 _LINK_FACTOR = 3.0
 """A link this many times as slow as the others is named, since messages differ in size."""
 _LINK_SHARE = 0.02

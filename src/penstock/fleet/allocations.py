@@ -10,8 +10,6 @@ from penstock.errors import PlanError, visible
 from penstock.fleet.problems import Floats, Problem
 from penstock.values.text_tables import table_lines
 
-__all__ = ["Allocation"]
-
 _NEAR = 1e-6
 """A solver meets its constraints up to about this much of a worker or of a job's time."""
 

@@ -13,8 +13,6 @@ from penstock.arguments import choice
 from penstock.errors import PlanError
 from penstock.fleet.round_scheduler import Lease
 
-__all__ = ["CLUSTERS", "cluster_job"]
-
 CLUSTERS = ("slurm", "kubernetes")
 """The schedulers that leases can be written for."""
 _SAVE_SECONDS = 120

@@ -23,8 +23,6 @@ from penstock.fleet.problems import Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.run_states import LeaseRecord, RunState, steps_done
 
-__all__ = ["FleetExecutor"]
-
 _POLL_SECONDS = 0.05
 _RULES = {
     "round_seconds": number(above=0, unit="seconds").but("give the length of a round"),

@@ -25,8 +25,6 @@ from penstock.planning import plan
 from penstock.values import Profile
 from penstock.values.documents import YamlNode, read_yaml
 
-__all__ = ["FleetFile", "TrainingCommand"]
-
 _FORMAT = "penstock-fleet/1"
 _KIND = ("price_per_hour", "workers_per_server", "pool", "consolidated", "region")
 _KIND_COSTS = ("egress_per_gigabyte", "preempted_every_seconds")

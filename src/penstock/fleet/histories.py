@@ -9,8 +9,6 @@ from penstock.fleet.jobs import Job
 from penstock.fleet.kinds import Kind
 from penstock.fleet.problems import Floats
 
-__all__ = ["CompletedJob", "FleetRun", "Held"]
-
 
 @dataclass(frozen=True, slots=True)
 class CompletedJob:

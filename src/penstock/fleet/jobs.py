@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from penstock.arguments import TEXT, check_fields, integer, number
 from penstock.errors import PlanError
 
-__all__ = ["Entity", "Job"]
-
 _RULES = {
     "name": TEXT.but("give the job's name"),
     "steps": number(above=0, unit="steps").but("give the steps that are left, and drop jobs that have none"),

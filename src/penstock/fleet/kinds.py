@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from penstock.arguments import FLAG, TEXT, check_fields, integer, number
 from penstock.errors import PlanError
 
-__all__ = ["Kind"]
-
 _RULES = {
     "name": TEXT.but("give the kind's name"),
     "workers": integer(1, unit="workers").but("give the number of devices of this kind"),

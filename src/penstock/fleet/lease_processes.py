@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LeaseProcess", "find_left_behind", "kill_all", "training_words"]
-
 _MARK = "PENSTOCK_FLEET_LEASE"
 _POLL_SECONDS = 0.05
 

@@ -19,8 +19,6 @@ from penstock.errors import PenstockError, PlanError
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["Infeasible", "Program", "Solution", "Space"]
-
 _OPTIONS = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
 """The solver's usual tolerances, 1e-7, would show in the results."""
 

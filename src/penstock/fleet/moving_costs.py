@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from penstock.fleet.kinds import Kind
 
-__all__ = ["moving_cost"]
-
 
 def moving_cost(gigabytes: float, region: str, kind: Kind, kinds: Sequence[Kind]) -> float:
     """The price of moving so much data from `region` to that of `kind`: 0 if one of them is not known. `kinds`: those

@@ -10,8 +10,6 @@ from pathlib import Path
 from penstock.errors import PlanError
 from penstock.values.documents import read_text
 
-__all__ = ["PriceHistory"]
-
 
 @dataclass(frozen=True, slots=True)
 class PriceHistory:

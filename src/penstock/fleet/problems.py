@@ -17,8 +17,6 @@ from penstock.errors import PlanError
 from penstock.fleet.jobs import Entity, Job
 from penstock.fleet.kinds import Kind
 
-__all__ = ["Floats", "Pair", "Problem"]
-
 Floats = numpy.typing.NDArray[numpy.float64]
 
 _SPEED = number(0, unit="steps per second").but("give 0 or None where the job cannot run").optional

@@ -21,8 +21,6 @@ from penstock.fleet.allocations import Allocation
 from penstock.fleet.kinds import Kind
 from penstock.fleet.problems import Floats
 
-__all__ = ["Lease", "RoundScheduler"]
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:

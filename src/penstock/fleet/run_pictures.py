@@ -8,8 +8,6 @@ from penstock.errors import PlanError, visible
 from penstock.fleet.histories import FleetRun
 from penstock.timelines.drawings import axis_step
 
-__all__ = ["completion_svg", "devices_svg", "run_page"]
-
 _COLORS = ("#0067a8", "#c65200", "#007d5c", "#b0559b", "#6b51b5", "#8a6d00", "#5a6b7b", "#b3261e")
 _STYLE = """<style>
   svg { background: #ffffff; --ink: #1b1f24; --faint: #d5dae1 }

@@ -11,8 +11,6 @@ from typing import Any
 from penstock.errors import PlanError
 from penstock.values.documents import read_json
 
-__all__ = ["JobState", "LeaseRecord", "RunState", "steps_done"]
-
 _FORMAT = "penstock-fleet-run/2"
 _STEP = re.compile(r"step-(\d+)")
 

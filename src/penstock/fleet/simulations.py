@@ -21,8 +21,6 @@ from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.workloads import Arrival
 
-__all__ = ["simulate_fleet"]
-
 _RULES = {
     "round_seconds": number(above=0, unit="seconds").but("give the length of a round"),
     "reset_rounds": integer(1, unit="rounds").but("give a number of rounds, or leave it out").optional,

@@ -17,8 +17,6 @@ from penstock.fleet.problems import Pair, Problem
 from penstock.planning import plan
 from penstock.values import Cluster, DeviceKind, Plan, Profile
 
-__all__ = ["Machines", "ModelJob", "PlannedSpeed", "ThroughputTable", "throughput_table"]
-
 _RULES = {
     "bytes_per_second": number(above=0, infinite=True).but("give the bandwidth between two devices"),
     "latency_seconds": number(0, unit="seconds").but("give the latency of a message, or leave it out"),

@@ -9,8 +9,6 @@ from penstock.arguments import check_fields, integer, number
 from penstock.errors import PlanError
 from penstock.fleet.jobs import Job
 
-__all__ = ["THESIS_KINDS", "Arrival", "JobType", "poisson_workload", "static_workload", "thesis_types"]
-
 
 @dataclass(frozen=True, slots=True)
 class JobType:

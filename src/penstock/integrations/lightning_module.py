@@ -23,8 +23,6 @@ from torch import nn
 from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
 
-__all__ = ["PipelineModule", "PipelineStrategy"]
-
 _STATE = ".pipeline"
 """The end of the name of the folder with the state of the pipeline, which lies beside a checkpoint."""
 

@@ -30,8 +30,6 @@ from penstock.training.losses import LossWeight, model_loss, token_count
 from penstock.training.optimizers import NamedParameters
 from penstock.training.user_microbatches import Microbatches
 
-__all__ = ["PipelineTrainer"]
-
 
 class PipelineTrainer(Trainer):
     """A `transformers.Trainer` that trains through a `Pipeline`, with the losses of a Trainer in a single process.

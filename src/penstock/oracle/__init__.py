@@ -1,3 +1,1 @@
 """The oracle: what correct means. It runs in one process and shares nothing with the runtime."""
-
-__all__: list[str] = []

@@ -12,8 +12,6 @@ from penstock.capturing.samples import flatten
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.user_microbatches import Microbatches
 
-__all__ = ["ReferenceMicrobatch", "cut", "pieces_of", "sizes_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMicrobatch:

@@ -38,8 +38,6 @@ from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import MICROBATCHES, Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
-__all__ = ["Reference", "reference_train"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reference:

@@ -22,8 +22,6 @@ from penstock.training.update_corrections import HookStates
 from penstock.training.wire_codecs import WireCodec, encodes, round_to_wire
 from penstock.values.plans import Plan
 
-__all__ = ["Training"]
-
 Weights = dict[str, nn.Parameter]
 Buffers = dict[tuple[nn.Module, str], Tensor]
 """By the module that holds each, and its name there: a forward may assign another tensor."""

@@ -18,8 +18,6 @@ from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
 from penstock.values.text_tables import table_lines
 
-__all__ = ["ClusterComparison", "ClusterOption", "compare_clusters"]
-
 _CLUSTER = instance(Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load")
 
 

@@ -14,8 +14,6 @@ from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
 from penstock.values.text_tables import table_lines
 
-__all__ = ["plan_in_time"]
-
 _EVERY_COUNT = 16
 """Of a kind with more devices only 1, 2, 4 and so on are planned, since each part takes a plan."""
 

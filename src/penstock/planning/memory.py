@@ -26,18 +26,6 @@ from penstock.scheduling.placements import Placement
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, require_schedule
 
-__all__ = [
-    "OPTIMIZER_COPIES",
-    "Room",
-    "chunks_in_flight",
-    "held_bytes",
-    "interval_bytes",
-    "live_counts",
-    "overfull_rank",
-    "peak_bytes",
-    "require_fit",
-]
-
 OPTIMIZER_COPIES = 2.0
 """The size of the optimizer's state in units of the weights: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
 

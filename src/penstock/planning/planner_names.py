@@ -2,8 +2,6 @@
 
 from enum import StrEnum
 
-__all__ = ["PlannerName"]
-
 
 class PlannerName(StrEnum):
     """Lists the planners in the order in which they run; `UNIFORM` runs only if it is named."""

@@ -23,9 +23,6 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.transformers import Transformer
 
-__all__ = ["add_sizes", "join_profiles", "plan"]
-
-
 _RULES = {
     "cluster": instance(
         Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load"

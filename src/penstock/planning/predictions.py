@@ -26,8 +26,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["count_rounds", "foresee", "predict", "slowest_part", "slowest_seconds"]
-
 
 def predict(
     plan: Plan,

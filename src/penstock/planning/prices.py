@@ -3,8 +3,6 @@
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 
-__all__ = ["cost_of", "cost_per_million"]
-
 
 def cost_per_million(plan: Plan, cluster: Cluster) -> float | None:
     """What a million samples cost under `plan`: the price of its devices for the time; None if no price is known."""

@@ -19,8 +19,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import MICROBATCHES, Plan, Stage, require_schedule
 from penstock.values.profiles import Profile
 
-__all__ = ["Request", "can_run", "number_ranks"]
-
 _RULES: dict[str, Rule[Any]] = {
     "microbatches": MICROBATCHES,
     "stages": integer(1).optional,

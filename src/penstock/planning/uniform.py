@@ -8,8 +8,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["plan_uniform"]
-
 
 def plan_uniform(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """A plan of stages with equal numbers of layers. `PlanError` if a stage does not fit in memory."""

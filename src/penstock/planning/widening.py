@@ -11,8 +11,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["widen"]
-
 
 def widen(narrow: Plan, replicas: int, profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """The plan `narrow`, which has no replicas, with `replicas` of every stage and the microbatches of `request`."""

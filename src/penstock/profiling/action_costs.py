@@ -25,8 +25,6 @@ from penstock.runtime.transport.worlds import SingleProcess
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
-__all__ = ["action_seconds", "measure_action_seconds"]
-
 _FEW, _MANY = 2, 10
 """Microbatches of the two kinds of steps."""
 _ROUNDS = 9

@@ -18,17 +18,6 @@ import torch
 
 from penstock.errors import ProfileError
 
-__all__ = [
-    "Clock",
-    "CudaClock",
-    "ScriptedClock",
-    "WallClock",
-    "calls_per_sample",
-    "clock_of",
-    "median_seconds",
-    "windows",
-]
-
 SHORTEST_SAMPLE_SECONDS = 200e-6
 """Calls are timed in groups that take at least this long: a clock's own cost, some 0.1 us on a CPU and some 5 us on a
 CUDA device, then stays in the noise. A call under 50 us is timed in groups of four or more."""

@@ -18,8 +18,6 @@ from penstock.profiling.profiler import profile
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["compare_seconds", "measure_speeds"]
-
 _DIFFERENT = 1.3
 """How many times as long the slowest device takes as the fastest before they count as different."""
 

@@ -11,17 +11,6 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import ProfileError
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = [
-    "Model",
-    "Sample",
-    "device_name",
-    "device_of",
-    "first_device",
-    "modules_of",
-    "moved",
-    "placed",
-]
-
 Model: TypeAlias = nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
 Sample: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 Found = TypeVar("Found")

@@ -52,8 +52,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkMatrix
 from penstock.values.message_costs import FREE, MessageCosts
 
-__all__ = ["arrange_rounds", "fit_link", "measure_links", "probe"]
-
 RankPair: TypeAlias = tuple[int, int]
 """Two ranks, the lower one first."""
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from penstock.runtime.transport.transport import PendingMessage
 from penstock.values.message_costs import FREE, MessageCosts
 
-__all__ = ["Partner", "fit_costs", "measure_message_costs"]
-
 _WIDTH = 128
 """Of the matrices, whose product takes less than 0.1 ms."""
 _EXCHANGES = 10

@@ -70,8 +70,6 @@ from penstock.training.precisions import AUTOCAST, autocasting
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype, sent_bytes
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["profile", "without_gradients"]
-
 Gauge: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs work and measures it."""
 Computing: TypeAlias = Callable[[], AbstractContextManager[None]]

@@ -17,8 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.profiling.spread_layers import local_storage
 
-__all__ = ["Recording", "measure_saved_bytes", "recording"]
-
 
 class _Kept:
     """Takes the place of a saved tensor in autograd, and dies when autograd releases that tensor."""

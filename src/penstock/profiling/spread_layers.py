@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from penstock.errors import ProfileError
 from penstock.torch_internals.distributed import local_tensor
 
-__all__ = ["local_bytes", "local_storage", "longest", "sharing_group"]
-
 
 def sharing_group(modules: Sequence[nn.Module]) -> dist.ProcessGroup | None:
     """The processes that share the parameters of `modules`; None if every parameter is a plain tensor.

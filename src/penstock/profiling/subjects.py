@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.errors import ProfileError
 
-__all__ = ["Subject"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:

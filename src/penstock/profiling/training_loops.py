@@ -27,8 +27,6 @@ from penstock.training.precisions import autocasting
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.profiles import Profile
 
-__all__ = ["as_in_training", "measure_rounds"]
-
 _MOST_BYTES = 2**28
 """Of the activations and gradients of the layers that run together: many times a cache, and little of a host."""
 _ROUNDS, _LEAST_SECONDS = 7, 1.0

@@ -27,8 +27,6 @@ from penstock.torch_internals.cuda import clear_cublas_workspaces
 from penstock.torch_internals.dispatch import TorchDispatchMode
 from penstock.torch_internals.tensors import storage_key
 
-__all__ = ["CudaMeter", "DispatchMeter", "Meter", "meter_of"]
-
 
 class Meter(Protocol):
     """Measures how many bytes are in use."""

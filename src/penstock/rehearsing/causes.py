@@ -12,8 +12,6 @@ from penstock.rehearsing.setups import Setup
 from penstock.rehearsing.trainings import as_module
 from penstock.training.losses import IGNORED
 
-__all__ = ["SIDE_WAYS", "Rung", "explain"]
-
 
 class Rung(Enum):
     """A training on the way from the user's loop to the pipeline: each does one thing more as the pipeline does it."""

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from penstock.rehearsing.training_records import Key, TrainingRecord, ValueKind
 
-__all__ = ["Comparison", "Difference", "Rounding", "compare", "earliest"]
-
 _MARGIN = 32.0
 """Rounding in another order may do this many times as much as a change of the last bit of the weights."""
 

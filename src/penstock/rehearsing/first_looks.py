@@ -17,8 +17,6 @@ from penstock.torch_internals.pytrees import tree_leaves
 from penstock.training.losses import compute_loss
 from penstock.training.precisions import first_device
 
-__all__ = ["FirstLook", "look"]
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

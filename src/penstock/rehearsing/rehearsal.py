@@ -28,8 +28,6 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.training.user_microbatches import Microbatches
 from penstock.values.plans import Plan, require_schedule
 
-__all__ = ["Rehearsal", "rehearse"]
-
 _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
 _LEFT_OUT = ("compile", "parallelize", "tensor_parallel", "init_fn", "on_nonfinite")
 """Options of `Pipeline` that rehearsals do without."""

@@ -21,8 +21,6 @@ from penstock.torch_internals.pytrees import tree_map_only
 from penstock.training.losses import model_loss
 from penstock.training.user_microbatches import Microbatches
 
-__all__ = ["Setup", "dropout_rates", "generator_states", "kept_generators", "read_setup"]
-
 _OWNED = ("loss_fn", "optimizer", "lr_scheduler", "loss_weight", "update_hooks")
 """Arguments that may hold the model or state of their own, and are copied with it."""
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

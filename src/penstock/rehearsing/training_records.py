@@ -15,8 +15,6 @@ from torch import Tensor
 
 from penstock.training.optimizers import MakeOptimizer, NamedParameters
 
-__all__ = ["Key", "TrainingRecord", "ValueKind"]
-
 
 class ValueKind(IntEnum):
     """What a value is, in the order in which a step computes them."""

@@ -22,8 +22,6 @@ from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
-__all__ = ["Batch", "as_module", "call_model", "recipe_of", "train_by_chain", "train_by_loop", "train_by_pipeline"]
-
 Batch: TypeAlias = tuple[Any, Any]
 """What `Pipeline.step` takes."""
 

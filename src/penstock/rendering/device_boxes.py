@@ -14,8 +14,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.quantities import bandwidth_text, bytes_text
 
-__all__ = ["STYLE", "Box", "DeviceAssignment", "bandwidth_words", "draw_devices", "draw_levels", "stage_colors"]
-
 _CELL, _TALL, _FLAT, _GAP, _PAD, _TITLE = 104, 74, 52, 10, 12, 24
 _SMALL = 128
 """Up to this many devices are all drawn, even if they are equal."""

@@ -5,8 +5,6 @@ from math import ceil, inf, isfinite, log
 
 from penstock.rendering.device_boxes import Box, bandwidth_words
 
-__all__ = ["draw_heat_map"]
-
 _SIDE, _LEFT, _TOP = 400, 58, 40
 _MOST = 96
 """With more ranks, several share a square, which shows the slowest of their links."""

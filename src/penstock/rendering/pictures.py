@@ -20,8 +20,6 @@ from penstock.simulating.simulator import default_minibatches, execute
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text
 
-__all__ = ["render"]
-
 _PANELS = 4
 """A picture that needs more panels of full width than this is cut short."""
 _RANKS = 64

@@ -25,8 +25,6 @@ from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["draw_plan"]
-
 _WIDTH, _MARGIN = 1120, 20
 _CHIP, _CHIP_HEIGHT, _ARROW = 128, 58, 66
 _PAIRS = 4_096

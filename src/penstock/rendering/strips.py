@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-__all__ = ["LabeledSpan", "Strip", "draw_strips", "label_spans", "last_column"]
-
 _HEIGHTS = {"reduce": 0, "update": 2}
 """The order from bottom to top: a sum of gradients may overlap a computation. Everything else is 1."""
 

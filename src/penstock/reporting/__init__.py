@@ -3,5 +3,3 @@
 Start reading in `stats.py`. This room may import values, schedules, the simulator, captured models, and what the engine
 has measured.
 """
-
-__all__: list[str] = []

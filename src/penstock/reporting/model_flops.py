@@ -2,8 +2,6 @@
 
 from penstock.capturing.chain import LayerChain
 
-__all__ = ["count_training_flops"]
-
 _FORWARDS_OF_A_STEP = 3
 """A backward takes twice the operations of its forward: one product for the gradient of each factor."""
 

@@ -7,8 +7,6 @@ it. Utilization is relative to this rate whatever type a model computes in, as i
 
 import torch
 
-__all__ = ["peak_flops_of", "rate_of"]
-
 # The words in the name of a device, and its rate; the first row whose words are all there counts. The sources are
 # NVIDIA's data sheets of these GPUs, and for B200 that of the HGX B200, divided by its eight GPUs.
 _RATES: tuple[tuple[tuple[str, ...], float], ...] = (

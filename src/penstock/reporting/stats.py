@@ -17,8 +17,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.simulating.bubbles import balanced_bubble
 from penstock.values.plans import Plan
 
-__all__ = ["Stats", "StatsSource"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stats:

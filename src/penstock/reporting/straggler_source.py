@@ -15,8 +15,6 @@ from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["StragglerSource"]
-
 
 class StragglerSource:
     """Compares the stages of one pipeline with `profile`, which its plan was made from, or with estimates if it is

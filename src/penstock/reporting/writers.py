@@ -8,8 +8,6 @@ from penstock.errors import PenstockError
 from penstock.reporting.stats import Stats
 from penstock.runtime.batches.results import StepResult
 
-__all__ = ["DictWriter", "Measured", "ScalarWriter", "StatsOptions", "log_stats"]
-
 
 @runtime_checkable
 class DictWriter(Protocol):

@@ -4,5 +4,3 @@ Its rooms stand on each other, from the device up: ``devices``, ``transport``, t
 ``batches``, which do not know each other but for what a message or a sum is, ``engine``, which carries out a schedule
 with them, and ``assembly``, which makes all of it for a model and a plan. Start reading in ``engine/worker.py``.
 """
-
-__all__: list[str] = []

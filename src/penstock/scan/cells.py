@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CELLS", "Cell", "Weights"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:

@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 from penstock.errors import PenstockError
 from penstock.scan.sparse import LayerJacobian, layer_jacobian
 
-__all__ = ["ScanSequential", "scan_list"]
-
 E = TypeVar("E")
 _MOST_BYTES = 2**30
 _MIXING_OR_RANDOM = (

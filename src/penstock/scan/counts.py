@@ -8,8 +8,6 @@ from typing import Literal, TypeAlias
 
 from penstock.errors import PenstockError
 
-__all__ = ["Method", "ScanCounts", "count"]
-
 Method: TypeAlias = Literal["linear", "blelloch", "chunked"]
 
 

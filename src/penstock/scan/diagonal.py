@@ -15,8 +15,6 @@ from penstock.arguments import check_arguments
 from penstock.errors import PenstockError
 from penstock.scan.steps import TENSOR
 
-__all__ = ["DiagonalRecurrence", "diagonal_recurrence"]
-
 
 def diagonal_recurrence(decay: Tensor, inputs: Tensor, first: Tensor | None = None) -> Tensor:
     """The states ``h[t] = decay[t] * h[t - 1] + inputs[t]`` of all steps, in about ``2 log2(T)`` operations.

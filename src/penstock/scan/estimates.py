@@ -14,8 +14,6 @@ import torch
 from penstock.arguments import Rule, check_arguments, integer
 from penstock.scan.counts import count
 
-__all__ = ["GATES", "MACHINES", "Estimate", "LayerMethod", "Machine", "estimate", "machine_of"]
-
 LayerMethod: TypeAlias = Literal["torch", "linear", "blelloch", "chunked"]
 GATES: Mapping[str, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3}
 """By the mode of PyTorch's module."""

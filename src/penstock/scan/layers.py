@@ -22,8 +22,6 @@ from penstock.scan.estimates import GATES, LayerMethod, estimate, machine_of
 from penstock.scan.ranks import gradient_from_later_ranks, receive_state, send_state
 from penstock.scan.scans import blelloch, chunked
 
-__all__ = ["ScanGRU", "ScanRNN"]
-
 Choice: TypeAlias = Literal["auto"] | LayerMethod
 _CHOICES = ("auto", *get_args(LayerMethod))
 _FORWARDS = {"RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu, "GRU": torch.gru}

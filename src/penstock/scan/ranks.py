@@ -12,8 +12,6 @@ from torch import Tensor
 from penstock.scan.scaled import ScaledMatrices, ScaledVectors
 from penstock.scan.steps import Steps
 
-__all__ = ["gradient_from_later_ranks", "receive_state", "send_state"]
-
 
 def receive_state(like: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The state (B, H) of the rank before, shaped as `like`, which is returned by the first rank."""

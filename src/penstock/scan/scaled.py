@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PlainMatrices", "ScaledMatrices", "ScaledVectors"]
-
 _LAYOUT = {torch.float32: (torch.int32, 127, 23), torch.float64: (torch.int64, 1023, 52)}
 """By type: the integers of the same size, the bias of an exponent, and the bits of a fraction."""
 _NOTHING = -(2**30)

@@ -24,8 +24,6 @@ from penstock.errors import PenstockError
 from penstock.scan.scaled import PlainMatrices, ScaledMatrices, ScaledVectors
 from penstock.scan.steps import TENSOR, Steps
 
-__all__ = ["blelloch", "chunked", "hybrid", "levels_of", "linear"]
-
 
 def levels_of(steps: int) -> int:
     """The levels of the up-sweep over `steps` Jacobians: ``ceil(log2(steps + 1)) - 1``."""

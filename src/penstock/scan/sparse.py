@@ -15,8 +15,6 @@ from torch.nn import functional
 
 from penstock.errors import PenstockError
 
-__all__ = ["LayerJacobian", "Pattern", "SymbolicProduct", "layer_jacobian"]
-
 
 @dataclass(frozen=True, eq=False)
 class Pattern:

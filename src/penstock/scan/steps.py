@@ -6,8 +6,6 @@ from torch import Tensor
 
 from penstock.arguments import instance
 
-__all__ = ["TENSOR", "Steps"]
-
 TENSOR = instance(Tensor, "a torch.Tensor", "give one")
 
 

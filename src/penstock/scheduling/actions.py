@@ -32,29 +32,6 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 
-__all__ = [
-    "Action",
-    "Backward",
-    "BackwardInput",
-    "BackwardWeight",
-    "Compute",
-    "Forward",
-    "InputGradients",
-    "Message",
-    "Receive",
-    "ReceiveNorms",
-    "ReceiveTied",
-    "Reduce",
-    "Send",
-    "SendNorms",
-    "SendTied",
-    "Update",
-    "WeightGradients",
-    "format_programs",
-    "parse",
-    "parse_programs",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Forward:

@@ -14,8 +14,6 @@ from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTi
 from penstock.scheduling.lowering import counterpart, peer, peers
 from penstock.scheduling.placements import Placement
 
-__all__ = ["follow_sends", "longest_wait", "sources_of"]
-
 
 def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[int, ...]:
     """The ranks that the `row` of `rank` receives from, ascending."""

@@ -25,8 +25,6 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.definitions import Guarantees
 
-__all__ = ["continued_action"]
-
 
 def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
     """The version that `stage` reads for `microbatch` in a run that continues another one; below 0, one of that run."""

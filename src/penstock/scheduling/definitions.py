@@ -20,21 +20,6 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
 from penstock.scheduling.placements import Placement, StageLayout
 
-__all__ = [
-    "Drain",
-    "Entry",
-    "Guarantees",
-    "LastUpdate",
-    "NormRule",
-    "Order",
-    "PipelineShape",
-    "ScheduleDefinition",
-    "Segment",
-    "Step",
-    "Summed",
-    "VersionRule",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:

@@ -44,8 +44,6 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
 from penstock.scheduling.placements import Placement, Skip
 
-__all__ = ["counterpart", "lower", "lower_segments", "nexts", "partners", "peer", "peers"]
-
 
 def lower(
     programs: Iterable[Iterable[Entry]],

@@ -15,8 +15,6 @@ from typing import TypeAlias
 from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["Norm", "carried_norms", "known_norms"]
-
 Norm: TypeAlias = tuple[int, int]
 """A stage and a version: the norm of the stage's gradients for its update to this version."""
 

@@ -18,8 +18,6 @@ from typing import TypeAlias
 from penstock.arguments import integer
 from penstock.errors import ScheduleError
 
-__all__ = ["Placement", "Skip", "StageLayout"]
-
 Skip: TypeAlias = tuple[int, int]
 """Two stages that are not adjacent and send each other values directly; the earlier one first."""
 

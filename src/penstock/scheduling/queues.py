@@ -14,8 +14,6 @@ from penstock.scheduling.actions import Forward, InputGradients
 from penstock.scheduling.placements import Skip, StageLayout
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["find_places"]
-
 _Moment: TypeAlias = tuple[int, int]
 """The index of an action in its rank's row, and the position among the messages of that action."""
 _Stream: TypeAlias = dict[tuple[int, int], list[tuple[_Moment, _Moment]]]

@@ -24,8 +24,6 @@ from penstock.scheduling.actions import (
     Update,
 )
 
-__all__ = ["find_direct"]
-
 
 def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
     """The pairs (stage, microbatch) whose backward directly follows the forward in `row`; messages and sums aside.

@@ -6,8 +6,6 @@ from penstock.errors import suggestion
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import AMBIGUOUS_NAMES, METHODS
 
-__all__ = ["SCHEDULES", "find_definition", "has_taken_name", "identify", "names_of", "schedule_hint"]
-
 SCHEDULES = tuple(method.name for method in METHODS)
 """The names of Penstock's own schedules."""
 

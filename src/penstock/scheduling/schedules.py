@@ -28,8 +28,6 @@ from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint
 
-__all__ = ["Programs", "Schedule", "inference"]
-
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
 Ties: TypeAlias = tuple[tuple[int, ...], ...]
 

@@ -22,8 +22,6 @@ from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, Sc
 from penstock.scheduling.placements import StageLayout
 from penstock.scheduling.schedules import Programs
 
-__all__ = ["define_by_programs"]
-
 
 def define_by_programs(name: str, programs: str | Programs) -> ScheduleDefinition:
     """The schedule `name` that flushes and whose first step is `programs`: a row of actions per rank, or their text.

@@ -19,8 +19,6 @@ from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["Costs", "StageTimes", "plan_costs", "reduce_handling_seconds", "reduce_seconds", "require_fit"]
-
 _DEFAULT = Assumptions()
 
 

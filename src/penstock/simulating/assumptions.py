@@ -6,8 +6,6 @@ from typing import Literal, TypeAlias, TypedDict, get_args
 from penstock.arguments import FLAG, check_fields, entries, number, text_of
 from penstock.errors import PlanError, suggestion
 
-__all__ = ["AllReduce", "Assumptions", "Options"]
-
 AllReduce: TypeAlias = Literal["ring", "shared"]
 """``ring``: each replica sends 2 (r-1)/r of the weights over its own links. ``shared``: all r replicas send through one
 medium, 2 (r-1) times the weights in total, as the recurrence in [PipeDream 2019, section 3.1] prints it."""

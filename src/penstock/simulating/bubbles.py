@@ -4,8 +4,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.simulating.action_costs import Costs
 from penstock.simulating.simulator import default_minibatches, execute
 
-__all__ = ["balanced_bubble"]
-
 
 def balanced_bubble(schedule: Schedule, recompute: bool = False) -> float:
     """The idle share of all ranks, where a backward takes twice as long as a forward.

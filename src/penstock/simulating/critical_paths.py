@@ -16,8 +16,6 @@ from penstock.errors import PlanError
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-__all__ = ["critical_path"]
-
 
 def critical_path(timeline: Timeline, server_ranks: int = 1) -> tuple[Span, ...]:
     """The spans of the critical path, first to last; each is one of ``timeline.spans``. Empty if there are no spans.

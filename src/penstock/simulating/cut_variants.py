@@ -37,8 +37,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 
-__all__ = ["Cuts", "LayerSums", "PlanVariants", "estimate_actions"]
-
 Cuts: TypeAlias = npt.NDArray[np.int64]
 """(K, stages + 1): of each variant, stage s holds the layers ``[cuts[s], cuts[s + 1])``."""
 _Matrix: TypeAlias = npt.NDArray[np.float64]

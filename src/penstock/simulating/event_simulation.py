@@ -43,8 +43,6 @@ from penstock.simulating.instructions import (
 )
 from penstock.simulating.shared_hosts import SharedHost
 
-__all__ = ["EventSimulation", "Track"]
-
 
 @dataclass(slots=True, eq=False)
 class Track:

@@ -32,23 +32,6 @@ from penstock.scheduling.recomputation import find_direct
 from penstock.simulating.action_costs import Costs, StageTimes
 from penstock.simulating.transfer_times import Link, Route, find_route
 
-__all__ = [
-    "COMPUTE",
-    "MULTICAST",
-    "RECEIVE",
-    "REDUCE",
-    "SEND",
-    "SHARED_COMPUTE",
-    "Instructions",
-    "MemoryEffect",
-    "MessagePath",
-    "Multicast",
-    "ReduceInstruction",
-    "Writer",
-    "content_stages",
-    "content_text",
-]
-
 COMPUTE, SEND, RECEIVE, REDUCE, SHARED_COMPUTE, MULTICAST = range(6)
 
 _NORM_BYTES = 8.0

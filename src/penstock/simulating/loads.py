@@ -15,8 +15,6 @@ from penstock.simulating.instructions import RECEIVE, SEND, MessagePath
 from penstock.simulating.simulator import SimulatedRun
 from penstock.simulating.transfer_times import Link
 
-__all__ = ["Loads", "RankPair", "measure_loads"]
-
 RankPair: TypeAlias = frozenset[int]
 """The two ranks (or servers) of a link, in either direction."""
 

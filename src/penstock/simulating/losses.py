@@ -19,8 +19,6 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import seconds_text
 
-__all__ = ["Losses", "find_losses"]
-
 _LEAST_SHARE = 0.0005
 """Smaller parts are left out of the text."""
 

@@ -36,8 +36,6 @@ from penstock.simulating.event_simulation import Track
 from penstock.simulating.instructions import RECEIVE, SEND, Instructions, MemoryEffect, content_stages
 from penstock.timelines.memories import MemoryCurve, RankMemory
 
-__all__ = ["Sizes", "peak_bytes", "trace_memory"]
-
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Places: TypeAlias = npt.NDArray[np.intp]
 _Changes: TypeAlias = tuple[_Numbers, _Numbers]

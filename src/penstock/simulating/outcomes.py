@@ -30,8 +30,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 
-__all__ = ["Outcome", "evaluate", "rows_of_lengths", "steady_lengths"]
-
 _LONGEST_PERIOD = 64
 """In minibatches; a longer period of unequal replicas is cut to this for the steady state."""
 

@@ -15,8 +15,6 @@ from penstock.simulating.action_costs import Costs
 from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 
-__all__ = ["ReplicaSymmetry", "find_symmetry"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSymmetry:

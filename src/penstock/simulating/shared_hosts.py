@@ -8,8 +8,6 @@ computation starts or ends, so that the times are exact for this model, not a su
 from collections.abc import Sequence
 from math import inf
 
-__all__ = ["SharedHost"]
-
 
 class SharedHost:
     """Tracks the computations that run at the current time, which only moves forward."""

@@ -33,9 +33,6 @@ from penstock.values.crossings import find_hops
 from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import Profile
 
-__all__ = ["SimulatedRun", "default_minibatches", "execute", "planned_schedule", "play", "simulate"]
-
-
 _RULES = {
     "schedule_or_plan": instance(
         (Schedule, Plan), "a penstock.Schedule or a penstock.Plan", "make a plan with penstock.plan or Plan.uniform"

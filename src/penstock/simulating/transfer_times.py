@@ -17,8 +17,6 @@ from penstock.errors import PlanError
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels, LinkMatrix
 
-__all__ = ["Link", "Route", "find_route", "slowest_link"]
-
 Link: TypeAlias = tuple[int, int]
 """A directed pair of ranks; the first of each side where several send together. Where all ranks of two servers a and b
 share one link, it is (-1 - a, -1 - b)."""

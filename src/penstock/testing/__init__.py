@@ -3,5 +3,3 @@
 Start reading in `faults.py`. This room may import errors, the text of actions, and the engine, before whose actions
 faults happen.
 """
-
-__all__: list[str] = []

@@ -12,8 +12,6 @@ from typing import Any, ClassVar, TypeAlias
 from penstock.errors import PenstockError, suggestion
 from penstock.scheduling.actions import Action
 
-__all__ = ["FAULTS", "KINDS", "Fault", "InjectedError", "Kill", "Raise", "Signal", "Slow", "Stop", "parse_faults"]
-
 FAULTS = "PENSTOCK_FAULTS"
 """The environment variable with the text of faults."""
 ActionChoice: TypeAlias = str | Callable[[Action], bool] | None

@@ -12,8 +12,6 @@ from penstock.timelines.panels import held_stages
 from penstock.timelines.spans import Span
 from penstock.values.quantities import bytes_text
 
-__all__ = ["ROOMY", "Geometry", "draw_row", "painted_classes"]
-
 ROOMY = 16
 """Up to this many ranks have rows of full height."""
 _LETTER = 7

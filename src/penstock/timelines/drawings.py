@@ -20,8 +20,6 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.panels import Panel, held_stages, peak_words
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["axis_step", "timeline_svg"]
-
 _RIGHT, _HEADLINE = 84, 24
 _LETTER = 7
 """The width of a digit of a label in pixels."""

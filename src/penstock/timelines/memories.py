@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import TypeAlias
 
-__all__ = ["MemoryCurve", "RankMemory"]
-
 MemoryCurve: TypeAlias = tuple[tuple[float, float], ...]
 """(seconds, bytes from then on), ascending; nothing is held before the first entry."""
 

@@ -17,8 +17,6 @@ from penstock.timelines.panels import Panel, held_stages, peak_words
 from penstock.timelines.spans import Span
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["timeline_page"]
-
 _TICKS = 10_000_000
 """The longest panel has at least this many ticks; times in the document are whole ticks."""
 

@@ -10,8 +10,6 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["Panel", "held_stages", "peak_words"]
-
 
 @dataclass(frozen=True, slots=True)
 class Panel:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from penstock.timelines.spans import Span
 from penstock.values.quantities import seconds_text
 
-__all__ = ["explain_spans"]
-
 _UNEVEN = 1.2
 """A stage that computes this many times as long as the others on average is named."""
 

@@ -21,8 +21,6 @@ from penstock.timelines.memories import MemoryCurve, RankMemory
 from penstock.timelines.spans import Span
 from penstock.values.documents import read_json
 
-__all__ = ["read_trace", "trace_json"]
-
 _MICROSECONDS = 1e6
 _COUNTER = "memory (bytes)"
 _CONSTANTS = ("weight", "optimizer", "master")

@@ -7,5 +7,3 @@ and each fallback; it was run on torch 2.11 and 2.13.
 
 The room imports nothing of Penstock but `errors`. Start reading at `availability.py`.
 """
-
-__all__: list[str] = []

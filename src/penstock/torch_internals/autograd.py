@@ -13,8 +13,6 @@ from torch.autograd import Variable
 
 from penstock.torch_internals.availability import missing
 
-__all__ = ["gradient_shape", "node_kinds", "run_backward", "saved_value", "sequence_number"]
-
 _PURPOSE = "to split a backward into an input and a weight backward"
 
 

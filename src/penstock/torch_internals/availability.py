@@ -4,8 +4,6 @@ import torch
 
 from penstock.errors import PenstockError
 
-__all__ = ["missing"]
-
 _SUPPORTED = "torch>=2.11,<2.15"
 """The versions that Penstock supports. The tests of this room were run on 2.11 and 2.13."""
 

@@ -4,8 +4,6 @@ import torch
 
 from penstock.torch_internals.availability import missing
 
-__all__ = ["clear_cublas_workspaces"]
-
 
 def clear_cublas_workspaces() -> None:
     """Gives back the workspaces that cuBLAS keeps for each thread that has called it.

@@ -15,16 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from penstock.torch_internals.availability import missing
 
-__all__ = [
-    "INTERFACE",
-    "end_coalescing",
-    "gather_into",
-    "gloo_backend",
-    "local_tensor",
-    "replace_local_tensor",
-    "start_coalescing",
-]
-
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable by which Gloo takes an interface. It is Gloo's, and a user may set it."""
 

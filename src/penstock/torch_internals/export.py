@@ -12,18 +12,6 @@ from torch.export import ExportedProgram
 
 from penstock.torch_internals.availability import missing
 
-__all__ = [
-    "export_refusals",
-    "fixed_sizes_noted",
-    "hidden_from_the_model",
-    "is_data_dependent",
-    "shape_guards",
-    "traced_by",
-    "traced_constant",
-    "without_operator_cache",
-    "without_stack_traces",
-]
-
 
 def export_refusals() -> tuple[type[Exception], ...]:
     """What `torch.export.export` raises for code of the user's that it cannot trace.

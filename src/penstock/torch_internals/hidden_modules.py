@@ -8,8 +8,6 @@ from torch import nn
 
 from penstock.torch_internals.modules import TENSOR_TABLES
 
-__all__ = ["HiddenModules"]
-
 
 class HiddenModules:
     """Hides the parameters, buffers and modules in `modules` from code that lists them; code that names one gets it.

@@ -9,23 +9,6 @@ from torch.nn.modules import batchnorm
 
 from penstock.torch_internals.availability import missing
 
-__all__ = [
-    "TENSOR_TABLES",
-    "compiled_from",
-    "hooks_of",
-    "is_batch_norm",
-    "is_compiled",
-    "is_hooked",
-    "is_persistent",
-    "own_reset",
-    "registered_buffers",
-    "registered_children",
-    "replaced_forward",
-    "runs_plainly",
-    "tensor_tables",
-]
-
-
 TENSOR_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 """The attributes of a module that hold what is registered with it, under names that are those of the state dict."""
 

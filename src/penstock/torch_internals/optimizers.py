@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["flat_schedulers", "step_hooks"]
-
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ...]:
     """The hooks that the user registered on the steps of `optimizer`. No public name lists them.

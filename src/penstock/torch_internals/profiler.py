@@ -2,8 +2,6 @@
 
 from torch.autograd import profiler
 
-__all__ = ["is_profiling"]
-
 
 def is_profiling() -> bool:
     """Whether `torch.profiler`, `emit_nvtx` or `emit_itt` of this process is active, so that labels are recorded.

@@ -12,19 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.torch_internals.availability import missing
 
-__all__ = [
-    "accumulated_hooks",
-    "copy_each",
-    "divide_each",
-    "gradient_hooks",
-    "multiply_each",
-    "norm_of_each",
-    "set_times_written",
-    "share_hooks",
-    "storage_key",
-    "times_written",
-]
-
 
 def times_written(tensor: Tensor) -> int:
     """How often `tensor`, or a view of its memory, has been written in place.

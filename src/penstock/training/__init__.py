@@ -1,3 +1,1 @@
 """Training options: the loss, the optimizer, precision, clipping, scaling, hooks. Runtime and oracle share them."""
-
-__all__: list[str] = []

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from penstock.training.tensor_lists import multiply
 
-__all__ = ["clip"]
-
 EPSILON = 1e-6
 """The constant of ``torch.nn.utils.clip_grad_norm_``."""
 

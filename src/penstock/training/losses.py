@@ -11,17 +11,6 @@ from torch import Tensor
 from penstock.arguments import FLAG, TEXT, is_number, text_of
 from penstock.errors import PenstockError
 
-__all__ = [
-    "LossFunction",
-    "LossWeight",
-    "amount_of",
-    "check_amounts",
-    "check_counted_alike",
-    "compute_loss",
-    "model_loss",
-    "token_count",
-]
-
 IGNORED = -100
 """The label that losses of PyTorch and of Hugging Face leave out of their mean."""
 

@@ -5,8 +5,6 @@ from typing import Literal, TypeAlias, get_args
 from penstock.errors import PenstockError
 from penstock.training.scaling import LossScale
 
-__all__ = ["SKIPPING", "OnNonfinite", "check_on_nonfinite"]
-
 OnNonfinite: TypeAlias = Literal["raise", "skip", "rollback"]
 SKIPPING = LossScale(1.0, growth=1.0, backoff=1.0, interval=0)
 """A loss scale that changes no number. An update whose gradients are not finite is skipped, as with any loss scale."""

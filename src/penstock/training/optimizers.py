@@ -11,8 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.arguments import function, instance, text_of
 from penstock.errors import PenstockError
 
-__all__ = ["MakeOptimizer", "MakeScheduler", "NamedParameters", "make_optimizers", "make_scheduler"]
-
 
 class NamedParameters(list[nn.Parameter]):
     """A list of the trained parameters of this process, for any optimizer, with their names in the model.

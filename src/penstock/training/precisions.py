@@ -9,8 +9,6 @@ from torch import nn
 from penstock.arguments import Rule, text_of
 from penstock.errors import PenstockError
 
-__all__ = ["AUTOCAST", "autocasting", "check_version_dtype", "first_device"]
-
 _KINDS = (torch.bfloat16, torch.float16)
 AUTOCAST: Rule[torch.dtype | None] = Rule(
     "torch.bfloat16 or torch.float16",

@@ -17,8 +17,6 @@ from penstock.training.scaling import LossScale, read_loss_scale
 from penstock.training.update_corrections import UpdateHook, read_hooks
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype
 
-__all__ = ["Recipe", "check_scaled_rates"]
-
 
 def _optimizer_advice(value: object) -> str:
     """What to do about an ``optimizer=`` that is no function of the parameters."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from penstock.arguments import Rule, check_fields, integer, number
 
-__all__ = ["LossScale", "LossScaler", "read_loss_scale"]
-
 _GIVE = "give one, or leave it out: the defaults are those of torch.amp.GradScaler"
 _RULES: Mapping[str, Rule[Any]] = {
     "initial": number(above=0).but(_GIVE),

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
 
-__all__ = ["divide", "multiply", "norms_of"]
-
 _Kind = tuple[torch.device, torch.dtype, torch.layout]
 
 

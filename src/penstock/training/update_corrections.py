@@ -24,17 +24,6 @@ from penstock.arguments import check_fields, entries, instance, number, text_of
 from penstock.errors import PenstockError
 from penstock.torch_internals.tensors import times_written
 
-__all__ = [
-    "ErrorFeedback",
-    "HookStates",
-    "LookAhead",
-    "UpdateHook",
-    "WeightAverage",
-    "WeightPrediction",
-    "WeightUpdate",
-    "read_hooks",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUpdate:

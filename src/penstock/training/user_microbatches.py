@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Microbatches"]
-
 
 class Microbatches(NamedTuple):
     """The batches of a step, one for each microbatch: ``pipe.step(penstock.Microbatches(inputs, targets))``.

@@ -23,18 +23,6 @@ from torch import Tensor
 from penstock.arguments import Rule, integer, text_of
 from penstock.errors import PenstockError
 
-__all__ = [
-    "RowInt8",
-    "WireCodec",
-    "WireDtype",
-    "decode",
-    "encode",
-    "encodes",
-    "read_wire_dtype",
-    "round_to_wire",
-    "sent_bytes",
-]
-
 
 class WireCodec(ABC):
     """A base class: says how floating tensors are sent between stages. Derived codecs keep the laws of `RowInt8`.

@@ -12,8 +12,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Counts", "Matrix", "StageSeconds", "balanced_cuts", "cut_evenly", "least_bottleneck"]
-
 Matrix: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
 

@@ -20,8 +20,6 @@ from penstock.values.documents import YamlNode, number_text, read_yaml, write_te
 from penstock.values.link_tables import LinkLevels, LinkMatrix, Links
 from penstock.values.message_costs import COST_KEYS, FREE, MessageCosts, read_cost, read_costs, write_costs
 
-__all__ = ["Cluster"]
-
 _FORMAT = "penstock-cluster/1"
 
 _RULES = {

@@ -19,8 +19,6 @@ from math import inf
 
 from penstock.scheduling.placements import Skip
 
-__all__ = ["Crossing", "Traffic", "find_hops", "find_stops", "find_traffic", "find_way"]
-
 
 @dataclass(frozen=True, slots=True)
 class Crossing:

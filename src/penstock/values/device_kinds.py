@@ -12,8 +12,6 @@ from penstock.arguments import TEXT, check_fields, number
 from penstock.errors import PlanError
 from penstock.values.documents import YamlNode, number_text, quoted_text
 
-__all__ = ["DeviceKind", "read_kinds", "write_kinds"]
-
 _MEMORY = number(above=0).but("give the memory of one device in bytes, or leave it out if it is no limit").optional
 _RULES = {
     "name": TEXT.but("give the name of the device, as Profile.device has it"),

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from penstock.arguments import TEXT, check_fields, entries, number
 from penstock.errors import ProfileError
 
-__all__ = ["DeviceTimes"]
-
 _SECONDS = number(0, unit="seconds").but("measure it again, or write 0 if there is none")
 
 

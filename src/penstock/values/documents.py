@@ -20,16 +20,6 @@ import yaml
 from penstock.arguments import PATH, text_of
 from penstock.errors import PenstockError, suggestion
 
-__all__ = [
-    "YamlNode",
-    "number_text",
-    "quoted_text",
-    "read_json",
-    "read_text",
-    "read_yaml",
-    "write_text",
-]
-
 Value = TypeVar("Value")
 
 

@@ -23,8 +23,6 @@ from penstock.errors import ProfileError
 from penstock.values.documents import read_text
 from penstock.values.graphs import Graph, Operator, Tensor
 
-__all__ = ["GraphFile", "read_graph"]
-
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _GETITEM = re.compile(r"__getitem__\((\d+)\)")
 _IMAGE_BYTES = tuple(3 * side * side * 4 for side in (224, 299, 331))

@@ -21,8 +21,6 @@ from typing import TypeAlias
 
 from penstock.progress import progress_line
 
-__all__ = ["Graph", "Operator", "Tensor", "linearize"]
-
 _WIDTH = 4096
 """The most down-sets of one size that the search keeps. It is exact up to this width, and a beam search beyond."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from penstock.arguments import entries, number
 from penstock.errors import PlanError
 
-__all__ = ["LayerWeights"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:

@@ -12,8 +12,6 @@ from penstock.arguments import Rule, entries, instance, integer, number, text_of
 from penstock.errors import PlanError
 from penstock.values.message_costs import FREE, MessageCosts
 
-__all__ = ["LinkLevels", "LinkMatrix", "Links"]
-
 _BANDWIDTH = number(above=0, infinite=True).but(
     "give the measured bytes per second of the link (`penstock probe` measures it)"
 )

@@ -11,8 +11,6 @@ from penstock.arguments import check_fields, number
 from penstock.errors import PlanError
 from penstock.values.documents import YamlNode, number_text
 
-__all__ = ["COST_KEYS", "FREE", "MessageCosts", "read_cost", "read_costs", "write_costs"]
-
 _HINT = "give what `penstock probe` measures, or leave it out"
 _RULES = {"seconds": number(0).but(_HINT), "seconds_per_byte": number(0).but(_HINT)}
 COST_KEYS = ("message_seconds", "message_seconds_per_byte")

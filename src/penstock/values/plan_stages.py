@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from penstock.arguments import check_fields, entries, integer
 from penstock.errors import PlanError
 
-__all__ = ["Stage", "members_of", "ranks_text"]
-
 _LAYER = integer(0).but(
     "layers are counted from 0, and stop is the first layer of the next stage", "the index of a layer, 0 or more"
 )

@@ -15,8 +15,6 @@ from penstock.scheduling.placements import StageLayout
 from penstock.scheduling.schedule_names import names_of
 from penstock.values.plan_stages import Stage, ranks_text
 
-__all__ = ["check_stages"]
-
 _SAME_RANK = {StageLayout.ROUND_ROBIN: "s mod {}", StageLayout.V_SHAPE: "2 x {} - 1 - s"}
 """Which of the first p stages is on the same rank as stage s."""
 

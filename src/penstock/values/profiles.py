@@ -20,8 +20,6 @@ from penstock.values.documents import YamlNode, read_json, write_text
 from penstock.values.graph_files import read_graph
 from penstock.values.graphs import linearize
 
-__all__ = ["LayerProfile", "Profile"]
-
 _FORMAT = "penstock-profile/1"
 
 

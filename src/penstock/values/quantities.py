@@ -3,8 +3,6 @@
 Inside Penstock all numbers are seconds, bytes, and bytes per second; only printed text has other units.
 """
 
-__all__ = ["bandwidth_text", "bytes_text", "seconds_text"]
-
 
 def seconds_text(seconds: float) -> str:
     """``1.23 ms``: three digits and a unit."""

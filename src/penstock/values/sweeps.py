@@ -14,8 +14,6 @@ from penstock.values.device_kinds import DeviceKind
 from penstock.values.documents import YamlNode, read_yaml
 from penstock.values.quantities import bandwidth_text
 
-__all__ = ["load_sweep"]
-
 _FORMAT = "penstock-sweep/1"
 _OWN = ("kind", "speed", "memory_bytes", "price_per_hour", "latency_seconds")
 

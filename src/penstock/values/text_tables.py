@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["table_lines"]
-
 
 def table_lines(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """A line for each row, with columns of equal width: those of the numbers `left` are aligned left, others right."""

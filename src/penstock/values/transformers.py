@@ -11,8 +11,6 @@ from penstock.arguments import TEXT, check_fields, integer, number
 from penstock.errors import PlanError
 from penstock.values.documents import quoted_text, read_yaml, write_text
 
-__all__ = ["Transformer"]
-
 _DAY_SECONDS = 86400.0
 _FORMAT = "penstock-transformer/1"
 

@@ -2,5 +2,3 @@
 
 May import the rest of ``capturing``. Start reading in ``tracing.py``.
 """
-
-__all__: list[str] = []

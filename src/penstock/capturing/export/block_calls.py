@@ -21,8 +21,6 @@ from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals.pytrees import TreeSpec, tree_unflatten
 
-__all__ = ["BlockCall", "Dimension", "RecordedCalls", "ResultTensor", "Sizes", "may_differ", "record_calls"]
-
 Dimension: TypeAlias = tuple[str, int]
 """An input and the index of one of its dimensions."""
 Sizes: TypeAlias = tuple[int, ...]

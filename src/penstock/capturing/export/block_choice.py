@@ -22,8 +22,6 @@ from torch import nn
 
 from penstock.torch_internals.modules import registered_children
 
-__all__ = ["choose_blocks", "group_calls"]
-
 _LONGEST_JOINED_RUN = 4
 
 

@@ -21,8 +21,6 @@ from penstock.capturing.export.tracing import Trace
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
-__all__ = ["Partition", "call_stacks", "cut", "result_names"]
-
 Partition = tuple[tuple[str, tuple[str, ...]], ...]
 """The layers by name, each with the keys of the block calls in it."""
 

@@ -20,8 +20,6 @@ from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.tensors import storage_key
 
-__all__ = ["Dependence", "depend", "is_random", "node_memory", "size_bytes"]
-
 _ASSERTIONS = ("aten::_assert", "aten::sym_constrain")
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from penstock.capturing.tensor_notes import TensorNotes
 
-__all__ = ["TensorOwners", "is_inside", "leaky"]
-
 
 class TensorOwners:
     """Follows, in one run of a model, which module may use a tensor: the one that made it or got it as a result."""

@@ -19,8 +19,6 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.torch_internals.export import fixed_sizes_noted
 
-__all__ = ["explained", "first_line", "source_line"]
-
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _ENCODERS = os.path.join(_TORCH, "nn", "modules", "transformer.py")

@@ -34,8 +34,6 @@ from penstock.capturing.samples import Call, flatten
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
-__all__ = ["capture_exported"]
-
 _FREE: tuple[Literal["sizes", "doubles", "samples", "nothing"], ...] = ("sizes", "doubles", "samples", "nothing")
 
 

@@ -15,8 +15,6 @@ from torch.fx import GraphModule, Node
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, call_of, is_block
 from penstock.errors import CaptureError
 
-__all__ = ["open_regions"]
-
 
 def open_regions(program: ExportedProgram, blocks: OpaqueBlocks) -> None:
     """Opens the regions of `program` that call blocks. Raises `CaptureError` for one that is not of ``no_grad``."""

@@ -13,8 +13,6 @@ from torch.fx import GraphModule, Node
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import is_batch_norm
 
-__all__ = ["lost_check", "takes_statistics"]
-
 
 def lost_check(node: Node) -> Callable[[Tensor], None] | None:
     """What to ask of the first argument of `node` before it runs; None for almost every operator."""

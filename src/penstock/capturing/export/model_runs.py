@@ -27,9 +27,6 @@ from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.modules import compiled_from, is_compiled
 from penstock.torch_internals.pytrees import TreeSpec, tree_leaves
 
-__all__ = ["ModelRun", "run_on_sample"]
-
-
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """The namespaces of the operators of `torch.distributed`."""
 

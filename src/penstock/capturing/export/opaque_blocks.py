@@ -30,19 +30,6 @@ from penstock.torch_internals.hidden_modules import HiddenModules
 from penstock.torch_internals.modules import hooks_of, replaced_forward
 from penstock.torch_internals.pytrees import tree_unflatten
 
-__all__ = [
-    "TRACING",
-    "OpaqueBlocks",
-    "TracedCall",
-    "UnknownSize",
-    "UnseenSize",
-    "UsedWeights",
-    "call_of",
-    "is_block",
-    "opaque",
-    "opaque_paths",
-]
-
 _LIBRARY = Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
 

@@ -17,8 +17,6 @@ from penstock.capturing.export.tracing import Trace, is_mutating
 from penstock.capturing.sequential import Flag
 from penstock.torch_internals.dispatch import schema_of
 
-__all__ = ["leave_out_optional_arguments"]
-
 _SIZES = (
     *("aten::sym_size", "aten::sym_numel", "aten::sym_stride", "aten::sym_storage_offset"),
     *("aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full"),

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from penstock.torch_internals.export import traced_by
 
-__all__ = ["recurrence_in_one_step"]
-
 
 def _lstm(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
     hidden, cell = hx

@@ -20,8 +20,6 @@ from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["checks_for_one"]
-
 Place = tuple[str, int]
 """A tensor and one of its dimensions."""
 

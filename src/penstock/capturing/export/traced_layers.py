@@ -8,8 +8,6 @@ from torch.fx.graph import PythonCode
 
 from penstock.errors import CaptureError
 
-__all__ = ["TracedLayer"]
-
 
 class TracedLayer(GraphModule):
     """`graph` over `attributes`: tensors and modules, by the names that it gets them by."""

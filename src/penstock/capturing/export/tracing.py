@@ -41,8 +41,6 @@ from penstock.torch_internals.export import (
 )
 from penstock.torch_internals.tensors import storage_key
 
-__all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
-
 _PREFIX = "model."
 
 

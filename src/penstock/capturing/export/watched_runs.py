@@ -19,8 +19,6 @@ from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals.modules import replaced_forward, tensor_tables
 from penstock.torch_internals.pytrees import TreeSpec
 
-__all__ = ["ModuleCall", "ModuleCalls", "ResultShape", "Watch"]
-
 
 @dataclass(slots=True, eq=False)
 class ModuleCall:

@@ -8,8 +8,6 @@ import numpy
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["blind", "isolated_shares"]
-
 _NEAR = 1e-6
 _ROUNDS = 200
 """Spreading ends where no kind is overfull by more than the first share, or after the second number of rounds."""

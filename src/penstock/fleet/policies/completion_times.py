@@ -10,8 +10,6 @@ from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
 from penstock.fleet.policies.free_workers import fill
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["finish_time_fairness", "min_makespan", "min_makespan_within_budget", "remaining_seconds"]
-
 _PRECISE = 1e-6
 """A search for a level ends where its bounds are this close, relative to the level."""
 _GUESSES = 60

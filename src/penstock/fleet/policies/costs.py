@@ -16,8 +16,6 @@ from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
 from penstock.fleet.moving_costs import moving_cost
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["max_throughput", "min_cost", "min_cost_near_deadlines", "min_cost_with_deadlines"]
-
 _SLACK = 1e-8
 
 

@@ -12,8 +12,6 @@ from penstock.fleet.linear_programs import Program, Space
 from penstock.fleet.policies.free_workers import fill
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["hierarchical", "max_min_fairness", "water_filling"]
-
 _FROZEN = 1e-7
 """A class whose throughput holds the optimum back by more than this is limited."""
 

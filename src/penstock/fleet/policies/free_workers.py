@@ -3,8 +3,6 @@
 from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
 from penstock.fleet.problems import Floats
 
-__all__ = ["fill"]
-
 _SLACK = 1e-8
 """The second program may miss the optimum of the first by this share, since both are met up to a tolerance only."""
 

@@ -9,8 +9,6 @@ from penstock.fleet.linear_programs import Program, Solution, Space
 from penstock.fleet.policies.completion_times import remaining_seconds
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["fifo", "shortest_job_first", "strict_fifo"]
-
 _SLACK = 1e-8
 """Levels are held up to this much, since the solver found them up to a tolerance."""
 _NOTHING = 1e-6

@@ -2,5 +2,3 @@
 
 Start reading in ``partitions.py``.
 """
-
-__all__: list[str] = []

@@ -20,8 +20,6 @@ from penstock.planning.memory import Room, held_bytes
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Flags, Matrix, replicated_seconds
 from penstock.values.chain_cuts import cut_evenly
 
-__all__ = ["MachineLevel", "ReplicatedPipeline", "ReplicatedStage", "fastest_flat"]
-
 
 @dataclass(frozen=True, slots=True)
 class MachineLevel:

@@ -22,8 +22,6 @@ from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 
-__all__ = ["cut_interleaved"]
-
 _TRY_ALL = 20_000
 """Up to this many ways to cut are all tried, which takes well below a second."""
 

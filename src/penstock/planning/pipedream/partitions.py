@@ -36,8 +36,6 @@ from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["find_pipedream", "find_unequal"]
-
 
 def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan | None:
     """The plan whose slowest stage or link is fastest; its time is `predicted.bottleneck_seconds`.

@@ -28,8 +28,6 @@ from penstock.planning.memory import Room
 from penstock.planning.pipedream.flat_machines import MachineLevel, ReplicatedPipeline, ReplicatedStage
 from penstock.planning.stage_costs import ChainCosts, Matrix, replicated_seconds
 
-__all__ = ["Hierarchy"]
-
 
 class Hierarchy:
     """Plans one chain on one machine of `levels`, innermost first, with stages that fit in `room`."""

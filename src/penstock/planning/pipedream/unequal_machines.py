@@ -34,8 +34,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plan_stages import Stage
 
-__all__ = ["fastest_unequal"]
-
 _MOST_WORK = 1e9
 """Elements that the search for one plan may examine: about a second."""
 

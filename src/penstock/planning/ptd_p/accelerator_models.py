@@ -15,8 +15,6 @@ from dataclasses import dataclass, fields
 from penstock.arguments import check_fields, number
 from penstock.errors import PlanError
 
-__all__ = ["A100", "NUMBER_BYTES", "AcceleratorModel", "Precision"]
-
 NUMBER_BYTES = 2
 """The size of an activation and of a weight in the precision of the computation."""
 

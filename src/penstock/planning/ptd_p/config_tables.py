@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from penstock.planning.ptd_p.parallel_configs import ConfigEstimate
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["ranking_text"]
-
 _SHOWN = 10
 _SIZES = ("p", "t", "d", "b", "v", "recompute")
 _MEASURES = ("seconds", "samples/s", "TFLOP/s", "tensor", "messages", "bubble", "gradients", "peak", "by")

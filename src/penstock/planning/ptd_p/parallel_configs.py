@@ -27,18 +27,6 @@ from penstock.planning.ptd_p.transformer_costs import TransformerCosts
 from penstock.scheduling.orders import INTERLEAVED, ONE_F_ONE_B_FLUSH
 from penstock.values.transformers import Transformer
 
-__all__ = [
-    "ConfigEstimate",
-    "ParallelConfig",
-    "ParallelLinks",
-    "activation_bytes",
-    "boundary_seconds",
-    "checkpoint_count",
-    "estimate_config",
-    "position_bytes",
-    "stages_in_flight",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:

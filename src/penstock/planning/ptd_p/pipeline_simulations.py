@@ -12,8 +12,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["simulate_pipeline"]
-
 
 def simulate_pipeline(
     layers: int,

@@ -17,8 +17,6 @@ from typing import assert_never
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels, LinkMatrix
 
-__all__ = ["Ring", "data_ring", "pipeline_ring", "tensor_ring"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ring:

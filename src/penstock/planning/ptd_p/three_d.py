@@ -32,8 +32,6 @@ from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.quantities import bytes_text
 from penstock.values.transformers import Transformer
 
-__all__ = ["ThreeDRequest", "plan_of", "plan_three_d", "rank_three_d"]
-
 _LARGEST_BATCH = 10**8
 """All divisors of the batch are tried, so that it must be limited."""
 

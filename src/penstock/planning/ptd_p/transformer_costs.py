@@ -31,8 +31,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
 
-__all__ = ["ModuleCosts", "TransformerCosts", "profile_of", "tensor_parallel_costs"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleCosts:

@@ -2,5 +2,3 @@
 
 May import the planners and ``simulating``. Start reading in ``searches.py``.
 """
-
-__all__: list[str] = []

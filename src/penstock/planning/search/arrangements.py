@@ -21,8 +21,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["Arrangement", "arrange_cluster", "without_kinds"]
-
 _MOST = 10
 """Arrangements that the planners are asked for."""
 

@@ -30,8 +30,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import MICROBATCHES, Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["PlanConstraints", "PlannerQuery", "plans_for"]
-
 MICROBATCHES_PER_DEVICE = 4
 """The microbatches per device in the default minibatch. A flush then idles for about a fifth of the time."""
 

@@ -24,8 +24,6 @@ from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
 
-__all__ = ["WithoutPipeline", "without_pipelines"]
-
 
 @dataclass(frozen=True, slots=True)
 class WithoutPipeline:

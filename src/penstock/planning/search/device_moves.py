@@ -17,8 +17,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage
 
-__all__ = ["climb", "moved_stages"]
-
 _TRIED = 16
 """Moves that are simulated in a round."""
 

@@ -19,8 +19,6 @@ from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
 from penstock.values.text_tables import table_lines
 
-__all__ = ["explain_search", "rate_text", "shape_text", "wire_note"]
-
 _ROWS = 10
 """Plans in the table."""
 

@@ -25,8 +25,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["Family", "family_of", "fastest", "share_stages"]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

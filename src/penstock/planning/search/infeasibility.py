@@ -19,8 +19,6 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["explain_infeasibility"]
-
 _DOUBLINGS = 4
 
 _MOST_DEVICES = 128

@@ -31,8 +31,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["Effort", "LocalSearch", "Timed", "cuts_of", "shape_of"]
-
 _PLACES = 400
 """The most moves of single cuts in a round; on longer chains, places far from a cut are left out."""
 

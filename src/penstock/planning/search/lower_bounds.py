@@ -27,8 +27,6 @@ from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 
-__all__ = ["LowerBounds"]
-
 _GB = 1e9
 
 _KEPT_NUMBERS = 4_000_000

@@ -32,16 +32,6 @@ from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = [
-    "EQUAL",
-    "Rejection",
-    "SearchResult",
-    "rank_plans",
-    "search_plans",
-    "simulate_plan",
-    "simulated_with",
-]
-
 _SHORTLIST = 12
 """How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
 

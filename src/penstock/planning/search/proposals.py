@@ -31,8 +31,6 @@ from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["Proposer"]
-
 _PROPOSED = 3
 """Parallel pipelines that one query proposes."""
 

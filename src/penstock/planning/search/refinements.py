@@ -16,8 +16,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["Refiner"]
-
 _QUICK = 4_000
 """Simulated actions for every device that the first look at a family may spend."""
 

@@ -17,8 +17,6 @@ from penstock.values.plan_stages import members_of
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["compare_plans", "group_devices", "on_devices", "profile_of_plan"]
-
 
 def compare_plans(
     profiles: Sequence[Profile],

@@ -2,5 +2,3 @@
 
 Start reading in ``spp_search.py``.
 """
-
-__all__: list[str] = []

@@ -25,8 +25,6 @@ from penstock.errors import PlanError
 from penstock.planning.stage_costs import Matrix
 from penstock.values.clusters import Cluster
 
-__all__ = ["device_groups", "device_order", "link_latencies", "link_speeds", "minimum_cut"]
-
 _EQUAL = 1 - 1e-9
 """Sums of the same bandwidths in another order are the same cut."""
 

@@ -20,8 +20,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["MOST_ORDERED", "propose_grouped"]
-
 MOST_ORDERED = 32
 """With more devices, groups of them are planned, unless the planner is named."""
 

@@ -33,8 +33,6 @@ import numpy.typing as npt
 from penstock.planning.stage_costs import ChainCosts, Flags, Matrix
 from penstock.values.plans import Stage
 
-__all__ = ["OrderedDevices", "StageMapping", "cheapest_mappings"]
-
 _Choices: TypeAlias = npt.NDArray[np.int32]
 
 

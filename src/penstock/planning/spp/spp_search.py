@@ -29,8 +29,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["evaluate_for", "find_spp", "spp_candidates"]
-
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may examine, in about ten seconds."""
 

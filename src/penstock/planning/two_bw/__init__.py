@@ -2,5 +2,3 @@
 
 Start reading in ``pipeline_searches.py``.
 """
-
-__all__: list[str] = []

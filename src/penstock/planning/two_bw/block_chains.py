@@ -23,8 +23,6 @@ from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
 
-__all__ = ["BlockChain", "StageCounts", "stage_counts"]
-
 StageCounts = tuple[tuple[int, int], ...]
 """(Activations in flight, weight versions) of every stage."""
 

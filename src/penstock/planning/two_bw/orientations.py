@@ -15,8 +15,6 @@ import numpy.typing as npt
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels, LinkMatrix
 
-__all__ = ["CONSECUTIVE_RANKS", "ConsecutiveRanks", "LinkTable", "Orientation"]
-
 ConsecutiveRanks: TypeAlias = Literal["replicas", "pipelines"]
 """Whether the replicas of a stage or the stages of a pipeline are on consecutive ranks."""
 

@@ -30,8 +30,6 @@ from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage, require_schedule
 
-__all__ = ["PipelineCandidate", "filling", "reduce_rounds", "slowest_stage"]
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineCandidate:

@@ -31,8 +31,6 @@ from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH, TWO_BW
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
 
-__all__ = ["PIPELINE_SCHEDULES", "rank_pipelines"]
-
 _EFFORT = 1 << 14
 """The product of stages and positions to cut for which balancing takes seconds; its time grows with the square. A
 longer chain without blocks is cut at fewer positions."""

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from penstock.values.profiles import Profile
 
-__all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "cut_positions", "find_blocks"]
-
 TIME_TOLERANCE = 0.3
 """How far apart two measured times of the same layer may be, as a share of the larger one or of the mean layer's time;
 the mean, because a layer that takes microseconds is measured with more noise than one that takes milliseconds."""

@@ -2,5 +2,3 @@
 
 May import all other rooms of the runtime. Start reading in ``stages.py``.
 """
-
-__all__: list[str] = []

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from penstock.errors import PenstockError, suggestion
 
-__all__ = ["Advised"]
-
 _CALLS = {
     "backward": "step(x, y) computes the gradients and makes the update",
     "zero_grad": "step(x, y) begins with no gradients",

@@ -24,9 +24,6 @@ from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 from penstock.values.plans import schedule as schedule_of
 
-__all__ = ["check_agreement", "check_optimizers", "check_options"]
-
-
 _COMPARED = ("seed", "compile", "recompute", "balance", "check", "timeout_seconds")
 """The arguments of `Pipeline` that all ranks must be given alike, beside those of the recipe and of the plan."""
 

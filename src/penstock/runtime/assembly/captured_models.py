@@ -25,8 +25,6 @@ from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan, Stage
 
-__all__ = ["CapturedModel", "capture_for_training"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedModel:

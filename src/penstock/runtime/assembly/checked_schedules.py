@@ -12,8 +12,6 @@ from penstock.scheduling.verification.verifier import verify
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
-__all__ = ["check_schedule"]
-
 
 def check_schedule(
     chosen: Plan, chain: LayerChain, *, recompute: Recompute, recipe: Recipe, skips: SkipChoice, compiled: bool

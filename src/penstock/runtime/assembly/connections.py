@@ -18,8 +18,6 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.values.plans import Plan
 
-__all__ = ["buffered_stages", "connect", "edges_of"]
-
 
 def buffered_stages(
     world: World, plan: Plan, chain: LayerChain, schedule: Schedule, modules: Mapping[int, StageModule]

@@ -16,8 +16,6 @@ from penstock.errors import PenstockError
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["FailureGuard", "collective"]
-
 C = TypeVar("C")
 
 
@@ -38,7 +36,7 @@ def collective(pipeline: type[C]) -> type[C]:
 def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def noted(pipe: Any, *arguments: Any, **options: Any) -> Any:
-        watch = pipe._world.watch
+        watch = pipe._guarded.watch
         if watch is None or watch.call:
             return method(pipe, *arguments, **options)
         watch.call = f"{method.__name__}()"
@@ -73,6 +71,7 @@ class FailureGuard:
         """Called with the reason on every process that refuses a call. Returns whether all of them do."""
         self.call: tuple[str, float, int] = "", time.perf_counter(), threading.get_ident()
         """Where the pipeline is called now, empty if it is not; since when; and the thread that called it last."""
+        self.watch = world.watch
 
     @property
     def failed(self) -> bool:

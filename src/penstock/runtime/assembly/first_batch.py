@@ -25,8 +25,6 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.training.recipes import Recipe
 
-__all__ = ["Check", "FirstBatch"]
-
 Check: TypeAlias = Literal["warn", "strict", "off"]
 
 _CONTEXT = "while they compared the first batch with the model"

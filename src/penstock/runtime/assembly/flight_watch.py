@@ -33,8 +33,6 @@ from penstock.runtime.transport.wait_observers import WaitObserver
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 
-__all__ = ["RUN_DIR", "FlightWatch", "watch_flight"]
-
 RUN_DIR = "PENSTOCK_RUN_DIR"
 """The environment variable with the run directory. It is kept when the run ends; a temporary one is removed."""
 _PREFIX = "penstock-run-"

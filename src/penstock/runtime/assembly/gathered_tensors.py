@@ -17,8 +17,6 @@ from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.worlds import World
 from penstock.values.plan_stages import Stage
 
-__all__ = ["HeldTensors", "held_tensors", "hold", "shared_names"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTensors:

@@ -13,8 +13,6 @@ from torch import nn
 from penstock.runtime.engine.engine import Engine
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["give_hints", "remind_to_drain"]
-
 
 def give_hints(model: nn.Module | Sequence[object], schedule: Schedule, rank: int) -> None:
     """Hints at a model in evaluation mode, and at steps of several updates."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 
-__all__ = ["HubForm", "hub_form", "write_configurations"]
-
 
 @dataclass(frozen=True, slots=True)
 class HubForm:

@@ -15,8 +15,6 @@ from functools import cache
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["open_resources"]
-
 _FINISH_SECONDS = 120.0
 """Longer than closing takes, where each wait has a limit of its own."""
 

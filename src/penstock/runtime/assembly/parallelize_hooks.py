@@ -37,8 +37,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled
 from penstock.values.plans import Plan
 
-__all__ = ["InPlace", "ParallelStages", "Parallelize", "parallelize_stages", "sharded_modules"]
-
 Parallelize: TypeAlias = Callable[[StageModule, DeviceMesh], nn.Module | None]
 """Changes a stage's module in place. The mesh has the dimensions ``dp`` and ``tp``."""
 

@@ -15,8 +15,6 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.skips import SkipChoice
 from penstock.values.plans import MICROBATCHES, Plan, require_schedule
 
-__all__ = ["check_pipeline", "plan_arguments", "planned_anew"]
-
 _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "plan": instance(
         (Plan, str),

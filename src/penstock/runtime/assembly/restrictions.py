@@ -13,8 +13,6 @@ from penstock.training.wire_codecs import sent_bytes
 from penstock.values.crossings import find_stops
 from penstock.values.plans import Plan
 
-__all__ = ["check_split_backwards", "check_wire_dtype", "needs_whole_backwards"]
-
 
 def check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
     """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""

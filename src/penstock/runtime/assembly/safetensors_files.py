@@ -27,8 +27,6 @@ from torch import Tensor
 from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES, read_index
 from penstock.errors import CheckpointError
 
-__all__ = ["PARTIAL", "SafetensorsWriter", "StoredEntry", "begin", "publish", "write_index"]
-
 PARTIAL, REPLACED = ".weights.partial", ".weights.replaced.json"
 """In the directory: where files are while they are written, and the index of the weights that they replace while these
 are removed."""

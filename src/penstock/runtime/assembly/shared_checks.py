@@ -17,8 +17,6 @@ from penstock.runtime.transport.collective_errors import agreed, gather_results
 from penstock.runtime.transport.worlds import World
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
-__all__ = ["check_together"]
-
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 

@@ -12,8 +12,6 @@ from penstock.scheduling.skips import SkipChoice, choose_skips
 from penstock.values.crossings import find_hops, find_stops, find_way
 from penstock.values.plans import Plan
 
-__all__ = ["reroute", "with_skips"]
-
 
 def with_skips(schedule: Schedule, plan: Plan, chain: LayerChain, choice: SkipChoice) -> Schedule:
     """`schedule`, in which the values of `chain` go directly past stages where `choice` says so. `PlanError` for an

@@ -36,15 +36,6 @@ from penstock.values.plan_stages import members_of
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
-__all__ = [
-    "build_stages",
-    "check_plan",
-    "choose_plan",
-    "counted_parameters",
-    "learning_rate_factors",
-    "make_schedule",
-]
-
 
 def choose_plan(
     plan: Plan | None,

@@ -20,8 +20,6 @@ from penstock.training.optimizers import make_optimizers
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
-__all__ = ["start_engine"]
-
 
 def start_engine(
     world: World,

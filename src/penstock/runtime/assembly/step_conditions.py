@@ -10,8 +10,6 @@ from torch import nn
 from penstock.errors import PenstockError
 from penstock.runtime.parameters.model_claims import ModelClaim
 
-__all__ = ["StepConditions"]
-
 
 class StepConditions:
     """The conditions for steps of a pipeline on `model`. `trains`: whether any process trains a parameter."""

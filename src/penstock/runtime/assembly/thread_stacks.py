@@ -21,8 +21,6 @@ from penstock.doctor.records import Frame, ThreadRecord
 from penstock.doctor.run_directories import catches
 from penstock.runtime.devices.process_hooks import hooks_allowed
 
-__all__ = ["SignalStacks", "stacks_of_threads"]
-
 _FRAMES = 40
 _LIBRARIES = (str(Path(__file__).parents[2]), str(Path(os.__file__).parent), "<frozen")
 """Where files lie that are not the user's own. Installed packages lie below the second."""

@@ -31,8 +31,6 @@ from penstock.runtime.assembly.safetensors_files import (
 )
 from penstock.runtime.transport.collective_errors import agreed, gather_results
 
-__all__ = ["export_weights"]
-
 ADAPTER, ADAPTER_CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 """The names that PEFT looks for."""
 

@@ -2,5 +2,3 @@
 
 May import ``devices`` and ``transport``. Start reading in ``microbatches.py``.
 """
-
-__all__: list[str] = []

@@ -17,8 +17,6 @@ from torch import Tensor
 from penstock.capturing.samples import flatten
 from penstock.runtime.batches.microbatches import Microbatch
 
-__all__ = ["MOST_INPUTS", "NO_BATCH", "BatchFacts", "TensorFacts", "describe_batch", "forms_of"]
-
 FULL_BYTES = 2**20
 """The most bytes of one input, or of the target, that a full digest reads."""
 PROBE_BYTES = 2**9

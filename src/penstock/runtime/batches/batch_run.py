@@ -9,8 +9,6 @@ from penstock.runtime.batches.results import MicrobatchResult
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.scheduling.actions import Action
 
-__all__ = ["ActionTiming", "BatchRun"]
-
 ActionTiming: TypeAlias = tuple[int, Action, Timestamp, Timestamp]
 """The rank, its action, and when the action began and ended."""
 

@@ -18,8 +18,6 @@ from penstock.training.losses import LossWeight, amount_of, check_amounts, check
 from penstock.training.recipes import Recipe
 from penstock.training.user_microbatches import Microbatches
 
-__all__ = ["BatchSplitter"]
-
 
 @dataclass(slots=True, eq=False)
 class BatchSplitter:

@@ -25,8 +25,6 @@ from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import IGNORED, compute_loss
 from penstock.training.recipes import Recipe
 
-__all__ = ["LossRuns", "causes_of", "join_pair"]
-
 _Model: TypeAlias = Callable[[Copies, Mapping[str, Tensor]], Any]
 """Takes copies of its modules, and the inputs by name."""
 _Batch: TypeAlias = tuple[Mapping[str, Tensor], Any]

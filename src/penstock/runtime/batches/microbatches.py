@@ -22,8 +22,6 @@ from penstock.runtime.batches.target_forms import TargetForm, read_target, rows_
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import LossWeight, amount_of
 
-__all__ = ["Microbatch", "count_microbatches", "even_spans", "gather", "join", "split", "take_slice"]
-
 
 # Not frozen: a frozen one takes three times as long to make, and every step makes m of them.
 @dataclass(slots=True, eq=False)

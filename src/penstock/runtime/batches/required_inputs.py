@@ -17,8 +17,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
 from penstock.values.plans import Plan, Stage
 
-__all__ = ["RequiredInputs", "find_inputs", "held_stages"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequiredInputs:

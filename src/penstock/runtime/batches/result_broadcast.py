@@ -18,8 +18,6 @@ from penstock.runtime.devices.staging import Staging
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.scheduling.placements import Placement
 
-__all__ = ["ResultBroadcast"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResultBroadcast:

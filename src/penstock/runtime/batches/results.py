@@ -13,8 +13,6 @@ from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import Staged
 from penstock.runtime.transport.transport import PendingMessage
 
-__all__ = ["Loss", "Metrics", "MicrobatchResult", "ReplicaResults", "StepResult"]
-
 
 class MicrobatchResult(NamedTuple):
     """Holds loss and metrics of one microbatch, or of the slice of it that one replica of the last stage has."""

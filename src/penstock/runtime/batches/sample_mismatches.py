@@ -17,8 +17,6 @@ from penstock.errors import PenstockError
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.user_microbatches import Microbatches
 
-__all__ = ["explained_mismatches"]
-
 _KINDS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What PyTorch's operators raise for arguments that do not fit."""
 

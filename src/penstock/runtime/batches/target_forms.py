@@ -15,8 +15,6 @@ from penstock.capturing.samples import check_dense, check_leaves, flatten
 from penstock.errors import PenstockError
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["TargetForm", "read_target", "rows_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetForm:

@@ -3,5 +3,3 @@
 May import what ``assembly`` may, ``assembly`` itself, and ``data`` for the positions of loaders. Start reading in
 ``training_state.py``; the files are written by ``checkpoint_writer.py`` and read by ``checkpoint_reader.py``.
 """
-
-__all__: list[str] = []

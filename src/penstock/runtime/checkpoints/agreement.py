@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from penstock.errors import CheckpointError, TransportError
 from penstock.runtime.checkpoints.stored_tensors import Damaged
 
-__all__ = ["Ranks", "explained"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.snapshots import Snapshot
 from penstock.runtime.transport.background_gathers import PatientGather
 
-__all__ = ["BackgroundSave", "BackgroundSaves", "Count", "Place"]
-
 Count: TypeAlias = int | None
 Place: TypeAlias = str | Path
 """A directory."""

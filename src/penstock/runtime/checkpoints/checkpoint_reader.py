@@ -23,8 +23,6 @@ from penstock.runtime.checkpoints.step_directories import MANIFEST, step_of, ste
 from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["Loaded", "checked_path", "find_and_verify", "latest_checkpoint", "model_tensors"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:

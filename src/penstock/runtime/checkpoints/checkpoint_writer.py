@@ -41,8 +41,6 @@ from penstock.runtime.checkpoints.step_directories import (
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["MODEL", "CheckpointState", "agree_on_target", "assign_owners", "write"]
-
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""
 

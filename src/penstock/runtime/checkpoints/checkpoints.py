@@ -33,8 +33,6 @@ from penstock.runtime.transport.worlds import World
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
-__all__ = ["Checkpoints", "make_checkpoints"]
-
 T = TypeVar("T")
 
 

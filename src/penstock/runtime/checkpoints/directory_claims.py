@@ -21,8 +21,6 @@ from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.manifests import read_manifest
 from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
 
-__all__ = ["DirectoryClaims"]
-
 _PATIENCE_SECONDS = 2.0, 100.0
 """How long a lock is waited for that a job on this host holds, which may be about to end, and one on another host: a
 server of NFS keeps the locks of a host that was lost for 90 s by default."""

@@ -23,8 +23,6 @@ from penstock.torch_internals import pytrees as pytree
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
-__all__ = ["PARTS", "check_history", "describe_run", "open_history", "updates_of"]
-
 History: TypeAlias = Mapping[str, Any]
 
 PARTS = ("weights", "stages", "buffers")

@@ -18,8 +18,6 @@ from penstock.runtime.checkpoints.plain_values import Json, decode, type_named
 from penstock.runtime.checkpoints.step_directories import MANIFEST, is_file_name
 from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor, check_file, opened
 
-__all__ = ["Manifest", "read_manifest", "write_manifest"]
-
 FORMAT = "penstock-checkpoint-1"
 
 

@@ -24,8 +24,6 @@ from penstock.runtime.checkpoints.plain_values import Json, encode
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["ALL_KINDS", "OwnStates"]
-
 _OBJECTS = "objects"
 ALL_KINDS = ("generators", "loaders", _OBJECTS)
 """Of what a process keeps."""

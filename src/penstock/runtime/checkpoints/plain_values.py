@@ -20,8 +20,6 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-__all__ = ["Json", "decode", "encode", "name_of", "type_named"]
-
 Json: TypeAlias = Any
 """What the module ``json`` writes: None, truth values, numbers, texts, lists, and dicts with texts as keys."""
 

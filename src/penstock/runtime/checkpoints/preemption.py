@@ -23,8 +23,6 @@ from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.stop_agreements import StopAgreement
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["Preemption", "Resumable"]
-
 _BEGUN = "PENSTOCK_FLEET_BEGUN"
 """The file that says that a training has made a step: an executor that shares devices keeps it running until then."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

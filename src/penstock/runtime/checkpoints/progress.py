@@ -6,8 +6,6 @@ from typing import Any
 from penstock.arguments import SEED, integer
 from penstock.errors import CheckpointError
 
-__all__ = ["check_progress"]
-
 _COUNT = integer(0, 2**53)
 _UPDATES = integer(0, 10**8)
 """A scheduler is turned as often, so that a number of more digits would keep it for hours."""

@@ -16,8 +16,6 @@ from penstock.runtime.checkpoints.step_directories import check_target, recover,
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 
-__all__ = ["Resumption", "plan_for", "resume_training"]
-
 
 def plan_for(plan: Plan | str | Callable[[int], Plan] | None, world: World) -> Plan | str | None:
     """`plan`, or what it returns for the processes of `world` if it is a function.

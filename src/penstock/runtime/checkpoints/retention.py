@@ -8,8 +8,6 @@ from penstock.arguments import is_count
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.step_directories import remove, steps_in
 
-__all__ = ["Retention"]
-
 
 @dataclass(frozen=True, slots=True)
 class Retention:

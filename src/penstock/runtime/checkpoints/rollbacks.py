@@ -14,8 +14,6 @@ from typing import SupportsFloat
 from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.checkpoints.preemption import Resumable
 
-__all__ = ["MOST_RETURNS", "Rollbacks"]
-
 MOST_RETURNS = 3
 """How often a training goes back to the same step before it gives up."""
 

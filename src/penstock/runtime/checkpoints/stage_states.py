@@ -17,8 +17,6 @@ from penstock.runtime.parameters.shards import whole
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["StageStates"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageStates:

@@ -23,23 +23,6 @@ from pathlib import Path
 
 from penstock.errors import CheckpointError
 
-__all__ = [
-    "LOCK",
-    "MANIFEST",
-    "begin",
-    "check_target",
-    "discard",
-    "file_name",
-    "is_file_name",
-    "make_directory",
-    "publish",
-    "recover",
-    "remove",
-    "step_of",
-    "steps_in",
-    "write_through",
-]
-
 MANIFEST = "manifest.json"
 LOCK = ".penstock-lock"
 _INDEX = "model.safetensors.index.json"

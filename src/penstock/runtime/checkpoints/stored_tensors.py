@@ -19,8 +19,6 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-__all__ = ["Damaged", "StoredTensor", "bytes_of", "check_file", "opened", "read_value"]
-
 _CHUNK = 1 << 20
 
 

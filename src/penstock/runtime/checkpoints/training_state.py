@@ -31,8 +31,6 @@ from penstock.runtime.parameters.shards import assign, distributed_like, whole
 from penstock.torch_internals import pytrees as pytree
 from penstock.values.plan_stages import Stage
 
-__all__ = ["TrainingState"]
-
 State: TypeAlias = Mapping[str, Any]
 _SAME = "Load the state of the same model, with the same optimizers"
 

@@ -3,5 +3,3 @@
 Imports nothing else of Penstock. Start reading in ``accelerators.py``, the protocol of a GPU; ``streams.py`` orders
 computation and updates.
 """
-
-__all__: list[str] = []

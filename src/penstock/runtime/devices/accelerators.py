@@ -16,8 +16,6 @@ from torch import Tensor
 
 from penstock.runtime.devices.communicators import Communicator, Members, connect_nccl, nccl_failure
 
-__all__ = ["ACCELERATORS", "Accelerator", "Event", "Layout", "Stream", "accelerator_of"]
-
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """The shape, the strides (which leave no gaps) and the dtype of a tensor."""
 

@@ -22,17 +22,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.torch_internals.distributed import end_coalescing, gloo_backend, start_coalescing
 
-__all__ = [
-    "Communicator",
-    "CommunicatorWork",
-    "Members",
-    "break_gloo",
-    "coalesce",
-    "connect_gloo",
-    "connect_nccl",
-    "nccl_failure",
-]
-
 _NEVER_SENT = 2**20
 """The tag of messages that no rank sends."""
 

@@ -9,8 +9,6 @@ from penstock.runtime.devices.staging import Staging, staging_for
 from penstock.runtime.devices.streams import Streams, streams_for
 from penstock.runtime.devices.timestamps import Timer, timer_for
 
-__all__ = ["DeviceContext", "make_device_context"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceContext:

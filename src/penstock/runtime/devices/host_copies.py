@@ -22,8 +22,6 @@ from torch import Tensor
 
 from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, Staging
 
-__all__ = ["HostCopier", "HostCopies"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ from types import FrameType
 
 from penstock.runtime.devices.process_hooks import hooks_allowed
 
-__all__ = ["held_interrupts"]
-
 
 @contextmanager
 def held_interrupts() -> Iterator[Callable[[], object]]:

@@ -6,8 +6,6 @@ import torch
 
 from penstock.runtime.devices.process_hooks import hooks_allowed
 
-__all__ = ["CONNECTIONS", "count_queues", "local_device", "prepare_gpu"]
-
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The environment variable for the number of hardware queues through which CUDA feeds a GPU. Streams that share a queue
 wait for each other, so that one that waits for a message blocks others.

@@ -5,8 +5,6 @@ docs/semantics.md lists these changes.
 
 import os
 
-__all__ = ["PROCESS_HOOKS", "hooks_allowed"]
-
 PROCESS_HOOKS = "PENSTOCK_PROCESS_HOOKS"
 """The environment variable that, if it is 0, leaves the process to its owner: no hook at an uncaught error or at the
 exit, no environment variables, no process group."""

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, Layout, Stream, accelerator_of
 
-__all__ = ["NOTHING_STAGED", "DeviceStaging", "HostStaging", "Staged", "Staging", "on_host", "staging_for"]
-
 Staged: TypeAlias = tuple[Sequence[Tensor], Event]
 """Tensors, and the event after which they hold their values."""
 

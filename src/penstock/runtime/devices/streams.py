@@ -24,8 +24,6 @@ from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, Stream, accelerator_of
 
-__all__ = ["DeviceStreams", "Streams", "UpdateOrder", "streams_for"]
-
 
 class Streams(Protocol):
     """The streams of the ranks of one process."""

@@ -16,8 +16,6 @@ import torch
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, accelerator_of
 
-__all__ = ["DeviceTimer", "HostTimer", "Timer", "Timestamp", "timer_for"]
-
 
 class _EventTimestamp:
     """The position of `event` in a stream. When the timestamp is no longer referenced, its event goes to `free`."""

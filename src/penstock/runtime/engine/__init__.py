@@ -3,5 +3,3 @@
 May import the rooms below: ``devices``, ``transport``, ``execution``, ``parameters`` and ``batches``. Start reading in
 ``worker.py``: one rank at work, action by action.
 """
-
-__all__: list[str] = []

@@ -13,8 +13,6 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.transport.transport import Channel, Edge, Transport
 from penstock.scheduling.placements import Placement
 
-__all__ = ["share_buffers"]
-
 
 def share_buffers(stages: Mapping[int, Mapping[int, LocalStage]], placement: Placement, transport: Transport) -> None:
     """Copies the buffers of the first replica of each stage to the others. Collective over the replicas.

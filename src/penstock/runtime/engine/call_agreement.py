@@ -31,8 +31,6 @@ from penstock.runtime.batches.batch_digests import (
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 
-__all__ = ["AnnouncedCall", "CallAgreement", "call_edges", "comparing_rank"]
-
 _FIRST_STEPS = 3
 """In this many first steps of a pipeline the values of the batch are compared, before the step begins."""
 _CHECKED_EVERY = 100

@@ -20,8 +20,6 @@ from penstock.errors import TransportError
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 from penstock.training.wire_codecs import WireCodec, decode, encode, encodes, round_to_wire
 
-__all__ = ["CodedMessages", "PlainMessages", "messages_of"]
-
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The types of tensors that are encoded; a message names one by its position here."""
 _PLAIN = 0

@@ -8,8 +8,6 @@ from penstock.runtime.engine.worker import Worker
 from penstock.scheduling.actions import Action
 from penstock.scheduling.arrivals import longest_wait
 
-__all__ = ["run_cooperatively"]
-
 
 def run_cooperatively(
     workers: Sequence[Worker],

@@ -55,8 +55,6 @@ from penstock.timelines.timelines import Timeline
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
 
-__all__ = ["Engine", "LocalStages", "make_workers", "parameters_of"]
-
 KEPT_MINIBATCHES = 8
 """The last minibatches whose timings are kept."""
 

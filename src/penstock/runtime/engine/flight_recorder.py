@@ -16,8 +16,6 @@ from penstock.doctor.records import ActionRecord, RowRecord
 from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
 
-__all__ = ["FlightRecorder", "FlightRow", "Position"]
-
 _KEPT_SEGMENTS = 8
 _KEPT_ACTIONS = 64
 

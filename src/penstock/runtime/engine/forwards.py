@@ -23,8 +23,6 @@ from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
 from penstock.scheduling.recomputation import find_direct
 
-__all__ = ["Forwards"]
-
 _Autocast: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Makes the context that forwards and losses are computed in."""
 

@@ -34,8 +34,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.training.scaling import LossScaler
 from penstock.training.tensor_lists import divide
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
     """Holds the gradients of the `stages` of `rank` under `schedule`. Updates are named by stage and version.

@@ -11,8 +11,6 @@ from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 
-__all__ = ["LocalStage"]
-
 
 @dataclass(slots=True, eq=False)
 class LocalStage:

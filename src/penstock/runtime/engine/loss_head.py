@@ -19,8 +19,6 @@ from penstock.runtime.engine.loss_parameters import LossParameters
 from penstock.runtime.parameters.shards import whole
 from penstock.training.losses import LossFunction, compute_loss
 
-__all__ = ["LossHead"]
-
 
 class LossHead:
     """Ends the forwards of `rank`, which holds the last stage of `chain`, with the loss.

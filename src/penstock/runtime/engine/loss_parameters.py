@@ -18,8 +18,6 @@ from penstock.torch_internals.autograd import node_kinds
 from penstock.torch_internals.modules import tensor_tables
 from penstock.training.losses import LossFunction
 
-__all__ = ["LossParameters"]
-
 _LEAF_NODES: tuple[Any, ...] = node_kinds("AccumulateGrad")
 
 

@@ -25,8 +25,6 @@ from penstock.scheduling.lowering import nexts, peer, peers
 from penstock.scheduling.norms import carried_norms
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["Mailbox"]
-
 _RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
 
 Rows: TypeAlias = tuple[int, int]

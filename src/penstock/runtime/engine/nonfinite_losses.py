@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.runtime.batches.results import Loss
 
-__all__ = ["LateLosses", "find_layer", "is_nonfinite_now", "nonfinite_loss"]
-
 _ADVICE = (
     "Lower the learning rate, clip gradients (clip_grad_norm=), leave such samples out, or pass on_nonfinite='skip', "
     "which leaves out updates with such gradients. Go on from the last checkpoint"

@@ -31,8 +31,6 @@ from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
 
-__all__ = ["PredictionCheck", "make_prediction_check"]
-
 WARM_UP_STEPS = 3
 """Steps that are not measured, while libraries load, memory is allocated and connections are made."""
 MEASURED_STEPS = 8

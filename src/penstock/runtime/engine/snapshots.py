@@ -20,8 +20,6 @@ from torch import Tensor
 from penstock.runtime.devices.host_copies import HostCopier, HostCopies
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["REST", "Collect", "Snapshot", "Snapshots"]
-
 REST = -1
 """In the place of a stage: what no update changes, such as frozen parameters and buffers."""
 

@@ -15,8 +15,6 @@ from penstock.runtime.devices.timestamps import Timer, Timestamp
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-__all__ = ["Speed", "StepRecord", "measure_speed", "measured_spans"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:

@@ -53,8 +53,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.timelines.spans import trace_label
 from penstock.torch_internals.profiler import is_profiling
 
-__all__ = ["ACTION_HOOKS", "ActionHook", "Worker"]
-
 ActionHook: TypeAlias = Callable[[int, BatchRun, Action], None]
 """Is called with the rank, the batch and the action."""
 ACTION_HOOKS: list[ActionHook] = []

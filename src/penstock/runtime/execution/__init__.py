@@ -2,5 +2,3 @@
 
 May import ``devices``, and of the rest of Penstock ``capturing`` and ``values``. Start reading in ``executor.py``.
 """
-
-__all__: list[str] = []

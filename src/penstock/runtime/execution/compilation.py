@@ -36,8 +36,6 @@ from penstock.capturing.randomness import seeded
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
 
-__all__ = ["CompiledStage", "compile_chain", "read_compilation"]
-
 _GRAPHED_MODES = ("reduce-overhead", "max-autotune")
 _GRAPHS = "triton.cudagraphs"
 

@@ -21,8 +21,6 @@ from penstock.errors import PenstockError
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
 from penstock.torch_internals.autograd import run_backward
 
-__all__ = ["Compute", "StageExecutor"]
-
 Compute: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 

@@ -6,8 +6,6 @@ from penstock.capturing.module_state import ModuleState
 from penstock.capturing.preservation import python_generators
 from penstock.capturing.sequential import EagerLayer
 
-__all__ = ["PythonState"]
-
 
 class PythonState:
     """The present state of the user's modules in `module` that is in Python, and of Python's random generators."""

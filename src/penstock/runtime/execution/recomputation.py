@@ -32,8 +32,6 @@ from penstock.torch_internals.profiler import is_profiling
 from penstock.torch_internals.tensors import times_written
 from penstock.values.plans import Plan
 
-__all__ = ["Granularity", "Recomputation", "Recompute", "choose_granularities"]
-
 Granularity: TypeAlias = Literal["stage", "layers"]
 Recompute: TypeAlias = bool | str | Collection[int] | None
 """The value of ``recompute=``: which stages, or "layers" for each layer alone."""

@@ -33,8 +33,6 @@ from penstock.runtime.execution.weight_gradients import OPERATORS
 from penstock.torch_internals.autograd import node_kinds, sequence_number
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
-__all__ = ["WeightBackward", "run_input_backward"]
-
 Node: TypeAlias = Any
 """A node of autograd's graph. PyTorch's type for it does not declare what is saved there."""
 

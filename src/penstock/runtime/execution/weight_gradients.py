@@ -20,8 +20,6 @@ from torch import Tensor
 
 from penstock.torch_internals.autograd import gradient_shape, node_kinds, saved_value
 
-__all__ = ["OPERATORS"]
-
 _Formula: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Maps the gradient of an operator's result to the gradients of some of its arguments, in their order."""
 _Arguments: TypeAlias = tuple[int, ...]

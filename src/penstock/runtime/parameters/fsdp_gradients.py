@@ -15,8 +15,6 @@ from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.transport.transport import Transport
 
-__all__ = ["ShardedReducer"]
-
 
 class ShardedReducer(Reducer):
     """A `Reducer` for a stage in which `modules` are fully sharded.

@@ -26,8 +26,6 @@ from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like
 from penstock.runtime.transport.transport import PendingMessage, Transport
 
-__all__ = ["Reducer"]
-
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that it is sent early."""
 BUCKET_BYTES = 2**23

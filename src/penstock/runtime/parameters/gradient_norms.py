@@ -21,8 +21,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.training.clipping import clip
 from penstock.training.tensor_lists import norms_of
 
-__all__ = ["GradientNorms", "drop_absent"]
-
 ABSENT = -1.0
 """Takes the place of the norm of an absent gradient."""
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from penstock.errors import PenstockError
 
-__all__ = ["ModelClaim", "is_claimed"]
-
 
 class ModelClaim:
     """The claim of a pipeline to train `modules`, with all modules inside of them."""

@@ -26,8 +26,6 @@ from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
-__all__ = ["Updater", "choose_compute_weights", "replaced_parameters"]
-
 OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 """The options of every group of an optimizer, without its parameters."""
 

@@ -13,8 +13,6 @@ from penstock.errors import PenstockError
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import PendingMessage, Transport
 
-__all__ = ["ReplicaChecksums"]
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -17,17 +17,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.torch_internals.distributed import local_tensor, replace_local_tensor
 
-__all__ = [
-    "assign",
-    "dimensions_of",
-    "distributed_like",
-    "from_local_shard",
-    "local_shard",
-    "redistributed_like",
-    "set_local_shard",
-    "whole",
-]
-
 T = TypeVar("T")
 
 

@@ -43,8 +43,6 @@ from penstock.runtime.parameters.shards import local_shard, redistributed_like, 
 from penstock.torch_internals.modules import tensor_tables
 from penstock.torch_internals.tensors import copy_each, set_times_written, times_written
 
-__all__ = ["ComputeWeights", "Sharers", "VersionedWeights"]
-
 
 @dataclass(frozen=True, slots=True)
 class ComputeWeights:

@@ -4,5 +4,3 @@ May import ``devices``. Start reading in ``transport.py``, the protocol that the
 ``backend_selection.py`` chooses between ``shared_memory/``, ``nccl/`` and ``gloo/``, and ``endpoints.py`` connects. A
 new backend is a room beside these three, a value of ``Backend``, and its lines in ``endpoints.py``.
 """
-
-__all__: list[str] = []

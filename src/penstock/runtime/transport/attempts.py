@@ -22,8 +22,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
 
-__all__ = ["attempt_store", "shares_store"]
-
 _NEWEST = "penstock/newest attempt"
 _POLL_SECONDS = 0.02
 

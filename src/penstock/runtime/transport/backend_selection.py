@@ -24,19 +24,6 @@ from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import CONNECTIONS, count_queues
 from penstock.runtime.transport.transport import Channel, Edge
 
-__all__ = [
-    "NCCL",
-    "SHARED_MEMORY",
-    "Backend",
-    "DeviceInfo",
-    "ctas_per_message",
-    "device_info_of",
-    "select_backends",
-    "sums_over_nccl",
-    "warn_of_many_communicators",
-    "warn_of_shared_gpus",
-]
-
 SHARED_MEMORY = "PENSTOCK_SHARED_MEMORY"
 """An environment variable. 0 makes the processes of one host use Gloo, like those of several hosts."""
 NCCL = "PENSTOCK_NCCL"

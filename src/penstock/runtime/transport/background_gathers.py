@@ -13,8 +13,6 @@ from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import WatchedStore
 
-__all__ = ["PatientGather"]
-
 _POLL_SECONDS = 0.01
 
 

@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
-from penstock import errors
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.worlds import World
-
-__all__ = ["agreed", "gather_results"]
 
 T = TypeVar("T")
 
@@ -52,9 +49,10 @@ def agreed(world: World, context: str) -> Iterator[None]:
 
 def _raise(world: World, context: str, rank: int, kind: str, text: str) -> NoReturn:
     # Only Penstock's own errors exist under the same name on every rank.
-    if kind in errors.__all__:
-        known: type[PenstockError] = getattr(errors, kind)
-        raise known(f"rank {rank}, {context}: {text}")
+    kinds: list[type[PenstockError]] = [PenstockError, *PenstockError.__subclasses__()]
+    known = {each.__name__: each for each in kinds}
+    if kind in known:
+        raise known[kind](f"rank {rank}, {context}: {text}")
     raise TransportError(
         f"rank {rank} failed {context}, so rank {world.rank} stops too. Fix the error below, which is rank {rank}'s, "
         f"and start again:\n{text}"

@@ -4,8 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-__all__ = ["arrange"]
-
 T = TypeVar("T")
 
 

@@ -24,8 +24,6 @@ from penstock.runtime.transport.launches import START, read_number
 from penstock.runtime.transport.network_interfaces import choose_interface
 from penstock.runtime.transport.timeouts import run_bounded
 
-__all__ = ["call_at_meeting", "make_default_group"]
-
 T = TypeVar("T")
 _POLL_SECONDS = 0.02
 _STORE_TIMEOUT = timedelta(minutes=10)

@@ -9,8 +9,6 @@ import resource
 
 from penstock.errors import TransportError
 
-__all__ = ["descriptor_error", "require_descriptors"]
-
 _SPARE = 8
 """More than Gloo opens beside a connection to each rank."""
 

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.scheduling.placements import Placement
 
-__all__ = ["processes_of", "stage_mesh"]
-
 
 def processes_of(rank: int, tensor_parallel_size: int) -> range:
     """The processes that form the schedule's rank `rank`."""

@@ -22,8 +22,6 @@ from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import ALL_RECEIVES, Edge, PendingMessage, SumKinds
 
-__all__ = ["DistributedTransport"]
-
 _WAKE_SECONDS = 2.0
 """How long a thread may take to end whose connection is broken."""
 

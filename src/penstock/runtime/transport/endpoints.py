@@ -52,8 +52,6 @@ from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Channel, Edge
 
-__all__ = ["Endpoints"]
-
 _AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
 _AnyOutbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
 _AnySum: TypeAlias = GlooSum | NcclSum

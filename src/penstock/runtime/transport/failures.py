@@ -25,8 +25,6 @@ from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
 from penstock.runtime.transport.wait_observers import WaitObserver
 
-__all__ = ["FailureBoard", "explained", "name_ranks"]
-
 _ANSWER_SECONDS = 1.0
 """How long a rank that knows of a failure waits for a store that has been silent."""
 _SLOW_ANSWER_SECONDS = 5.0

@@ -4,8 +4,6 @@ import os
 
 from penstock.errors import TransportError
 
-__all__ = ["START", "launched_rank", "read_number"]
-
 START = "Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process"
 """What to do about a variable that is missing."""
 

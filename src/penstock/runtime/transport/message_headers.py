@@ -30,18 +30,6 @@ from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.transport import Edge, Message
 
-__all__ = [
-    "MOST_HEADER_BYTES",
-    "ReceivedKinds",
-    "SentKinds",
-    "Spec",
-    "Specs",
-    "assemble",
-    "contiguous_view",
-    "parse_specs",
-    "write_specs",
-]
-
 MOST_HEADER_BYTES = 2**22
 """The size of the largest header: that of a message of more than fifty thousand tensors."""
 _MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -14,8 +14,6 @@ from ipaddress import ip_address
 
 from penstock.torch_internals.distributed import INTERFACE
 
-__all__ = ["choose_interface"]
-
 _READ_ADDRESS = 0x8915
 """Linux's request for the address of an interface."""
 _NAME_BYTES = 16

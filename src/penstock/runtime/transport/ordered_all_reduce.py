@@ -23,8 +23,6 @@ from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import SumKinds
 from penstock.torch_internals.distributed import gather_into
 
-__all__ = ["WHOLE_BYTES", "Agreement", "OrderedSum"]
-
 WHOLE_BYTES = 2**16
 """Tensors of at most this size are exchanged whole."""
 

@@ -8,8 +8,6 @@ from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, Staging
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import Message
 
-__all__ = ["PendingResult", "PostedReceive"]
-
 
 class _Inbox(Protocol):
     """The receiving end of an edge, which delivers messages when it is asked for them."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from penstock.errors import TransportError
 
-__all__ = ["decode_plain", "encode_plain"]
-
 _MOST_NESTED = 64
 """The most containers around a value."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["ProcessIdentity", "RankState"]
-
 _STILL_SECONDS = 3.0
 """Without a new sign of life for this long, a rank stands still; they come once a second."""
 _ENDED, _STOPPED = ("Z", "X"), ("T", "t")

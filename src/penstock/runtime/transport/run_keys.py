@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import TransportError
 
-__all__ = ["PROOF_BYTES", "TOKEN", "RunKey", "agree_on_key"]
-
 TOKEN = "PENSTOCK_TOKEN"
 """The environment variable of the token."""
 PROOF_BYTES = 32

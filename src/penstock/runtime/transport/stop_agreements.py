@@ -19,8 +19,6 @@ from torch.distributed.distributed_c10d import Store
 from penstock.errors import TransportError
 from penstock.runtime.transport.store_watch import StoreWatch
 
-__all__ = ["StopAgreement"]
-
 _POLL_SECONDS = 0.1
 _REASON = "stop"
 

@@ -22,8 +22,6 @@ from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import StoreUnreachable, StoreWatch
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 
-__all__ = ["StoreGather"]
-
 _WHOLE_BYTES = 256
 """Larger values are written under their digest. A rank reads each of them once, and its own, which often is that of all
 the others, never."""

@@ -8,8 +8,6 @@ from contextlib import suppress
 
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["remove_keys"]
-
 
 def remove_keys(store: Store, processes: int, others: Sequence[Store] = ()) -> None:
     """Called once by each of the `processes` of `store`, which is theirs alone, when it is done with the store.

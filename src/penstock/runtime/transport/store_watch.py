@@ -24,8 +24,6 @@ from torch.distributed.distributed_c10d import Store
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.rank_states import RankState
 
-__all__ = ["FAILURE", "READERS", "StoreUnreachable", "StoreWatch", "WatchedStore"]
-
 T = TypeVar("T")
 
 FAILURE = "failure"

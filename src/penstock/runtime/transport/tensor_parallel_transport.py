@@ -26,8 +26,6 @@ from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["TensorParallelTransport", "connect_tensor_parallel", "decode_shapes", "encode_shapes"]
-
 _CLOSE = 1e-3
 """The allowed relative difference between tensor-parallel ranks. Replicated tensors differ by rounding at most. Slices
 of one tensor differ as much as its elements do.

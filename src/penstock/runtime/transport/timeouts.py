@@ -11,17 +11,6 @@ from typing import Any, TypeVar
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.failures import FailureBoard, name_ranks
 
-__all__ = [
-    "DEFAULT_TIMEOUT_SECONDS",
-    "FAST_POLL_SECONDS",
-    "GRACE_SECONDS",
-    "POLL_SECONDS",
-    "SpinPolicy",
-    "Timeout",
-    "check_timeout",
-    "run_bounded",
-]
-
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_SECONDS = 600.0

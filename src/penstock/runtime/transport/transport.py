@@ -19,8 +19,6 @@ from torch import Tensor
 
 from penstock.runtime.devices.staging import HostStaging, Staged, Staging
 
-__all__ = ["ALL_RECEIVES", "Channel", "Edge", "LoopbackTransport", "Message", "PendingMessage", "SumKinds", "Transport"]
-
 ALL_RECEIVES = 2**31
 """More receives than any segment of a schedule has."""
 

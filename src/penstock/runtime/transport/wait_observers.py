@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["WaitObserver"]
-
 
 class WaitObserver:
     """Sees what this process waits for. This one does nothing; the transport does not know what another one does."""

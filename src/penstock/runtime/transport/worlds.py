@@ -39,8 +39,6 @@ from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_S
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 from penstock.runtime.transport.wait_observers import WaitObserver
 
-__all__ = ["Processes", "SingleProcess", "World", "join_world"]
-
 T = TypeVar("T")
 Groups: TypeAlias = Iterable[tuple[int, ...]]
 

@@ -19,8 +19,6 @@ from penstock.scheduling.definitions import (
 )
 from penstock.scheduling.placements import StageLayout
 
-__all__ = ["INFERENCE"]
-
 
 # p = 2, v = 2, m = 3, first step, stage before the letter:
 #

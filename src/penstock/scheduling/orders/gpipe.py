@@ -18,8 +18,6 @@ from penstock.scheduling.definitions import (
     Step,
 )
 
-__all__ = ["GPIPE"]
-
 
 # p = 3, m = 3, first step:
 #

@@ -20,8 +20,6 @@ from penstock.scheduling.definitions import (
 )
 from penstock.scheduling.placements import StageLayout
 
-__all__ = ["INTERLEAVED"]
-
 
 # p = 2, v = 2, m = 2, first step, stage before the letter. Rank r warms up with 2(p - 1 - r) + (v - 1)p forwards.
 #

@@ -18,8 +18,6 @@ from penstock.scheduling.definitions import (
     Step,
 )
 
-__all__ = ["ONE_F_ONE_B_FLUSH"]
-
 
 # p = 3, m = 4, first step (p - 1 - s forwards of warm-up at stage s):
 #

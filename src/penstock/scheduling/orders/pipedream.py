@@ -24,8 +24,6 @@ from penstock.scheduling.definitions import (
     VersionRule,
 )
 
-__all__ = ["PIPEDREAM"]
-
 
 # p = 3, m = 1: steps 0 to 3, and the drain after them. The update directly follows each B. The version that F and B
 # read is in brackets, w(s) = p - 1 - s updates behind the microbatch:

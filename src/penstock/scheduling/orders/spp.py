@@ -19,8 +19,6 @@ from penstock.scheduling.definitions import (
     Step,
 )
 
-__all__ = ["SPP"]
-
 
 # p = 2, m = 6, first step (4(p - 1 - s) + 1 forwards first at stage s):
 #

@@ -23,8 +23,6 @@ from penstock.scheduling.definitions import (
     VersionRule,
 )
 
-__all__ = ["TWO_BW"]
-
 
 # p = 3, m = 3: steps 0 and 1, and the drain after them. Every action reads version 0 here. Step 2 is the first that
 # reads version 1, which U1 made during step 1 (on the last rank at the end of step 0):

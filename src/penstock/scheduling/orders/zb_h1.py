@@ -21,8 +21,6 @@ from penstock.scheduling.definitions import (
     Step,
 )
 
-__all__ = ["ZB_H1"]
-
 
 # p = 3, m = 4, first step; stage s defers s weight backwards. B -- is a whole backward: no rank waits for a gradient of
 # the first stage, so there the weight backward would directly follow the input backward.

@@ -23,8 +23,6 @@ from penstock.scheduling.definitions import (
 )
 from penstock.scheduling.placements import StageLayout
 
-__all__ = ["ZB_V"]
-
 
 # p = 2, m = 3, first step, stage before the letter. B --- is a whole backward: no other rank waits for gradients of
 # stages 0 and p, so there the weight backward would directly follow the input backward.

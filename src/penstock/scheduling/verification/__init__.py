@@ -3,5 +3,3 @@
 May import the rest of ``scheduling``. Start reading in ``verifier.py``; the invariants are in
 ``stage_invariants.py`` and ``message_invariants.py``.
 """
-
-__all__: list[str] = []

@@ -46,8 +46,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.message_invariants import ROW_INVARIANTS
 from penstock.scheduling.verification.violations import StagedPrograms
 
-__all__ = ["Peaks", "Rows", "prove_columns"]
-
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = Callable[[int, int], tuple[Action, ...]]

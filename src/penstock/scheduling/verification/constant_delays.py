@@ -8,8 +8,6 @@ from penstock.scheduling.actions import Forward
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
 
-__all__ = ["require_constant_delays"]
-
 
 def require_constant_delays(schedule: Schedule) -> None:
     """Raises `ScheduleError` unless every forward reads the version that is `delays` before that of its own update."""

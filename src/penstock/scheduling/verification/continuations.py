@@ -11,8 +11,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.constant_delays import require_constant_delays
 from penstock.scheduling.verification.verifier import enough_minibatches, verify
 
-__all__ = ["continue_run", "steps_until_made"]
-
 
 @lru_cache(maxsize=16)
 def continue_run(schedule: Schedule) -> Schedule:

@@ -36,8 +36,6 @@ from penstock.scheduling.lowering import counterpart, nexts, partners, peer, pee
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
 from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
-__all__ = ["MESSAGE_INVARIANTS", "ROW_INVARIANTS", "require_segments"]
-
 Need: TypeAlias = tuple[str, int, int, int]
 """What a rank has done: F, I, B (the gradients of inputs are there) or W (those of weights are) of a stage and a
 microbatch, U or an all-reduce (R) of a stage for a version, or the receive of an activation (A) or gradient (G) of a

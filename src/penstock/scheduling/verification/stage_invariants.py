@@ -15,8 +15,6 @@ from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight,
 from penstock.scheduling.definitions import VersionRule
 from penstock.scheduling.verification.violations import Replica, StagedPrograms, report
 
-__all__ = ["STAGE_INVARIANTS"]
-
 
 def _require_training(staged: StagedPrograms) -> None:
     invariant = "an inference has forwards only"

@@ -35,8 +35,6 @@ from penstock.scheduling.verification.message_invariants import MESSAGE_INVARIAN
 from penstock.scheduling.verification.stage_invariants import STAGE_INVARIANTS
 from penstock.scheduling.verification.violations import StagedPrograms, collect
 
-__all__ = ["Verification", "enough_minibatches", "prove_by_columns", "prove_in_full", "verify", "verify_programs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Verification:

@@ -31,8 +31,6 @@ from penstock.scheduling.definitions import Guarantees, PipelineShape, Segment
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 
-__all__ = ["Replica", "StagedPrograms", "Turn", "collect", "report", "show_row"]
-
 Turn: TypeAlias = tuple[int, Compute]
 """What a stage computes, behind its index in the row of its rank."""
 

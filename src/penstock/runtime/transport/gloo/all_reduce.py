@@ -13,8 +13,6 @@ from penstock.runtime.transport.pending_receives import PendingResult
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import PendingMessage, SumKinds
 
-__all__ = ["GlooSum"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Summand:

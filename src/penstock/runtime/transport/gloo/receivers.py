@@ -39,8 +39,6 @@ from penstock.runtime.transport.pending_receives import PendingResult, PostedRec
 from penstock.runtime.transport.timeouts import SpinPolicy, Timeout
 from penstock.runtime.transport.transport import PendingMessage
 
-__all__ = ["GlooInbox"]
-
 _POSTED_AHEAD, _POSTED_AHEAD_BYTES = 2, 2**18
 """Gloo always has at least this many receives of an edge posted (one in use and one on its way), and more while their
 bytes are few. A message whose receive is posted is sent without asking the receiver first. Until it has arrived, the

@@ -19,8 +19,6 @@ from penstock.runtime.devices.communicators import Communicator, CommunicatorWor
 from penstock.runtime.devices.staging import Staged, Staging, on_host
 from penstock.runtime.transport.message_headers import SentKinds, contiguous_view
 
-__all__ = ["HEADER_BYTES", "GlooOutbox"]
-
 HEADER_BYTES = 4096
 """A header travels in a message of this size, which begins with the length of the header in eight bytes. If the header
 does not fit, the rest follows in a second message.

@@ -3,5 +3,3 @@
 May import ``devices`` and the files of ``transport`` itself. Start reading in ``endpoints.py``. ``send_notices.py``
 explains why ranks cannot deadlock.
 """
-
-__all__: list[str] = []

@@ -18,8 +18,6 @@ from penstock.runtime.transport.nccl.watchdog import PendingWork
 from penstock.runtime.transport.ordered_all_reduce import WHOLE_BYTES, Agreement, OrderedSum
 from penstock.runtime.transport.transport import Message, PendingMessage, SumKinds
 
-__all__ = ["NcclSum"]
-
 
 class _PendingSum:
     """A sum that has been started."""

@@ -38,8 +38,6 @@ from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 
-__all__ = ["EndpointOptions", "NcclInbox", "NcclOutbox"]
-
 AHEAD = 4
 """How many messages of an edge the host may be ahead of its device. With fewer, a host that pauses for a moment would
 leave its device idle. With more, messages would occupy memory that the computation could use.

@@ -31,8 +31,6 @@ from torch.distributed.distributed_c10d import Store
 from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.transport import Edge
 
-__all__ = ["SendNotices"]
-
 _SETTLED_SEGMENTS = 2
 """After this many segments of the schedule with a new kind, including the first, all work has run with it."""
 

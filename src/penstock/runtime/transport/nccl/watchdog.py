@@ -19,8 +19,6 @@ from typing import NamedTuple, Protocol
 
 from penstock.runtime.transport.timeouts import FAST_POLL_SECONDS, POLL_SECONDS, Timeout
 
-__all__ = ["PendingWork", "Watchdog"]
-
 ABORT_SECONDS = 20.0
 """How long the communicators may take to abort."""
 

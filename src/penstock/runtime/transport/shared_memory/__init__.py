@@ -2,5 +2,3 @@
 
 May import ``devices`` and the files of ``transport`` itself. Start reading in ``endpoints.py``.
 """
-
-__all__: list[str] = []

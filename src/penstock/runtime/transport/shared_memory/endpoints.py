@@ -30,8 +30,6 @@ from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, Ri
 from penstock.runtime.transport.timeouts import POLL_SECONDS, SpinPolicy, Timeout
 from penstock.runtime.transport.transport import PendingMessage
 
-__all__ = ["Flusher", "SharedInbox", "SharedOutbox"]
-
 _SPINS_PER_YIELD = 50
 """How often a waiter looks before it lets other threads of its process run."""
 _FLUSH_SECONDS = 200e-6

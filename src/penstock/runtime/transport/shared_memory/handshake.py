@@ -18,8 +18,6 @@ from typing import Any, TypeAlias
 
 from penstock.runtime.transport.run_keys import PROOF_BYTES, RunKey
 
-__all__ = ["LocalPeers", "connect_local_peers"]
-
 _STRANGER_SECONDS = 5.0
 """How long a process that has connected may take for its proof. Others wait meanwhile."""
 _NONCE_BYTES = 16

@@ -31,8 +31,6 @@ from typing import TypeAlias
 
 from penstock.errors import TransportError
 
-__all__ = ["Piece", "RingReader", "RingWriter", "can_share"]
-
 Piece: TypeAlias = tuple[int, int]
 """Memory of this process: its address and its size in bytes."""
 
