@@ -205,7 +205,7 @@ class DrawnLoop:
             with torch.no_grad():
                 prediction = evaluated(x.clone())
                 found.evaluations.append(float(loss_fn(prediction, target)))
-            found.losses.append(float(loss))
+            found.losses.append(float(loss.detach()))
             found.predictions.append(prediction)
         found.state.update(model.state_dict())
         return found

@@ -155,6 +155,9 @@ class FailureBoard:
         self._ended.update(ended or (ranks if len(ranks) == 1 else ()))
         killed, gone = "was probably killed (out of memory?)", "left the training loop earlier"
         what = self.describe_left(left) or f"It {f'{killed} or {gone}' if self.watch.lost else killed}: look at its log"
+        if self.watch.lost and self.watch.call:
+            # The rank that held the store has ended before this one could read why.
+            what = f"{what}. Rank {self._rank} is in {self.watch.call}, which all ranks must call"
         result = TransportError(
             f"{name_ranks(left or ended or ranks)} closed its connection to this rank ({context}). {what}. The "
             f"connection says: {error}"
