@@ -3,7 +3,6 @@
 A loop is a value, `DrawnLoop`, which trains a `DrawnModel` as its user would without Penstock, and through a pipeline.
 """
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -201,11 +200,12 @@ class DrawnLoop:
             loss = loss_fn(torch.cat(outputs), target)
             loss.backward()
             optimizer.step()
-            evaluated = copy.deepcopy(model).eval()
+            model.eval()
             with torch.no_grad():
-                prediction = evaluated(x.clone())
+                prediction = model(x.clone())
                 found.evaluations.append(float(loss_fn(prediction, target)))
             found.losses.append(float(loss.detach()))
+            model.train()
             found.predictions.append(prediction)
         found.state.update(model.state_dict())
         return found

@@ -110,11 +110,11 @@ def _hooked() -> nn.Module:
 def _post_hooked() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
 
-    def halve(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.grad.mul_(0.5)
+    def mark(parameter: Tensor) -> None:
+        layer.bias.has_gradient = True  # type: ignore[attr-defined]
 
-    layer.bias.register_post_accumulate_grad_hook(halve)
+    # It does nothing that depends on how often it is called: once for every microbatch.
+    layer.bias.register_post_accumulate_grad_hook(mark)
     return layer
 
 
