@@ -6,17 +6,20 @@ of Adam, which divides by such gradients.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.rehearsing.training_records import Key, TrainingRecord, ValueKind
+from penstock.rehearsing.training_records import KINDS, Key, TrainingRecord
 
 _MARGIN = 32.0
 """Rounding in another order may do this many times as much as a change of the last bit of the weights."""
+
+Rounding: TypeAlias = Callable[[Key, Any], float]
+"""How far another value may be from that of a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Difference:
     step: int
     """From 0. For values of parameters: the number of the update."""
     kind: str
-    """output, loss, metric, gradient, option, state, parameter or buffer."""
+    """One of `KINDS`."""
     name: str
     expected: float
     """Where the difference is greatest."""
@@ -37,9 +40,10 @@ class Difference:
     """What rounding may make of it."""
 
     def __str__(self) -> str:
-        what = f"the {self.kind} {self.name}".rstrip()
-        where = f"{what} in step {self.step}" if self.kind != "buffer" else f"{what} after step {self.step}"
-        return f"{where} is {self.found:.6g} instead of {self.expected:.6g} (rounding: up to {self.allowed:.1g})"
+        when = "after" if self.kind == "buffer" else "in"
+        where = f"{self.kind} {self.name}".rstrip()
+        found = f"{self.found:.6g} instead of {self.expected:.6g} (rounding: up to {self.allowed:.1g})"
+        return f"the {where} {when} step {self.step} is {found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,96 +58,79 @@ class Comparison:
     """The first one that is no rounding."""
 
 
-class Rounding:
-    """How far values of two trainings may be apart: measured by `loop` and `shaken`, whose weights begin with
-    differences of about `eps`.
-    """
+def measure_rounding(loop: TrainingRecord, shaken: TrainingRecord, eps: float) -> Rounding:
+    """How far values may be apart, by two trainings whose weights begin with differences of about `eps`."""
+    scales: dict[Key, float] = {}
+    for key, value in loop.values.items():
+        scales[_family(key)] = max(scales.get(_family(key), 0.0), _magnitude(value))
 
-    def __init__(self, loop: TrainingRecord, shaken: TrainingRecord, eps: float) -> None:
-        self._loop, self._shaken, self._eps = loop, shaken, eps
-        self._scales: dict[tuple[int, ValueKind, str], float] = {}
-        for key, value in loop.values.items():
-            self._scales[_family(key)] = max(self._scales.get(_family(key), 0.0), _magnitude(value))
-
-    def allowed(self, key: Key, value: Any) -> float:
-        """How far another value may be from `value`, the one of `key`."""
-        scale = max(self._scales.get(_family(key), 0.0), _magnitude(value))
-        if key[1] is ValueKind.OPTION:
+    def allowed(key: Key, value: Any) -> float:
+        scale = max(scales.get(_family(key), 0.0), _magnitude(value))
+        if key[1] == "option":
             return 1e-9 * scale
-        mine, other = self._loop.values.get(key), self._shaken.values.get(key)
-        shaken = 0.0 if mine is None or other is None else _apart(mine, other)[0]
-        return _MARGIN * (self._eps * scale + (shaken if math.isfinite(shaken) else 0.0))
+        moved = _apart(loop.values[key], shaken.values[key])[0] if key in loop.values and key in shaken.values else 0.0
+        return _MARGIN * (eps * scale + (moved if math.isfinite(moved) else 0.0))
+
+    return allowed
 
 
-def compare(names: tuple[str, str], expected: TrainingRecord, found: TrainingRecord, rounding: Rounding) -> Comparison:
-    """The trainings `expected` and `found`, which are called `names`."""
+def compare(before: str, after: str, records: tuple[TrainingRecord, TrainingRecord], rounding: Rounding) -> Comparison:
+    """The `records` of the trainings that are called `before` and `after`."""
     largest, first = 0.0, None
-    for key, mine, other in _pairs(expected, found):
-        size, own, its = _apart(mine, other)
+    for key, mine, other in _pairs(*records):
+        size, expected, found = _apart(mine, other)
         if size == 0.0:
             continue
-        allowed = rounding.allowed(key, mine)
+        allowed = rounding(key, mine)
         largest = max(largest, size / allowed if allowed else math.inf)
         if size > allowed and first is None:
-            kind = key[1].name.lower()
-            first = Difference(step=key[0], kind=kind, name=key[2], expected=own, found=its, size=size, allowed=allowed)
-    return Comparison(*names, largest, first)
+            first = Difference(*key, expected=expected, found=found, size=size, allowed=allowed)
+    return Comparison(before, after, largest, first)
+
+
+def earliest(differences: Iterable[Difference]) -> Difference | None:
+    """The first one, of those of several ranks."""
+    return min(differences, key=lambda found: (found.step, KINDS.index(found.kind)), default=None)
 
 
 def _pairs(expected: TrainingRecord, found: TrainingRecord) -> Iterator[tuple[Key, Any, Any]]:
     """The values that both have, in the order in which a step computes them."""
-    for key in sorted(expected.values, key=lambda key: key[:2]):
+    for key in sorted(expected.values, key=lambda key: (key[0], KINDS.index(key[1]))):
         mine = expected.values[key]
         if key in found.values:
             yield key, mine, found.values[key]
-        elif key[1] is ValueKind.GRADIENT and key[2] in found.updates:
+        elif key[1] == "gradient" and key[2] in found.updates:
             # There was none, or the update was left out.
             yield key, mine, torch.zeros_like(mine)
 
 
-def _family(key: Key) -> tuple[int, ValueKind, str]:
+def _family(key: Key) -> Key:
     """The values whose rounding has one scale: a gradient of zero is the sum of numbers as large as others."""
     number, kind, name = key
-    if kind in (ValueKind.GRADIENT, ValueKind.PARAMETER):
-        return number, kind, ""
-    return number, kind, name.partition(" of ")[0] if kind is ValueKind.STATE else name
+    entry, of, _ = name.partition(" of ")
+    return number, kind, "" if kind in ("gradient", "parameter") else entry if of else name
 
 
 def _magnitude(value: Any) -> float:
-    numbers = _numbers(value)
-    if numbers is None or not numbers.numel():
-        return 0.0
-    return float(numbers.abs().nan_to_num(0.0, posinf=0.0).max())
+    numbers = _numbers(value).abs().nan_to_num(0.0, posinf=0.0)
+    return float(numbers.max()) if numbers.numel() else 0.0
 
 
 def _apart(mine: Any, other: Any) -> tuple[float, float, float]:
     """The greatest difference, and the two numbers that have it."""
     a, b = _numbers(mine), _numbers(other)
-    if a is None and b is None:
-        # Whether other objects are the same is not for `==` to say.
-        plain = isinstance(mine, str | tuple | list)
-        return (0.0 if not plain or mine == other else math.inf), math.nan, math.nan
-    if a is None or b is None or a.shape != b.shape:
-        return math.inf, math.nan, math.nan
+    if a.shape != b.shape or not a.numel():
+        return (0.0 if a.shape == b.shape else math.inf), math.nan, math.nan
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(math.inf))
-    if not apart.numel():
-        return 0.0, math.nan, math.nan
     where = int(apart.argmax())
     return float(apart[where]), float(a[where]), float(b[where])
 
 
-def _numbers(value: Any) -> Tensor | None:
-    """The numbers of a tensor, or the number; None for anything else."""
-    if isinstance(value, Tensor):
-        dense = value.to_dense() if value.layout is not torch.strided else value
-        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-        return real.detach().to("cpu", torch.float64).flatten()
-    if isinstance(value, int | float):
-        return torch.tensor([float(value)], dtype=torch.float64)
-    return None
-
-
-def earliest(differences: Iterable[Difference]) -> Difference | None:
-    """The first one, of those of several ranks."""
-    order = {kind.name.lower(): kind for kind in ValueKind}
-    return min(differences, key=lambda found: (found.step, order[found.kind]), default=None)
+def _numbers(value: Any) -> Tensor:
+    """The numbers of a tensor, of a tuple or a list, or the number; none of anything else."""
+    if not isinstance(value, Tensor):
+        entries = value if isinstance(value, tuple | list) else (value,)
+        return torch.tensor([float(each) for each in entries if isinstance(each, int | float)], dtype=torch.float64)
+    dense = value.to_dense() if value.layout is not torch.strided else value
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return real.detach().to("cpu", torch.float64).flatten()

@@ -4,35 +4,37 @@ The two ends of the way are compared first. Only where they differ, the training
 does one thing more as the pipeline does it. So the first pair that differs names the cause.
 """
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, assert_never
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from penstock.arguments import FLAG, Rule, check_arguments, integer
+from penstock.capturing.preservation import kept_generators
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, RehearsalError
-from penstock.pipeline import Pipeline
 from penstock.rehearsing.causes import SIDE_WAYS, Rung, explain
-from penstock.rehearsing.differences import Comparison, Difference, Rounding, compare, earliest
+from penstock.rehearsing.differences import Comparison, Difference, Rounding, compare, earliest, measure_rounding
 from penstock.rehearsing.first_looks import FirstLook, look
-from penstock.rehearsing.setups import Setup, dropout_rates, kept_generators, read_setup
+from penstock.rehearsing.setups import Setup, read_setup
 from penstock.rehearsing.training_records import TrainingRecord
-from penstock.rehearsing.trainings import as_module, train_by_chain, train_by_loop, train_by_pipeline
+from penstock.rehearsing.trainings import Batch, train_by_chain, train_by_loop, train_by_pipeline
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.training.user_microbatches import Microbatches
 from penstock.values.plans import Plan, require_schedule
 
 _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
-_LEFT_OUT = ("compile", "parallelize", "tensor_parallel", "init_fn", "on_nonfinite")
+_LEFT_OUT = ("compile", "parallelize", "tensor_parallel", "init_fn", "on_nonfinite", "resume")
 """Options of `Pipeline` that rehearsals do without."""
 _OTHER_NUMBERS = ("wire_dtype", "version_dtype", "update_hooks", "scale_learning_rates", "vertical_sync")
 """Options that have other numbers than a plain loop on purpose: they are judged beside `reference_train`."""
+
+Training: TypeAlias = Callable[[Mapping[str, Any], Sequence[Batch]], TrainingRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +88,15 @@ def rehearse(
     the errors of `Pipeline`. The model, the generators of random numbers and the optimizers stay as they are.
     """
     check_arguments("rehearse", locals(), _RULES)
-    with kept_generators():
-        setup = read_setup(model, batches, steps, arguments)
-        _check_names(setup.make())
-        setup, seen = _widest(setup)
+    # The first gives back the generators of all devices, the second those of NumPy and Python.
+    with torch.random.fork_rng(), kept_generators(()):
+        setup, seen = _widest(read_setup(model, batches, steps, arguments))
+        cut = any(isinstance(inputs, Microbatches) for inputs, _ in setup.batches)
         world = join_world()
         try:
-            return _Rehearsing(setup, seen, world, accumulation).run()
+            return _Rehearsing(setup, seen, world, whole=not (accumulation or cut or seen.draws)).run()
         finally:
             world.leave()
-
-
-def _check_names(arguments: Mapping[str, Any]) -> None:
-    known = set(inspect.signature(Pipeline).parameters)
-    for name in arguments:
-        if name not in known:
-            raise PenstockError(f"rehearse({name}=): expected an argument of Pipeline, found another name: correct it")
 
 
 def _widest(setup: Setup) -> tuple[Setup, FirstLook]:
@@ -129,94 +124,102 @@ class _Rehearsing:
     setup: Setup
     seen: FirstLook
     world: World
-    accumulation: bool
-    parts: int = 1
-    """The microbatches of a step."""
-    twin: dict[str, Any] = field(default_factory=dict)
-    """The arguments that make the pipeline one that flushes, and has the numbers of a plain loop."""
-    plan: Plan | None = None
-    """That of the last pipeline."""
+    whole: bool
+    """Whether the loop has the whole batch at once."""
+    ways: dict[Rung, tuple[Training, dict[str, Any]]] = field(default_factory=dict)
+    """How each training is made, and the arguments that it has in place of the user's."""
     made: dict[Rung, TrainingRecord] = field(default_factory=dict)
     compared: list[Comparison] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
 
     def run(self) -> Rehearsal:
         given = self.setup.fresh()
-        differs = self._choose(given)
-        base = Rung.LOOP if self._whole() else Rung.ACCUMULATION
-        loop = self._record(base)
-        self._require([base, Rung.AGAIN], Rounding(loop, loop, self.seen.eps))
-        rounding = Rounding(loop, self._train(base, shaken=self.seen.eps), self.seen.eps)
-        for rungs in self._ladders(base):
-            self._require(rungs, rounding)
+        parts, differs = self._plan_trainings(given)
+        self._note_limits(given, parts)
+        base = Rung.LOOP if self.whole else Rung.ACCUMULATION
+        loop, eps = self._record(base), self.seen.eps
+        self._require([base, Rung.AGAIN], measure_rounding(loop, loop, eps))
+        rounding = measure_rounding(loop, self._train(base, shaken=eps), eps)
+        alone = self.world.processes == 1
+        way = {
+            base: True,
+            Rung.ACCUMULATION: parts > 1 or not self.whole,
+            Rung.CHAIN: not self.seen.loss_reads,
+            Rung.ONE_STAGE: alone,
+            Rung.STAGES: True,
+        }
+        if not self.seen.draws:
+            self._require([rung for rung, is_made in way.items() if is_made], rounding)
+        elif alone:
+            # Layers of a pipeline draw numbers of their own, unless it has no seed.
+            self._require([base, Rung.UNSEEDED], rounding)
+            self._require([Rung.ONE_STAGE, Rung.STAGES], rounding)
         if differs:
             # The oracle takes the plan of the pipeline.
-            self._record(Rung.AS_GIVEN)
+            self.ways[Rung.DELAYED] = train_by_chain, {"plan": self._record(Rung.AS_GIVEN).plan}
             self._require([Rung.DELAYED, Rung.AS_GIVEN], rounding)
         return self._result()
 
-    def _choose(self, given: Mapping[str, Any]) -> bool:
-        """Sets `parts` and `twin`. Returns whether the pipeline of the user has other numbers than its twin."""
+    def _plan_trainings(self, given: Mapping[str, Any]) -> tuple[int, bool]:
+        """Sets `ways`. Returns the microbatches of a step, and whether the user's pipeline has other numbers than a
+        plain loop on purpose: the others flush, and go without such options.
+        """
         plan: Any = given.get("plan")
         planned = isinstance(plan, Plan)
         definition = plan.definition if planned else require_schedule(given.get("schedule") or DEFAULT_SCHEDULE)
-        self.parts = plan.microbatches if planned else given.get("microbatches") or 1
-        stages = len(plan.stages) if planned else given.get("stages")
-        if stages is None and self.world.processes == 1:
-            stages = 2
-        self.twin = {"wire_dtype": None, "version_dtype": None, "update_hooks": (), "vertical_sync": False}
-        self.twin["scale_learning_rates"] = False
-        if not (planned and definition.flushes):
-            schedule = definition if definition.flushes else DEFAULT_SCHEDULE
-            self.twin |= {"plan": None, "stages": stages, "microbatches": self.parts, "schedule": schedule}
-        self._note_limits(given)
-        return not definition.flushes or any(given.get(name) for name in _OTHER_NUMBERS)
+        parts = plan.microbatches if planned else given.get("microbatches") or 1
+        stages = len(plan.stages) if planned else given.get("stages") or (2 if self.world.processes == 1 else None)
+        plain = dict.fromkeys(_OTHER_NUMBERS) | {
+            "update_hooks": (),
+            "vertical_sync": False,
+            "scale_learning_rates": False,
+        }
+        twin = {**plain, "plan": None, "stages": stages, "microbatches": parts}
+        twin["schedule"] = definition if definition.flushes else DEFAULT_SCHEDULE
+        one = {**twin, "stages": 1, "schedule": DEFAULT_SCHEDULE}
+        whole, cut = {"microbatches": 1}, {"microbatches": parts}
+        self.ways = {
+            Rung.LOOP: (train_by_loop, whole),
+            Rung.AGAIN: (train_by_loop, whole if self.whole else cut),
+            Rung.ACCUMULATION: (train_by_loop, cut),
+            Rung.CHAIN: (train_by_chain, one),
+            Rung.UNSEEDED: (train_by_pipeline, {**one, "seed": None}),
+            Rung.ONE_STAGE: (train_by_pipeline, one),
+            Rung.STAGES: (train_by_pipeline, plain if planned and definition.flushes else twin),
+            Rung.AS_GIVEN: (train_by_pipeline, {} if planned else {"plan": None, "stages": stages}),
+        }
+        return parts, not definition.flushes or any(given.get(name) for name in _OTHER_NUMBERS)
 
-    def _note_limits(self, given: Mapping[str, Any]) -> None:
-        read = ", ".join(self.seen.read_by_loss[:1])
+    def _note_limits(self, given: Mapping[str, Any], parts: int) -> None:
         left_out = [f"{name}=" for name in _LEFT_OUT if given.get(name)]
-        planned = isinstance(given.get("plan"), Plan | None)
         notes = {
-            "the plan that is measured: stages of equal work instead": not planned,
+            "the plan that is measured: stages of equal work instead": not isinstance(given.get("plan"), Plan | None),
             f"{', '.join(left_out)}, left out": bool(left_out),
-            "dropout, switched off": bool(dropout_rates(as_module(self.setup.make()["model"]))),
-            "the whole batch at once, since the model draws random numbers": self.seen.draws and self.parts > 1,
-            f"{read}, which the loss reads, where another process has it": bool(read) and self.world.processes == 1,
+            "dropout, switched off": self.setup.drops,
+            "the whole batch at once, since the model draws random numbers": self.seen.draws and parts > 1,
             "the types of the training: its copies are float64": self.setup.widened,
             "several processes: call it under torchrun, too": self.world.processes == 1,
             "what your loop does between steps, with .grad or with the options of the optimizer": True,
         }
         self.not_judged += [text for text, holds in notes.items() if holds]
 
-    def _whole(self) -> bool:
-        """Whether the loop has the whole batch at once."""
-        cut = any(isinstance(inputs, Microbatches) for inputs, _ in self.setup.batches)
-        return not (self.accumulation or cut or self.seen.draws)
-
-    def _ladders(self, base: Rung) -> list[list[Rung]]:
-        """Ways from one training to another that should have its numbers."""
-        alone = self.world.processes == 1
-        chain = [] if self.seen.read_by_loss or self.seen.draws else [Rung.CHAIN]
-        if self.seen.draws:
-            # Layers of a pipeline draw numbers of their own, unless it has no seed.
-            return [[base, Rung.UNSEEDED], [Rung.ONE_STAGE, Rung.STAGES]] if alone else []
-        accumulation = [Rung.ACCUMULATION] if base is Rung.LOOP and self.parts > 1 else []
-        return [[base, *accumulation, *chain, *([Rung.ONE_STAGE] if alone else []), Rung.STAGES]]
-
     def _require(self, rungs: Sequence[Rung], rounding: Rounding) -> None:
         """Compares the ends of `rungs`, and every pair of them if these differ. Raises `RehearsalError` then."""
         ends = self._compare(rungs[0], rungs[-1], rounding)
-        self.compared.append(ends)
+        steps = {rungs[-1]: ends}
+        if ends.difference is not None and len(rungs) > 2:
+            usable = []
+            for rung in rungs:
+                # What the pipeline takes, others may refuse.
+                with suppress(PenstockError):
+                    self._record(rung)
+                    usable.append(rung)
+            steps = {after: self._compare(before, after, rounding) for before, after in pairwise(usable)}
+        self.compared += steps.values()
         if ends.difference is None:
             return
-        steps = [(rungs[-1], ends)]
-        if len(rungs) > 2:
-            usable = [rung for rung in rungs if self._is_made(rung)]
-            steps = [(after, self._compare(before, after, rounding)) for before, after in pairwise(usable)]
-        self.compared[-1:] = [comparison for _, comparison in steps]
-        rung, found = next(((rung, step) for rung, step in steps if step.difference is not None), (rungs[-1], ends))
-        assert found.difference is not None
-        cause = explain(rung, found.difference, self.seen, self.setup)
+        rung, found = next(((rung, step) for rung, step in steps.items() if step.difference), (rungs[-1], ends))
+        cause = explain(rung, (found.difference or ends.difference).kind, self.setup)
         result = replace(self._result(), cause=cause)
         raise RehearsalError(
             f"the numbers of {found.after} are not those of {found.before}. First {found.difference}\n"
@@ -230,50 +233,23 @@ class _Rehearsing:
 
     def _compare(self, before: Rung, after: Rung, rounding: Rounding) -> Comparison:
         """Collective: the first difference on any rank."""
-        one, other = self._record(before), self._record(after)
-        found = compare((before.value, after.value), one, other, rounding)
+        records = self._record(before), self._record(after)
+        found = compare(before.value, after.value, records, rounding)
         mine = (found.largest, None if found.difference is None else astuple(found.difference))
         gathered = self.world.gather(mine, "comparing its trainings")
         differences = [Difference(*fields) for _, fields in gathered if fields is not None]
         return replace(found, largest=max(largest for largest, _ in gathered), difference=earliest(differences))
 
-    def _is_made(self, rung: Rung) -> bool:
-        """Whether `rung` can be trained: what the pipeline takes, others may refuse."""
-        try:
-            self._record(rung)
-        except PenstockError:
-            return False
-        return True
-
     def _record(self, rung: Rung) -> TrainingRecord:
         if rung not in self.made:
-            with _explained(rung):
-                self.made[rung] = self._train(rung)
+            self.made[rung] = self._train(rung)
         return self.made[rung]
 
     def _train(self, rung: Rung, shaken: float = 0.0) -> TrainingRecord:
-        given = {name: value for name, value in self.setup.fresh(shaken).items() if name not in _LEFT_OUT}
-        one = {"plan": None, "schedule": DEFAULT_SCHEDULE, "stages": 1, "microbatches": self.parts}
-        match rung:
-            case Rung.LOOP | Rung.AGAIN | Rung.ACCUMULATION:
-                whole = rung is Rung.LOOP or (rung is Rung.AGAIN and self._whole())
-                return train_by_loop(given, self.setup.batches, 1 if whole else self.parts)
-            case Rung.CHAIN:
-                return train_by_chain({**given, **self.twin, **one}, self.setup.batches)
-            case Rung.DELAYED:
-                return train_by_chain(given, self.setup.batches, self.plan)
-            case Rung.UNSEEDED:
-                given |= {**self.twin, **one, "seed": None}
-            case Rung.ONE_STAGE:
-                given |= {**self.twin, **one}
-            case Rung.STAGES:
-                given |= self.twin
-            case Rung.AS_GIVEN:
-                given |= {} if isinstance(given.get("plan"), Plan) else {"plan": None, "stages": self.twin["stages"]}
-            case _:
-                assert_never(rung)
-        record, self.plan = train_by_pipeline(given, self.setup.batches)
-        return record
+        train, changes = self.ways[rung]
+        with _explained(rung):
+            given = {name: value for name, value in self.setup.fresh(shaken).items() if name not in _LEFT_OUT}
+            return train(given | changes, self.setup.batches)
 
 
 @contextmanager

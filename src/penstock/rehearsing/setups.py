@@ -1,9 +1,9 @@
 """Fresh copies of a training: the model with the functions that belong to it, its batches, and its random numbers."""
 
 import copy
+import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from penstock.arguments import text_of
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
 from penstock.errors import PenstockError
+from penstock.pipeline import Pipeline
 from penstock.rehearsing.trainings import Batch, as_module
 from penstock.torch_internals.pytrees import tree_map_only
 from penstock.training.losses import model_loss
@@ -31,24 +32,26 @@ class Setup:
     """A training that can be begun any number of times."""
 
     make: Callable[[], Mapping[str, Any]]
-    """Makes the arguments of `Pipeline`."""
+    """Makes the arguments of `Pipeline`, and maybe batches."""
     batches: tuple[Batch, ...]
     remade: bool
     """Whether a function of the user's makes them; otherwise they are deep copies."""
+    drops: bool
+    """Whether there is dropout, which fresh copies do without."""
     widened: bool = False
     """Whether the copies are float64."""
 
     def fresh(self, shaken: float = 0.0) -> dict[str, Any]:
         """The arguments of a training that is about to begin: its weights times 1 + `shaken` or 1 - `shaken`."""
         _seed(0)
-        given = dict(self.make())
+        given = {name: value for name, value in self.make().items() if name != "batches"}
         module = as_module(given["model"])
         if self.widened:
             module.double()
             given["sample"] = _widen(given["sample"])
             if isinstance(given["loss_fn"], nn.Module):
                 given["loss_fn"].double()
-        for inner, name in dropout_rates(module):
+        for inner, name in _dropout_rates(module):
             setattr(inner, name, 0.0)
         with torch.no_grad():
             for parameter in module.parameters() if shaken else ():
@@ -64,11 +67,11 @@ class Setup:
 
 def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any]) -> Setup:
     """The training that was passed to `rehearse`. Raises `PenstockError` unless it is whole."""
-    makes = callable(model) and not isinstance(model, nn.Module | type)
-    given = {**arguments, "model": model}
+    remade = callable(model) and not isinstance(model, nn.Module | type)
 
     def make() -> dict[str, Any]:
-        if makes:
+        given = {**arguments, "model": model}
+        if remade:
             made = model()
             return {**given, **(made if isinstance(made, Mapping) else {"model": made})}
         memo: dict[int, Any] = {}
@@ -82,22 +85,28 @@ def read_setup(model: Any, batches: Any, steps: int, arguments: Mapping[str, Any
     _seed(0)
     first = make()
     check_model(first["model"], "rehearse")
-    missing = [name for name in ("model", "sample", "loss_fn", "optimizer") if name not in first]
-    found = batches if batches is not None else first.pop("batches", None)
-    if missing or not isinstance(found, Iterable) or isinstance(found, str | Mapping | Tensor):
-        wanted = f"{missing[0]}=" if missing else f"batches, found {text_of(found)}"
-        raise PenstockError(
-            f"rehearse: expected {wanted}: pass rehearse(model, batches, sample=..., loss_fn=..., optimizer=...), with "
-            "the arguments of Pipeline, and pairs (inputs, target) as batches; or a function that returns all in a dict"
-        )
-    kept = tuple(_pair(batch, first["loss_fn"] is model_loss) for batch in islice(found, steps))
+    found: Any = batches if batches is not None else first.get("batches")
+    _check_names(first, found)
+    own_target = first["loss_fn"] is model_loss
+    kept = tuple(_pair(batch, own_target) for batch in islice(found, steps))
     if not kept:
         raise PenstockError("rehearse(batches=): expected at least one batch, found none: pass what a step takes")
 
-    def make_arguments() -> dict[str, Any]:
-        return {name: value for name, value in make().items() if name not in ("batches", "resume")}
+    return Setup(make, kept, remade, drops=bool(_dropout_rates(as_module(first["model"]))))
 
-    return Setup(make_arguments, kept, remade=makes)
+
+def _check_names(given: Mapping[str, Any], batches: Any) -> None:
+    known = inspect.signature(Pipeline).parameters
+    wrong = [f"an argument of Pipeline, found {name}=" for name in given if name not in (*known, "batches")]
+    wrong += [f"{name}=" for name in ("sample", "loss_fn", "optimizer") if name not in given]
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping | Tensor):
+        wrong.append(f"batches, found {text_of(batches)}")
+    if wrong:
+        raise PenstockError(
+            f"rehearse: expected {wrong[0]}: pass rehearse(model, batches, sample=..., loss_fn=..., optimizer=...), "
+            "with the arguments of Pipeline, and pairs (inputs, target) as batches; or a function that returns all in "
+            "a dict"
+        )
 
 
 def _pair(batch: Any, own_target: bool) -> Batch:
@@ -114,7 +123,7 @@ def _widen(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
 
 
-def dropout_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
+def _dropout_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The attributes of modules in `model` that are rates of dropout above 0."""
     return [
         (module, name)
@@ -129,27 +138,3 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def generator_states() -> str:
-    """The states of the generators of random numbers, to see whether something draws."""
-    tensors = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]  # type: ignore[no-untyped-call]
-    return repr(
-        (
-            random.getstate(),
-            numpy.random.get_state(legacy=False)["state"]["key"].tolist(),
-            [state.tolist() for state in tensors],
-        )
-    )
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Gives the generators of random numbers back as they were."""
-    own, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(own)
-            numpy.random.set_state(arrays)

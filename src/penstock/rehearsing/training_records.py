@@ -5,31 +5,20 @@ training makes its updates at once or stage by stage.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.training.optimizers import MakeOptimizer, NamedParameters
+from penstock.values.plans import Plan
 
+KINDS = ("output", "loss", "metric", "gradient", "option", "state", "parameter", "buffer")
+"""What a value is, in the order in which a step computes them. Options and state are those of the optimizers."""
 
-class ValueKind(IntEnum):
-    """What a value is, in the order in which a step computes them."""
-
-    OUTPUT = 0
-    LOSS = 1
-    METRIC = 2
-    GRADIENT = 3
-    OPTION = 4
-    STATE = 5
-    PARAMETER = 6
-    BUFFER = 7
-
-
-Key: TypeAlias = tuple[int, ValueKind, str]
+Key: TypeAlias = tuple[int, str, str]
 """The step or update, from 0; the kind of the value; and its name."""
 
 
@@ -40,6 +29,8 @@ class TrainingRecord:
     values: dict[Key, Any] = field(default_factory=dict)
     updates: dict[str, int] = field(default_factory=dict)
     """By the name of a parameter that has an optimizer, the number of its updates so far."""
+    plan: Plan | None = None
+    """That of a pipeline."""
 
     def watching(self, make: MakeOptimizer) -> MakeOptimizer:
         """`make`, whose optimizers are recorded: gradients and options before every update, weights and state after."""
@@ -61,34 +52,31 @@ class TrainingRecord:
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             stepped.clear()
             for group in optimizer.param_groups:
-                options = {name: value for name, value in group.items() if name != "params"}
+                options = {option: value for option, value in group.items() if option != "params"}
                 for parameter in group["params"]:
                     name = names.get(id(parameter))
                     if name is not None and parameter.grad is not None:
                         stepped[name] = parameter
-                        self._note(name, ValueKind.GRADIENT, {"": parameter.grad})
-                        self._note(name, ValueKind.OPTION, options)
+                        self.note(self.updates[name], "gradient", name, parameter.grad)
+                        for option, value in options.items():
+                            self.note(self.updates[name], "option", f"{option} of {name}", value)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for name, parameter in stepped.items():
-                self._note(name, ValueKind.STATE, optimizer.state.get(parameter, {}))
-                self._note(name, ValueKind.PARAMETER, {"": parameter})
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    self.note(self.updates[name], "state", f"{entry} of {name}", value)
+                self.note(self.updates[name], "parameter", name, parameter)
                 self.updates[name] += 1
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
-    def _note(self, name: str, kind: ValueKind, entries: Mapping[str, Any]) -> None:
-        for entry, value in entries.items():
-            self.note(self.updates[name], kind, f"{entry} of {name}" if entry else name, value)
-
-    def note(self, number: int, kind: ValueKind, name: str, value: Any) -> None:
+    def note(self, number: int, kind: str, name: str, value: Any) -> None:
         """Adds a copy of `value`."""
         self.values[number, kind, name] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
-    def finish(self, steps: int, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Adds what the model holds after the last of `steps`."""
-        for name, tensor in parameters.items():
-            self.note(max(steps, self.updates.get(name, 0)) - 1, ValueKind.PARAMETER, name, tensor)
-        for name, tensor in buffers.items():
-            self.note(steps - 1, ValueKind.BUFFER, name, tensor)
+    def finish(self, steps: int, parameters: Collection[str], state: Mapping[str, Tensor]) -> None:
+        """Adds what the model holds after the last of `steps`: the `parameters` in `state`, and buffers."""
+        for name, tensor in state.items():
+            last = max(steps, self.updates.get(name, 0)) if name in parameters else steps
+            self.note(last - 1, "parameter" if name in parameters else "buffer", name, tensor)

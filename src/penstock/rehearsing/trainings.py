@@ -4,7 +4,8 @@ Each takes the arguments of `Pipeline` as a dict, whose model it trains in place
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,23 +13,18 @@ from torch import Tensor, nn
 
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import flatten, read_sample
-from penstock.oracle.batches import ReferenceMicrobatch, cut
+from penstock.oracle.batches import cut
 from penstock.oracle.references import reference_train
 from penstock.pipeline import Pipeline
-from penstock.rehearsing.training_records import TrainingRecord, ValueKind
+from penstock.rehearsing.training_records import TrainingRecord
 from penstock.training.losses import amount_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
-from penstock.values.plans import Plan
+from penstock.training.user_microbatches import Microbatches
 
 Batch: TypeAlias = tuple[Any, Any]
 """What `Pipeline.step` takes."""
-
-
-def recipe_of(given: Mapping[str, Any]) -> Recipe:
-    """The options among the arguments `given` to `Pipeline`."""
-    return Recipe(**{name: value for name, value in given.items() if name in Recipe.__dataclass_fields__})
 
 
 def as_module(model: Any) -> nn.Module:
@@ -36,6 +32,11 @@ def as_module(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     return nn.ModuleDict({str(index): layer for index, layer in enumerate(model) if isinstance(layer, nn.Module)})
+
+
+def recipe_of(given: Mapping[str, Any]) -> Recipe:
+    """The options among the arguments `given` to `Pipeline`."""
+    return Recipe(**{name: value for name, value in given.items() if name in Recipe.__dataclass_fields__})
 
 
 def call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> Any:
@@ -50,88 +51,93 @@ def call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> A
     return found
 
 
-def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch], parts: int) -> TrainingRecord:
-    """The training as a user of PyTorch writes it, with the gradients of `parts` microbatches added up."""
-    recipe, model, record = recipe_of(given), given["model"], TrainingRecord()
-    module = as_module(model)
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A microbatch in a loop of PyTorch, before its backward."""
+
+    samples: int
+    weight: float
+    """Its part of the mean over the batch."""
+    outputs: list[Tensor]
+    """Copies of the tensors that the model returned: a loss may change what it reads."""
+    ends: list[Any]
+    """Their nodes in the graph of autograd."""
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def forwards(given: Mapping[str, Any], batch: Batch) -> Iterator[Forward]:
+    """The microbatches of `batch`, one after the other: ``microbatches=``, or those that the user has cut."""
+    recipe, model, (inputs, target) = recipe_of(given), given["model"], batch
+    _, spec = read_sample(given["sample"])
+    count = len(inputs.inputs) if isinstance(inputs, Microbatches) else given["microbatches"]
+    pieces = cut(spec, inputs, target, count, own_target=recipe.reads_model_loss)
+    amounts = [amount_of(recipe.loss_weight, piece.target, piece.size) for piece in pieces]
+    for piece, amount in zip(pieces, amounts, strict=True):
+        with recipe.autocast_context(first_device(model)):
+            output = call_model(model, spec, piece.values)
+            leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+            copies, ends = [leaf.detach().clone() for leaf in leaves], [leaf.grad_fn for leaf in leaves]
+            loss, metrics = compute_loss(recipe.loss_fn, output, piece.target)
+        yield Forward(piece.size, amount / (sum(amounts) or 1.0), copies, ends, loss, metrics)
+
+
+def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
+    """The training as a user of PyTorch writes it, with the gradients of microbatches added up."""
+    recipe, module, record = recipe_of(given), as_module(given["model"]), TrainingRecord()
     named = dict(module.named_parameters())
     optimizers = make_optimizers(record.watching(recipe.optimizer), named)
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
-    _, spec = read_sample(given["sample"])
-    for number, (inputs, target) in enumerate(batches):
-        for parameter in named.values():
-            parameter.grad = None
-        _compute_gradients(given, number, cut(spec, inputs, target, parts, own_target=recipe.reads_model_loss), record)
+    for number, batch in enumerate(batches):
+        module.zero_grad()
+        _compute_gradients(forwards(given, batch), number, record)
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(named.values(), recipe.clip_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    record.finish(len(batches), named, dict(module.named_buffers()))
+    record.finish(len(batches), named, {**named, **dict(module.named_buffers())})
     return record
 
 
-def _compute_gradients(
-    given: Mapping[str, Any], number: int, pieces: Sequence[ReferenceMicrobatch], record: TrainingRecord
-) -> None:
-    """Forwards and backwards of step `number`; its outputs, loss and metrics are recorded."""
-    recipe, model = recipe_of(given), given["model"]
-    _, spec = read_sample(given["sample"])
-    amounts = [amount_of(recipe.loss_weight, piece.target, piece.size) for piece in pieces]
-    weights = [amount / (sum(amounts) or 1.0) for amount in amounts]
-    means: dict[str, float] = {}
+def _compute_gradients(step: Iterator[Forward], number: int, record: TrainingRecord) -> None:
+    """The backwards of `step`; its outputs, loss and metrics are recorded."""
     outputs = []
-    for piece, weight in zip(pieces, weights, strict=True):
-        with recipe.autocast_context(first_device(model)):
-            output = call_model(model, spec, piece.values)
-            # A loss that changes what it reads does so after this.
-            outputs.append([leaf.detach().clone() if isinstance(leaf, Tensor) else None for leaf in flatten(output)[0]])
-            loss, metrics = compute_loss(recipe.loss_fn, output, piece.target)
-        if loss.requires_grad:
-            loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
-        for name, value in {"": loss.detach(), **metrics}.items():
-            means[name] = means.get(name, 0.0) + float(value) * weight
+    for forward in step:
+        if forward.loss.requires_grad:
+            forward.loss.backward(torch.full_like(forward.loss, forward.weight))  # type: ignore[no-untyped-call]
+        for name, value in {"": forward.loss.detach(), **forward.metrics}.items():
+            key = number, "metric" if name else "loss", name
+            record.values[key] = record.values.get(key, 0.0) + float(value) * forward.weight
+        outputs.append([leaf if leaf.shape[:1] == (forward.samples,) else None for leaf in forward.outputs])
     for index, column in enumerate(zip(*outputs, strict=False)):
-        rows = [leaf for leaf, piece in zip(column, pieces, strict=True) if _has_rows(leaf, piece.size)]
-        if len(rows) == len(pieces) and len({leaf.shape[1:] for leaf in rows}) == 1:
-            record.note(number, ValueKind.OUTPUT, f"{index}", torch.cat(rows))
-    for name, mean in means.items():
-        record.note(number, ValueKind.METRIC if name else ValueKind.LOSS, name, mean)
+        rows = [leaf for leaf in column if leaf is not None]
+        if len(rows) == len(outputs) and len({leaf.shape[1:] for leaf in rows}) == 1:
+            record.note(number, "output", f"{index}", torch.cat(rows))
 
 
-def _has_rows(leaf: Tensor | None, samples: int) -> bool:
-    return leaf is not None and leaf.ndim > 0 and leaf.shape[0] == samples
-
-
-def train_by_chain(given: Mapping[str, Any], batches: Sequence[Batch], plan: Plan | None = None) -> TrainingRecord:
-    """The training of the captured chain in one loop, by `reference_train`. `plan`: that of a pipeline."""
+def train_by_chain(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
+    """The training of the captured chain in one loop, by `reference_train`."""
     record = TrainingRecord()
-    known = inspect.signature(reference_train).parameters
-    options = {name: value for name, value in given.items() if name in known and name != "batches"}
-    options |= {"optimizer": record.watching(given["optimizer"]), "plan": plan}
-    found = reference_train(batches=batches, **options)
+    known = inspect.signature(reference_train).parameters.keys() - {"batches", "optimizer"}
+    options = {name: value for name, value in given.items() if name in known}
+    found = reference_train(batches=batches, optimizer=record.watching(given["optimizer"]), **options)
     for number, loss in enumerate(found.losses):
-        record.note(number, ValueKind.LOSS, "", loss)
-    _finish(record, len(batches), given["model"], found.state)
+        record.note(number, "loss", "", loss)
+    record.finish(len(batches), dict(as_module(given["model"]).named_parameters()), found.state)
     return record
 
 
-def train_by_pipeline(given: Mapping[str, Any], batches: Sequence[Batch]) -> tuple[TrainingRecord, Plan]:
-    """The training in a pipeline, and its plan."""
+def train_by_pipeline(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
+    """The training in a pipeline."""
     record = TrainingRecord()
     with Pipeline(**{**given, "optimizer": record.watching(given["optimizer"])}) as pipe:
         results = [pipe.step(inputs, target) for inputs, target in batches]
         pipe.drain()
         for number, result in enumerate(results):
-            record.note(number, ValueKind.LOSS, "", float(result.loss))
-            for name, value in result.metrics.items():
-                record.note(number, ValueKind.METRIC, name, value)
-        _finish(record, len(batches), given["model"], pipe.state_dict()["model"])
-        return record, pipe.plan
-
-
-def _finish(record: TrainingRecord, steps: int, model: Any, state: Mapping[str, Tensor]) -> None:
-    named = dict(as_module(model).named_parameters())
-    buffers = {name: tensor for name, tensor in state.items() if name not in named}
-    record.finish(steps, {name: tensor for name, tensor in state.items() if name in named}, buffers)
+            for name, value in {"": float(result.loss), **result.metrics}.items():
+                record.note(number, "metric" if name else "loss", name, value)
+        record.finish(len(batches), dict(as_module(given["model"]).named_parameters()), pipe.state_dict()["model"])
+        record.plan = pipe.plan
+    return record
