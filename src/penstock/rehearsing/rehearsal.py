@@ -18,10 +18,16 @@ from penstock.capturing.preservation import kept_generators
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, RehearsalError
 from penstock.rehearsing.causes import SIDE_WAYS, Rung, explain
-from penstock.rehearsing.differences import Comparison, Difference, Rounding, compare, earliest, measure_rounding
-from penstock.rehearsing.first_looks import FirstLook, look
-from penstock.rehearsing.setups import Setup, read_setup
-from penstock.rehearsing.training_records import TrainingRecord
+from penstock.rehearsing.setups import FirstLook, Setup, look, read_setup
+from penstock.rehearsing.training_records import (
+    Comparison,
+    Difference,
+    Rounding,
+    TrainingRecord,
+    compare,
+    earliest,
+    measure_rounding,
+)
 from penstock.rehearsing.trainings import Batch, train_by_chain, train_by_loop, train_by_pipeline
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -31,8 +37,14 @@ from penstock.values.plans import Plan, require_schedule
 _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
 _LEFT_OUT = ("compile", "parallelize", "tensor_parallel", "init_fn", "on_nonfinite", "resume")
 """Options of `Pipeline` that rehearsals do without."""
-_OTHER_NUMBERS = ("wire_dtype", "version_dtype", "update_hooks", "scale_learning_rates", "vertical_sync")
-"""Options that have other numbers than a plain loop on purpose: they are judged beside `reference_train`."""
+_OTHER_NUMBERS: Mapping[str, Any] = {
+    "wire_dtype": None,
+    "version_dtype": None,
+    "update_hooks": (),
+    "scale_learning_rates": False,
+    "vertical_sync": False,
+}
+"""Options that change numbers on purpose, left out beside a plain loop: they are judged beside `reference_train`."""
 
 Training: TypeAlias = Callable[[Mapping[str, Any], Sequence[Batch]], TrainingRecord]
 
@@ -126,7 +138,7 @@ class _Rehearsing:
     world: World
     whole: bool
     """Whether the loop has the whole batch at once."""
-    ways: dict[Rung, tuple[Training, dict[str, Any]]] = field(default_factory=dict)
+    ways: dict[Rung, tuple[Training, Mapping[str, Any]]] = field(default_factory=dict)
     """How each training is made, and the arguments that it has in place of the user's."""
     made: dict[Rung, TrainingRecord] = field(default_factory=dict)
     compared: list[Comparison] = field(default_factory=list)
@@ -169,12 +181,7 @@ class _Rehearsing:
         definition = plan.definition if planned else require_schedule(given.get("schedule") or DEFAULT_SCHEDULE)
         parts = plan.microbatches if planned else given.get("microbatches") or 1
         stages = len(plan.stages) if planned else given.get("stages") or (2 if self.world.processes == 1 else None)
-        plain = dict.fromkeys(_OTHER_NUMBERS) | {
-            "update_hooks": (),
-            "vertical_sync": False,
-            "scale_learning_rates": False,
-        }
-        twin = {**plain, "plan": None, "stages": stages, "microbatches": parts}
+        twin = {**_OTHER_NUMBERS, "plan": None, "stages": stages, "microbatches": parts}
         twin["schedule"] = definition if definition.flushes else DEFAULT_SCHEDULE
         one = {**twin, "stages": 1, "schedule": DEFAULT_SCHEDULE}
         whole, cut = {"microbatches": 1}, {"microbatches": parts}
@@ -185,7 +192,7 @@ class _Rehearsing:
             Rung.CHAIN: (train_by_chain, one),
             Rung.UNSEEDED: (train_by_pipeline, {**one, "seed": None}),
             Rung.ONE_STAGE: (train_by_pipeline, one),
-            Rung.STAGES: (train_by_pipeline, plain if planned and definition.flushes else twin),
+            Rung.STAGES: (train_by_pipeline, _OTHER_NUMBERS if planned and definition.flushes else twin),
             Rung.AS_GIVEN: (train_by_pipeline, {} if planned else {"plan": None, "stages": stages}),
         }
         return parts, not definition.flushes or any(given.get(name) for name in _OTHER_NUMBERS)
@@ -249,7 +256,7 @@ class _Rehearsing:
         train, changes = self.ways[rung]
         with _explained(rung):
             given = {name: value for name, value in self.setup.fresh(shaken).items() if name not in _LEFT_OUT}
-            return train(given | changes, self.setup.batches)
+            return train({**given, **changes}, self.setup.batches)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Fresh copies of a training: the model with the functions that belong to it, its batches, and its random numbers."""
+"""Fresh copies of a training: the model, its functions, batches and random numbers; and a first look at one of them."""
 
 import copy
 import inspect
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from penstock.arguments import text_of
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
+from penstock.capturing.preservation import generator_states
 from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
-from penstock.rehearsing.trainings import Batch, as_module
-from penstock.torch_internals.pytrees import tree_map_only
+from penstock.rehearsing.trainings import Batch, as_module, forwards
+from penstock.torch_internals.autograd import leaves_behind
+from penstock.torch_internals.dispatch import OperatorMode
+from penstock.torch_internals.pytrees import tree_leaves, tree_map_only
 from penstock.training.losses import model_loss
 from penstock.training.user_microbatches import Microbatches
 
@@ -138,3 +141,52 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """What a forward shows of a training."""
+
+    eps: float
+    """The distance of 1 to the next number in the coarsest type that it computes in."""
+    dtype: torch.dtype
+    """Of the loss."""
+    draws: bool
+    """Whether it draws random numbers, dropout aside."""
+    loss_reads: bool
+    """Whether the loss reads parameters beside the output."""
+
+
+class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
+    """Finds the coarsest type that operators compute in: models may cast to float32 inside."""
+
+    eps = 0.0
+
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = func(*args, **kwargs)
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
+        return found
+
+
+def look(setup: Setup) -> FirstLook:
+    """Raises `PenstockError` if the loss is not finite, or reads what copies of the model do not hold."""
+    given = {**setup.fresh(), "microbatches": 1}
+    module = as_module(given["model"])
+    before, coarsest = generator_states([module]), _CoarsestType()  # type: ignore[no-untyped-call]
+    with coarsest:
+        forward = next(forwards(given, setup.batches[0]))
+    if not bool(forward.loss.isfinite()):
+        raise PenstockError(
+            f"rehearse: expected a loss that is a number, found {float(forward.loss)} in the first step of your own "
+            "loop: rehearse with batches and weights that train"
+        )
+    read = {id(leaf) for leaf in leaves_behind(forward.loss, forward.ends)}
+    if not setup.remade and not read <= {id(parameter) for parameter in module.parameters()}:
+        raise PenstockError(
+            "rehearse: expected a loss that trains only the copy of the model, found that loss_fn reads a trained "
+            "tensor outside of it: pass a function that makes model and loss_fn and returns all arguments in a dict, "
+            "since a rehearsal trains each time anew. What the loss itself learns must be part of the model"
+        )
+    return FirstLook(coarsest.eps, forward.loss.dtype, before != generator_states([module]), bool(read))
