@@ -180,7 +180,9 @@ class _Rehearsing:
         planned = isinstance(plan, Plan)
         definition = plan.definition if planned else require_schedule(given.get("schedule") or DEFAULT_SCHEDULE)
         parts = plan.microbatches if planned else given.get("microbatches") or 1
-        stages = len(plan.stages) if planned else given.get("stages") or (2 if self.world.processes == 1 else None)
+        stages = len(plan.stages) if planned else given.get("stages")
+        if stages is None and self.world.processes == 1:
+            stages = 2
         twin = {**_OTHER_NUMBERS, "plan": None, "stages": stages, "microbatches": parts}
         twin["schedule"] = definition if definition.flushes else DEFAULT_SCHEDULE
         one = {**twin, "stages": 1, "schedule": DEFAULT_SCHEDULE}
