@@ -189,4 +189,6 @@ def look(setup: Setup) -> FirstLook:
             "tensor outside of it: pass a function that makes model and loss_fn and returns all arguments in a dict, "
             "since a rehearsal trains each time anew. What the loss itself learns must be part of the model"
         )
+    if forward.loss.requires_grad:
+        forward.loss.backward()  # type: ignore[no-untyped-call]
     return FirstLook(coarsest.eps, forward.loss.dtype, before != generator_states([module]), bool(read))

@@ -34,12 +34,12 @@ def as_module(model: Any) -> nn.Module:
     return nn.ModuleDict({str(index): layer for index, layer in enumerate(model) if isinstance(layer, nn.Module)})
 
 
-def recipe_of(given: Mapping[str, Any]) -> Recipe:
+def _recipe_of(given: Mapping[str, Any]) -> Recipe:
     """The options among the arguments `given` to `Pipeline`."""
     return Recipe(**{name: value for name, value in given.items() if name in Recipe.__dataclass_fields__})
 
 
-def call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> Any:
+def _call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> Any:
     """What the model returns for the tensors `values` by name, called as its user calls it."""
     args, kwargs = spec.structure.unflatten([values.get(name, spec.constants.get(name)) for name in spec.names])
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
@@ -68,14 +68,14 @@ class Forward:
 
 def forwards(given: Mapping[str, Any], batch: Batch) -> Iterator[Forward]:
     """The microbatches of `batch`, one after the other: ``microbatches=``, or those that the user has cut."""
-    recipe, model, (inputs, target) = recipe_of(given), given["model"], batch
+    recipe, model, (inputs, target) = _recipe_of(given), given["model"], batch
     _, spec = read_sample(given["sample"])
     count = len(inputs.inputs) if isinstance(inputs, Microbatches) else given["microbatches"]
     pieces = cut(spec, inputs, target, count, own_target=recipe.reads_model_loss)
     amounts = [amount_of(recipe.loss_weight, piece.target, piece.size) for piece in pieces]
     for piece, amount in zip(pieces, amounts, strict=True):
         with recipe.autocast_context(first_device(model)):
-            output = call_model(model, spec, piece.values)
+            output = _call_model(model, spec, piece.values)
             leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
             copies, ends = [leaf.detach().clone() for leaf in leaves], [leaf.grad_fn for leaf in leaves]
             loss, metrics = compute_loss(recipe.loss_fn, output, piece.target)
@@ -84,7 +84,7 @@ def forwards(given: Mapping[str, Any], batch: Batch) -> Iterator[Forward]:
 
 def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
     """The training as a user of PyTorch writes it, with the gradients of microbatches added up."""
-    recipe, module, record = recipe_of(given), as_module(given["model"]), TrainingRecord()
+    recipe, module, record = _recipe_of(given), as_module(given["model"]), TrainingRecord()
     named = dict(module.named_parameters())
     optimizers = make_optimizers(record.watching(recipe.optimizer), named)
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
