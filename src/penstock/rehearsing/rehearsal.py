@@ -156,7 +156,7 @@ class _Rehearsing:
         way = {
             base: True,
             Rung.ACCUMULATION: parts > 1 or not self.whole,
-            Rung.CHAIN: not self.seen.loss_reads,
+            Rung.CHAIN: not loop.read_by_loss,
             Rung.ONE_STAGE: alone,
             Rung.STAGES: True,
         }
@@ -237,7 +237,7 @@ class _Rehearsing:
         )
 
     def _result(self) -> Rehearsal:
-        dtype = str(self.seen.dtype).removeprefix("torch.")
+        dtype = next(iter(self.made.values())).dtype
         return Rehearsal(len(self.setup.batches), dtype, tuple(self.compared), tuple(self.not_judged))
 
     def _compare(self, before: Rung, after: Rung, rounding: Rounding) -> Comparison:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from penstock.capturing.module_copies import copied
 from penstock.capturing.preservation import generator_states
 from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
-from penstock.rehearsing.trainings import Batch, as_module, forwards
-from penstock.torch_internals.autograd import leaves_behind
+from penstock.rehearsing.training_records import TrainingRecord
+from penstock.rehearsing.trainings import Batch, as_module, compute_gradients
 from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.pytrees import tree_leaves, tree_map_only
 from penstock.training.losses import model_loss
@@ -145,16 +146,12 @@ def _seed(seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstLook:
-    """What a forward shows of a training."""
+    """What a step without an update shows of a training."""
 
     eps: float
     """The distance of 1 to the next number in the coarsest type that it computes in."""
-    dtype: torch.dtype
-    """Of the loss."""
     draws: bool
     """Whether it draws random numbers, dropout aside."""
-    loss_reads: bool
-    """Whether the loss reads parameters beside the output."""
 
 
 class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
@@ -173,22 +170,20 @@ class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
 def look(setup: Setup) -> FirstLook:
     """Raises `PenstockError` if the loss is not finite, or reads what copies of the model do not hold."""
     given = {**setup.fresh(), "microbatches": 1}
-    module = as_module(given["model"])
+    module, record = as_module(given["model"]), TrainingRecord()
     before, coarsest = generator_states([module]), _CoarsestType()  # type: ignore[no-untyped-call]
     with coarsest:
-        forward = next(forwards(given, setup.batches[0]))
-    if not bool(forward.loss.isfinite()):
+        compute_gradients(given, setup.batches[0], 0, record)
+    loss = record.values[0, "loss", ""]
+    if not math.isfinite(loss):
         raise PenstockError(
-            f"rehearse: expected a loss that is a number, found {float(forward.loss)} in the first step of your own "
-            "loop: rehearse with batches and weights that train"
+            f"rehearse: expected a loss that is a number, found {loss} in the first step of your own loop: rehearse "
+            "with batches and weights that train"
         )
-    read = {id(leaf) for leaf in leaves_behind(forward.loss, forward.ends)}
-    if not setup.remade and not read <= {id(parameter) for parameter in module.parameters()}:
+    if not setup.remade and not record.read_by_loss <= {id(parameter) for parameter in module.parameters()}:
         raise PenstockError(
             "rehearse: expected a loss that trains only the copy of the model, found that loss_fn reads a trained "
             "tensor outside of it: pass a function that makes model and loss_fn and returns all arguments in a dict, "
             "since a rehearsal trains each time anew. What the loss itself learns must be part of the model"
         )
-    if forward.loss.requires_grad:
-        forward.loss.backward()  # type: ignore[no-untyped-call]
-    return FirstLook(coarsest.eps, forward.loss.dtype, before != generator_states([module]), bool(read))
+    return FirstLook(coarsest.eps, before != generator_states([module]))

@@ -41,6 +41,10 @@ class TrainingRecord:
     values: dict[Key, Any] = field(default_factory=dict)
     updates: dict[str, int] = field(default_factory=dict)
     """By the name of a parameter that has an optimizer, the number of its updates so far."""
+    read_by_loss: set[int] = field(default_factory=set)
+    """The trained tensors that the loss of a loop reads beside the output, by id."""
+    dtype: str = ""
+    """The type of that loss."""
     plan: Plan | None = None
     """That of a pipeline."""
 

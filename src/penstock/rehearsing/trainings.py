@@ -4,8 +4,7 @@ Each takes the arguments of `Pipeline` as a dict, whose model it trains in place
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +16,7 @@ from penstock.oracle.batches import cut
 from penstock.oracle.references import reference_train
 from penstock.pipeline import Pipeline
 from penstock.rehearsing.training_records import TrainingRecord
+from penstock.torch_internals.autograd import leaves_behind
 from penstock.training.losses import amount_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.precisions import first_device
@@ -51,37 +51,6 @@ def _call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A microbatch in a loop of PyTorch, before its backward."""
-
-    samples: int
-    weight: float
-    """Its part of the mean over the batch."""
-    outputs: list[Tensor]
-    """Copies of the tensors that the model returned: a loss may change what it reads."""
-    ends: list[Any]
-    """Their nodes in the graph of autograd."""
-    loss: Tensor
-    metrics: dict[str, Tensor]
-
-
-def forwards(given: Mapping[str, Any], batch: Batch) -> Iterator[Forward]:
-    """The microbatches of `batch`, one after the other: ``microbatches=``, or those that the user has cut."""
-    recipe, model, (inputs, target) = _recipe_of(given), given["model"], batch
-    _, spec = read_sample(given["sample"])
-    count = len(inputs.inputs) if isinstance(inputs, Microbatches) else given["microbatches"]
-    pieces = cut(spec, inputs, target, count, own_target=recipe.reads_model_loss)
-    amounts = [amount_of(recipe.loss_weight, piece.target, piece.size) for piece in pieces]
-    for piece, amount in zip(pieces, amounts, strict=True):
-        with recipe.autocast_context(first_device(model)):
-            output = _call_model(model, spec, piece.values)
-            leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-            copies, ends = [leaf.detach().clone() for leaf in leaves], [leaf.grad_fn for leaf in leaves]
-            loss, metrics = compute_loss(recipe.loss_fn, output, piece.target)
-        yield Forward(piece.size, amount / (sum(amounts) or 1.0), copies, ends, loss, metrics)
-
-
 def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
     """The training as a user of PyTorch writes it, with the gradients of microbatches added up."""
     recipe, module, record = _recipe_of(given), as_module(given["model"]), TrainingRecord()
@@ -90,7 +59,7 @@ def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch]) -> Trainin
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
     for number, batch in enumerate(batches):
         module.zero_grad()
-        _compute_gradients(forwards(given, batch), number, record)
+        compute_gradients(given, batch, number, record)
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(named.values(), recipe.clip_grad_norm)
         for optimizer in optimizers:
@@ -101,16 +70,30 @@ def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch]) -> Trainin
     return record
 
 
-def _compute_gradients(step: Iterator[Forward], number: int, record: TrainingRecord) -> None:
-    """The backwards of `step`; its outputs, loss and metrics are recorded."""
+def compute_gradients(given: Mapping[str, Any], batch: Batch, number: int, record: TrainingRecord) -> None:
+    """The forwards and backwards of step `number`: of ``microbatches=``, or of those that the user has cut."""
+    recipe, model, (inputs, target) = _recipe_of(given), given["model"], batch
+    _, spec = read_sample(given["sample"])
+    count = len(inputs.inputs) if isinstance(inputs, Microbatches) else given["microbatches"]
+    pieces = cut(spec, inputs, target, count, own_target=recipe.reads_model_loss)
+    amounts = [amount_of(recipe.loss_weight, piece.target, piece.size) for piece in pieces]
     outputs = []
-    for forward in step:
-        if forward.loss.requires_grad:
-            forward.loss.backward(torch.full_like(forward.loss, forward.weight))  # type: ignore[no-untyped-call]
-        for name, value in {"": forward.loss.detach(), **forward.metrics}.items():
+    for piece, amount in zip(pieces, amounts, strict=True):
+        weight = amount / (sum(amounts) or 1.0)
+        with recipe.autocast_context(first_device(model)):
+            output = _call_model(model, spec, piece.values)
+            leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+            ends = [leaf.grad_fn for leaf in leaves]
+            # A loss that changes what it reads does so after this.
+            outputs.append([leaf.detach().clone() if leaf.shape[:1] == (piece.size,) else None for leaf in leaves])
+            loss, metrics = compute_loss(recipe.loss_fn, output, piece.target)
+        record.dtype = str(loss.dtype).removeprefix("torch.")
+        record.read_by_loss.update(id(leaf) for leaf in leaves_behind(loss, ends))
+        if loss.requires_grad:
+            loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+        for name, value in {"": loss.detach(), **metrics}.items():
             key = number, "metric" if name else "loss", name
-            record.values[key] = record.values.get(key, 0.0) + float(value) * forward.weight
-        outputs.append([leaf if leaf.shape[:1] == (forward.samples,) else None for leaf in forward.outputs])
+            record.values[key] = record.values.get(key, 0.0) + float(value) * weight
     for index, column in enumerate(zip(*outputs, strict=False)):
         rows = [leaf for leaf in column if leaf is not None]
         if len(rows) == len(outputs) and len({leaf.shape[1:] for leaf in rows}) == 1:
