@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.interrupts import held_interrupts
+from penstock.runtime.devices.process_hooks import held_interrupts
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from penstock.torch_internals.optimizers import flat_schedulers, step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler

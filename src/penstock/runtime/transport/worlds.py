@@ -10,6 +10,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -33,7 +34,6 @@ from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.store_keys import remove_keys
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
@@ -291,7 +291,7 @@ class Processes:
             dist.destroy_process_group(group)
             # The addresses of its members are in the store of the default group.
             addresses = PrefixStore(f"{group.group_name}/", self._common)
-            remove = partial(remove_keys, processes=self.processes, others=[addresses])
+            remove = partial(_remove_keys, processes=self.processes, others=[addresses])
         self._board.close(remove)
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -299,6 +299,20 @@ class Processes:
         if not isinstance(error, TransportError):
             self.report("outside the pipeline", error)
         self._previous_hook(kind, error, trace)
+
+
+def _remove_keys(store: Store, processes: int, others: Sequence[Store]) -> None:
+    """Called once by each of the `processes` of `store`, which is theirs alone, when it is done with the store.
+
+    The last one deletes all keys of `store` and of `others`: a process may make many pipelines, and a store keeps what
+    no one deletes. One that cannot list its keys or delete them keeps them.
+    """
+    # If the store cannot be reached, its process has ended.
+    with suppress(RuntimeError, AttributeError):
+        if store.add("left", 1) == processes:
+            for own in (store, *others):
+                for key in own.list_keys():
+                    own.delete_key(key)
 
 
 def _read_all(store: Store, names: list[str]) -> Sequence[Sequence[float]] | None:
