@@ -242,7 +242,7 @@ class TrainingState:
                 "the state is of a training with loss_scale=, and this pipeline has none: expected the same. Pass the "
                 "same loss_scale="
             )
-        numbers = [scale.get(key) for key in ("scale", "good")] if isinstance(scale, Mapping) else [None]
+        numbers: list[Any] = [scale.get(key) for key in ("scale", "good")] if isinstance(scale, Mapping) else [None]
         valid = all(is_number(value) and value >= 0 for value in numbers)
         if not valid and (scale is not None or self.engine.scale_state()):
             _refuse("loss_scale", "the scale of the loss and the updates without overflow", saved)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PlanError, TransportError
+from penstock.process_states import ProcessIdentity
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
@@ -31,7 +33,6 @@ from penstock.runtime.transport.distributed_transport import DistributedTranspor
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.launches import launched_rank
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
@@ -193,7 +194,7 @@ class Processes:
         self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
         try:
-            identities = self.gather(ProcessIdentity.own().fields(), _MEETING)
+            identities = self.gather(astuple(ProcessIdentity.own()), _MEETING)
             self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
             self.name: str = self.gather(uuid.uuid4().hex, _MEETING)[0]
             self._key = agree_on_key(
