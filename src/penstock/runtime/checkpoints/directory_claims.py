@@ -21,9 +21,8 @@ from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.manifests import read_manifest
 from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
 
-_PATIENCE_SECONDS = 2.0, 100.0
-"""How long a lock is waited for that a job on this host holds, which may be about to end, and one on another host: a
-server of NFS keeps the locks of a host that was lost for 90 s by default."""
+_PATIENCE_SECONDS = 2.0
+"""How long a lock is waited for: the job that holds it may be about to end."""
 _POLL_SECONDS = 0.1
 
 
@@ -115,7 +114,7 @@ def _run_of(path: Path) -> str | None:
 
 def _acquire(path: Path, holder: dict[str, Any]) -> int:
     """A descriptor of the locked file `path`, which describes the `holder`."""
-    began = time.monotonic()
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -123,8 +122,7 @@ def _acquire(path: Path, holder: dict[str, Any]) -> int:
         except BlockingIOError:
             other = _read(descriptor)
             os.close(descriptor)
-            here, elsewhere = _PATIENCE_SECONDS
-            if time.monotonic() - began > (here if other.get("host") == holder["host"] else elsewhere):
+            if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{path.parent}: expected no other job that saves to this directory, found process "
                     f"{other.get('pid')} on host {other.get('host')} with the run {other.get('run')}, which holds "
