@@ -6,7 +6,7 @@ process is stopped or has ended, also where a child of it keeps its connections 
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.process_states import ProcessIdentity, ProcessState
@@ -34,13 +34,7 @@ class RankState:
 
     def fields(self) -> dict[str, Any]:
         """What a rank writes of itself, as a plain value."""
-        return {
-            "beat": self.beat,
-            "place": self.place,
-            "place_seconds": self.place_seconds,
-            "left": self.left,
-            "done": self.done,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "seen"}
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], before: "RankState | None") -> "RankState":
