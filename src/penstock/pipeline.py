@@ -26,7 +26,6 @@ from penstock.reporting.straggler_source import StragglerSource
 from penstock.runtime.assembly.advice import Advised
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
-from penstock.runtime.assembly.checked_schedules import check_schedule
 from penstock.runtime.assembly.failure_guard import FailureGuard, collective
 from penstock.runtime.assembly.first_batch import Check, FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
@@ -36,7 +35,7 @@ from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.pipeline_arguments import check_pipeline, plan_arguments, planned_anew
 from penstock.runtime.assembly.restrictions import needs_whole_backwards
-from penstock.runtime.assembly.stages import choose_plan
+from penstock.runtime.assembly.stages import check_schedule, choose_plan
 from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.assembly.step_conditions import StepConditions
 from penstock.runtime.assembly.weight_exports import export_weights

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.doctor.conditions import Condition, Evidence, ProcessState
+from penstock.doctor.conditions import Condition, Evidence
 from penstock.doctor.diagnosis import BlockedEdge, Verdict, diagnose
+from penstock.process_states import ProcessState
 from penstock.scheduling.definitions import Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule

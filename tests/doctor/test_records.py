@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.doctor.records import JobRecord, RankRecord, dump_record, read_record
-from penstock.doctor.run_directories import RunDirectory, examine, own_identity
+from penstock.doctor.run_directories import RunDirectory, examine
 from penstock.errors import PenstockError
+from penstock.process_states import ProcessIdentity
 from penstock.scheduling.schedules import Schedule
 from penstock.values.documents import YamlNode
 from support.run_records import record_of, waiting_for
@@ -69,7 +70,7 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(tmp_path: Path) -> None:
 
 def test_records_of_another_run_in_the_same_directory_are_not_read(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.write(JobRecord("new", "gpipe", 1, 1, plan="", processes=(own_identity(),)))
+    directory.write(JobRecord("new", "gpipe", 1, 1, plan="", processes=(ProcessIdentity.own(),)))
     directory.write(record_of(Schedule("gpipe", ranks=1, microbatches=1), 0, 0))
     (found,) = examine(directory, 0.0).processes
 

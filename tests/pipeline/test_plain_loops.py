@@ -128,16 +128,6 @@ def test_an_optimizer_of_no_parameter_is_explained() -> None:
         assert float(pipe.evaluate(x, y).loss) > 0
 
 
-def test_a_step_by_hand_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = make_pipeline("1f1b-flush", "sgd")
-    pipe.step(x, y)
-    assert pipe.optimizer is not None
-    pipe.optimizer.step()
-    pipe.optimizer.step()
-
-    assert [r.getMessage()[:38] for r in caplog.records] == ["SGD.step() was called by hand, without"]
-
-
 def test_a_parameter_from_elsewhere_is_named(tmp_path: Any) -> None:
     pipe = make_pipeline("1f1b-flush", "sgd")
     assert pipe.optimizer is not None

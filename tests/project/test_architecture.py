@@ -30,6 +30,7 @@ FLOW = {
     "values": "errors arguments progress scheduling scheduling.orders",
     "timelines": "errors arguments values",
     "progress": "errors",
+    "process_states": "",
     "planning": "errors arguments values scheduling scheduling.orders simulating planning.search",
     "planning.search": """errors arguments values progress scheduling scheduling.orders scheduling.verification
         simulating planning""",
@@ -49,16 +50,16 @@ FLOW = {
         training""",
     "runtime": "",
     "runtime.devices": "errors torch_internals",
-    "runtime.transport": "errors torch_internals scheduling runtime.devices",
+    "runtime.transport": "errors torch_internals process_states scheduling runtime.devices",
     "runtime.execution": "errors arguments torch_internals values capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": """errors arguments torch_internals values scheduling capturing training runtime.devices
         runtime.transport""",
-    "doctor": "errors values timelines scheduling",
+    "doctor": "errors process_states values timelines scheduling",
     "runtime.engine": """errors arguments torch_internals values doctor timelines scheduling scheduling.verification
         capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors arguments torch_internals values doctor scheduling scheduling.orders
-        scheduling.verification capturing training runtime.devices runtime.transport runtime.execution
+    "runtime.assembly": """errors arguments torch_internals process_states values doctor scheduling
+        scheduling.orders scheduling.verification capturing training runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine""",
     "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
         runtime.devices runtime.transport runtime.parameters runtime.engine runtime.assembly""",
@@ -85,6 +86,7 @@ PURE = (
     "errors",
     "arguments",
     "progress",
+    "process_states",
     "values",
     "doctor",
     "timelines",

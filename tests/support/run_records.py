@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.doctor.conditions import Evidence, ProcessEvidence, ProcessState
+from penstock.doctor.conditions import Evidence, ProcessEvidence
 from penstock.doctor.records import (
     ActionRecord,
     Frame,
     JobRecord,
     Memory,
     RankRecord,
-    RecordedProcess,
     RowRecord,
     ThreadRecord,
     WaitRecord,
 )
+from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.scheduling.definitions import Step
 from penstock.scheduling.schedules import Schedule
 
@@ -37,7 +37,7 @@ def record_of(
     known = RankRecord(
         job="job",
         process=rank,
-        identity=RecordedProcess("host", "machine", 100 + rank, 1),
+        identity=ProcessIdentity("host", "machine", 100 + rank, 1),
         written_unix=1000.0,
         request="word",
         failure="",

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.training.clipping import clip
-from penstock.training.tensor_lists import divide, multiply, norms_of
+from penstock.training.tensor_lists import clip, divide, multiply, norms_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 MAKERS: dict[str, Callable[[torch.Generator, torch.dtype], Tensor]] = {

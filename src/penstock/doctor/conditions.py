@@ -9,21 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from penstock.doctor.records import Frame, JobRecord, RankRecord, RecordedProcess, RowRecord
+from penstock.doctor.records import Frame, JobRecord, RankRecord, RowRecord
+from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Reduce, parse
 from penstock.scheduling.lowering import peer
 from penstock.scheduling.placements import Placement
 from penstock.timelines.spans import Span
-
-
-class ProcessState(StrEnum):
-    """What the operating system says of a process."""
-
-    RUNNING = "running"
-    STOPPED = "stopped"
-    GONE = "gone"
-    UNKNOWN = "unknown"
-    """It is on another machine."""
 
 
 class Condition(StrEnum):
@@ -51,7 +42,7 @@ class Condition(StrEnum):
 class ProcessEvidence:
     """Holds what can be seen of one process."""
 
-    identity: RecordedProcess
+    identity: ProcessIdentity
     state: ProcessState
     answered: bool
     """Whether `record` is its answer to the present request."""

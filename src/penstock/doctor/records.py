@@ -10,21 +10,10 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from penstock.process_states import ProcessIdentity
 from penstock.values.documents import YamlNode
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedProcess:
-    """Identifies a process: also after its number was given to another one, and among several machines."""
-
-    host: str
-    machine: str
-    """Equal for two processes that see each other's numbers."""
-    pid: int
-    born: int
-    """When it started, in ticks since the machine's start; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +27,7 @@ class JobRecord:
     tensor_parallel: int
     plan: str
     """The text of the plan's file; empty for a schedule that is no one of Penstock's."""
-    processes: tuple[RecordedProcess, ...]
+    processes: tuple[ProcessIdentity, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +106,7 @@ class RankRecord:
 
     job: str
     process: int
-    identity: RecordedProcess
+    identity: ProcessIdentity
     written_unix: float
     request: str
     """The last request for records that the process has seen."""

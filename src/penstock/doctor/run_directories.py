@@ -12,16 +12,16 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.doctor.conditions import Evidence, ProcessEvidence, ProcessState
-from penstock.doctor.records import JobRecord, RankRecord, RecordedProcess, dump_record, read_record
+from penstock.doctor.conditions import Evidence, ProcessEvidence
+from penstock.doctor.records import JobRecord, RankRecord, dump_record, read_record
 from penstock.errors import PenstockError
+from penstock.process_states import ProcessState
 from penstock.values.documents import read_json
 
 _POLL_SECONDS = 0.05
@@ -106,12 +106,6 @@ class RunDirectory:
                 shutil.rmtree(self.path, ignore_errors=True)
 
 
-def own_identity() -> RecordedProcess:
-    """The identity of this process."""
-    pid = os.getpid()
-    return RecordedProcess(socket.gethostname(), _machine(), pid, _status(pid)[1])
-
-
 def examine(
     directory: RunDirectory,
     wait_seconds: float = 5.0,
@@ -163,7 +157,7 @@ class _Requests:
     def awaited(self) -> list[int]:
         """Reads the new answers. Returns the processes that may still answer."""
         self._words.add(self._directory.requested())
-        self._states = [_state(identity) for identity in self._job.processes]
+        self._states = [identity.state() for identity in self._job.processes]
         for process in range(len(self._job.processes)):
             if not self._has_answered(process):
                 read = self._directory.read(process)
@@ -214,40 +208,3 @@ def catches(pid: int, number: int) -> bool | None:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return None
-
-
-def _state(identity: RecordedProcess) -> ProcessState:
-    if identity.machine != _machine():
-        return ProcessState.UNKNOWN
-    letter, born = _status(identity.pid)
-    if not letter or (identity.born and born != identity.born) or letter in "ZX":
-        return ProcessState.GONE
-    return ProcessState.STOPPED if letter in "Tt" else ProcessState.RUNNING
-
-
-def _status(pid: int) -> tuple[str, int]:
-    """The state letter of a process and when it started, in ticks; ``""`` if it is gone."""
-    try:
-        # The name of the program comes before, in parentheses, and may contain spaces.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return "", 0
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "", 0
-    except PermissionError:
-        pass
-    return "R", 0
-
-
-def _machine() -> str:
-    """What two processes have in common that see each other's numbers."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-    with suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
 
+_EPSILON = 1e-6
+"""The constant of ``torch.nn.utils.clip_grad_norm_``."""
 _Kind = tuple[torch.device, torch.dtype, torch.layout]
 
 
@@ -42,6 +44,14 @@ def divide(tensors: Sequence[Tensor], number: float) -> None:
         else:
             # `div_` multiplies on a GPU, too. The for-each division divides, and its last bit may differ.
             multiply_each(members, 1 / number)
+
+
+def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
+    """Multiplies `gradients` by ``max_norm / total`` if `total`, their norm, is above `max_norm`.
+
+    It works in place, which takes no memory for a second set of them: nothing else may hold them.
+    """
+    multiply(gradients, torch.clamp(max_norm / (total + _EPSILON), max=1.0))
 
 
 def _kinds(tensors: Sequence[Tensor]) -> dict[_Kind, list[int]]:

@@ -186,15 +186,15 @@ def _run(hook: UpdateHook, update: WeightUpdate, predicts: bool) -> Tensor:
     than this one, or its form or memory: nothing else reaches the weights.
     """
     own, where = update.after, f"update_hooks=: {type(hook).__name__}"
-    watched = ("before", update.before, True), ("after", own, predicts)
-    marks = [_marks(tensor, whole) for _, tensor, whole in watched]
+    before = _marks(update.before, True), _marks(own, predicts)
     found: object = own
     if predicts:
         found = hook.predict(update)
     else:
         hook.after_step(update)
-    for (name, tensor, whole), mark in zip(watched, marks, strict=True):
-        if _marks(tensor, whole) != mark:
+    after = _marks(update.before, True), _marks(own, predicts)
+    for name, mark, now in zip(("before", "after"), before, after, strict=True):
+        if mark != now:
             raise PenstockError(
                 f"{where} changed update.{name} of {update.name}: expected changes of update.after alone, in "
                 "after_step and in its own memory. Write update.after.copy_(...), and keep the rest in update.state"

@@ -13,7 +13,8 @@ import torch
 
 import penstock
 from penstock.doctor.records import JobRecord
-from penstock.doctor.run_directories import RunDirectory, catches, examine, own_identity
+from penstock.doctor.run_directories import RunDirectory, catches, examine
+from penstock.process_states import ProcessIdentity
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.flight_watch import RUN_DIR, FlightWatch
 from penstock.runtime.assembly.thread_stacks import stacks_of_threads
@@ -38,7 +39,7 @@ def eventually(condition: Callable[[], object]) -> bool:
 
 def watch_over(path: Path, recorder: FlightRecorder, *, temporary: bool = True) -> FlightWatch:
     """A watch of its own, without a pipeline."""
-    job = JobRecord("job", "gpipe", 1, 1, plan="", processes=(own_identity(),))
+    job = JobRecord("job", "gpipe", 1, 1, plan="", processes=(ProcessIdentity.own(),))
     guard = FailureGuard(SingleProcess())
     device = torch.device("cpu")
     return FlightWatch(RunDirectory(path), job, 0, recorder=recorder, guard=guard, device=device, temporary=temporary)

@@ -2,14 +2,15 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore, Store
 
 from penstock.errors import TransportError
+from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.runtime.transport import failures
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_watch import READERS
 
 
@@ -49,7 +50,7 @@ def test_it_does_not_wait_for_a_process_that_cannot_read(
     board: FailureBoard, store: Store, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     monkeypatch.setattr(failures, "_LONGEST_LINGER", 1e9)
-    ended = ProcessIdentity(ProcessIdentity.own().host, pid=2**22 - 1, started="0")
+    ended = replace(ProcessIdentity.own(), pid=2**22 - 1)
     board.processes = {1: ended} if known else {}
     board.report("in a step", "ValueError: the layer is broken", linger_seconds=0.01)
 
@@ -59,9 +60,9 @@ def test_it_does_not_wait_for_a_process_that_cannot_read(
 def test_what_the_operating_system_says_of_a_process() -> None:
     own = ProcessIdentity.own()
 
-    assert (own.runs(), own.has_ended(), own.is_stopped()) == (True, False, False)
-    assert not ProcessIdentity("another host", own.pid, own.started).runs()
-    assert not ProcessIdentity(own.host, own.pid, "earlier").runs()
+    assert own.state() is ProcessState.RUNNING
+    assert replace(own, machine="another machine").state() is ProcessState.UNKNOWN
+    assert replace(own, born=own.born + 1).state() is ProcessState.GONE
 
 
 def test_it_looks_for_the_cause_of_a_kill_no_longer_than_for_an_answer(

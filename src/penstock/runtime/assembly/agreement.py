@@ -170,17 +170,13 @@ def _compare_groups(of_ranks: Sequence[Sequence[Mapping[str, str]]]) -> None:
     for rank, groups in enumerate(of_ranks[:-1]):
         # A rank may leave out groups that have no parameter there.
         pairs = zip(groups, of_ranks[-1], strict=True) if len(groups) == len(of_ranks[-1]) else ()
-        for there, here in pairs:
-            for option in (option for option in here if here[option] != there.get(option)):
-                found = f"{option}={there.get(option, 'none')} on rank {rank}"
-                logging.getLogger("penstock").warning(
-                    "a group of the optimizer has %s and %s on rank %d: all ranks take part in one training. Build the "
-                    "same optimizer on every rank, unless you mean it",
-                    found,
-                    here[option],
-                    len(of_ranks) - 1,
-                )
-                return
+        options = [(name, there.get(name, "none"), own) for there, here in pairs for name, own in here.items()]
+        for name, other, own in (option for option in options if option[1] != option[2]):
+            logging.getLogger("penstock").warning(
+                f"a group of the optimizer has {name}={other} on rank {rank} and {own} on rank {len(of_ranks) - 1}: "
+                "all ranks take part in one training. Build the same optimizer on every rank, unless you mean it"
+            )
+            return
 
 
 def _describe(value: Any) -> str:

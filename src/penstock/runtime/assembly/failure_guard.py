@@ -18,17 +18,15 @@ from penstock.scheduling.schedules import Schedule
 
 C = TypeVar("C")
 
-
-_COLLECTIVE = (
-    "step drain evaluate predict averages timeline stragglers replan state_dict load_state_dict save load close"
-)
+_COLLECTIVE = """step drain evaluate predict averages timeline stragglers replan state_dict load_state_dict save load
+    save_weights full_state_dict close"""
 
 
 def collective(pipeline: type[C]) -> type[C]:
     """Notes the calls of methods that all ranks must make, for the errors of a rank that waits in one for ranks that do
     not make it.
     """
-    for name in (*_COLLECTIVE.split(), "save_weights", "full_state_dict"):
+    for name in _COLLECTIVE.split():
         setattr(pipeline, name, _noted(getattr(pipeline, name)))
     return pipeline
 

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from penstock.doctor.diagnosis import diagnose
-from penstock.doctor.records import JobRecord, Memory, RankRecord, RecordedProcess, WaitRecord
-from penstock.doctor.run_directories import RunDirectory, examine, own_identity
+from penstock.doctor.records import JobRecord, Memory, RankRecord, WaitRecord
+from penstock.doctor.run_directories import RunDirectory, examine
 from penstock.errors import PenstockError
+from penstock.process_states import ProcessIdentity
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.thread_stacks import SignalStacks, stacks_of_threads
 from penstock.runtime.devices.process_hooks import hooks_allowed
@@ -237,7 +238,7 @@ def watch_flight(
     if world.processes == 1 and not given:
         return lambda: None
     path = Path(given) if given else Path(tempfile.gettempdir()) / f"{_PREFIX}{world.name}"
-    identities = [RecordedProcess(*identity) for identity in world.gather(astuple(own_identity()))]
+    identities = [ProcessIdentity(*identity) for identity in world.gather(astuple(ProcessIdentity.own()))]
     schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
     ranks = world.processes // plan.tensor_parallel
     job = JobRecord(world.name, schedule, ranks, plan.tensor_parallel, plan=str(plan), processes=tuple(identities))

@@ -12,13 +12,14 @@ from torch import nn
 
 from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.crossings import crossings_of
 from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
-from penstock.runtime.assembly.skips import reroute, with_skips
+from penstock.runtime.assembly.restrictions import check_split_backwards, check_wire_dtype
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.local_stage import LocalStage
-from penstock.runtime.execution.recomputation import Granularity
+from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
 from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import dimensions_of
@@ -29,8 +30,10 @@ from penstock.scheduling.lowering import partners
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedule_names import identify, names_of
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.skips import SkipChoice
-from penstock.training.recipes import check_scaled_rates
+from penstock.scheduling.skips import SkipChoice, choose_skips
+from penstock.scheduling.verification.verifier import verify
+from penstock.training.recipes import Recipe, check_scaled_rates
+from penstock.values.crossings import find_hops, find_stops, find_way
 from penstock.values.layer_weights import LayerWeights
 from penstock.values.plan_stages import members_of
 from penstock.values.plans import Plan, require_schedule
@@ -130,6 +133,23 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
         )
 
 
+def check_schedule(
+    chosen: Plan, chain: LayerChain, *, recompute: Recompute, recipe: Recipe, skips: SkipChoice, compiled: bool
+) -> tuple[Plan, Mapping[int, Granularity], Schedule]:
+    """`chosen` with its stages that recompute, how they do, and the schedule.
+
+    Raises `PlanError` or `ScheduleError` if the plan does not fit the model, or the schedule breaks a rule or cannot be
+    combined with the options.
+    """
+    plan, granularities = choose_granularities(chosen, recompute)
+    check_plan(plan, chain)
+    schedule = make_schedule(plan, chain, recipe.needs_norms, skips)
+    verify(schedule)
+    check_split_backwards(schedule, compiled, granularities)
+    check_wire_dtype(recipe, plan, chain)
+    return plan, granularities, schedule
+
+
 def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: SkipChoice = "auto") -> Schedule:
     """The schedule of `plan`, with the stages of this model that share weights. `norms`: whether stages exchange the
     norms of their gradients. `skips`: which values go directly past stages that do not read them.
@@ -156,7 +176,28 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
                 "ranks, or plan the layers that share the weight into one stage"
             )
     schedule = replace(schedule, ties=tuple(sorted(set(shared.values()))), norms=norms)
-    return with_skips(schedule, plan, chain, skips)
+    return choose_skips(schedule, find_hops(crossings_of(chain), _starts(plan)), skips)
+
+
+def _reroute(module: StageModule, index: int, schedule: Schedule, plan: Plan, chain: LayerChain) -> None:
+    """Changes which values the module of stage `index` receives and sends, by the skips of `schedule`."""
+    if not schedule.skips:
+        return
+    sources: dict[str, int] = {}
+    targets = dict.fromkeys(module.sent, 1) if index == schedule.stages - 1 else {}
+    for crossing in crossings_of(chain):
+        way = find_way(find_stops(crossing, _starts(plan)), schedule.skips)
+        if index in way:
+            position = way.index(index)
+            if position > 0:
+                sources[crossing.name] = index - way[position - 1]
+            if position + 1 < len(way):
+                targets[crossing.name] = way[position + 1] - index
+    module.reroute(sources, targets)
+
+
+def _starts(plan: Plan) -> Sequence[int]:
+    return [stage.start for stage in plan.stages]
 
 
 def _tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
@@ -213,7 +254,7 @@ def build_stages(
     for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
-        reroute(module, index, schedule, plan, chain)
+        _reroute(module, index, schedule, plan, chain)
         module.differentiable = chain.differentiable
         parameters = _stage_parameters(chain, module)
         weights = VersionedWeights(

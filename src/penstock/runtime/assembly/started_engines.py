@@ -13,7 +13,8 @@ from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
 from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.execution.recomputation import Granularity
-from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights
+from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.weight_versions import ComputeWeights
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.training.optimizers import make_optimizers
@@ -61,7 +62,7 @@ def start_engine(
         transport=transport,
         granularities=granularities,
         modules=parallel.modules,
-        compute_weights=choose_compute_weights(recipe, delays),
+        compute_weights=[ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays],
         context=context,
     )
     optimizers = make_optimizers(recipe.optimizer, parameters_of(stages))

@@ -6,7 +6,6 @@ its checkpoints; what goes on from a checkpoint has the name of that one.
 """
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -14,16 +13,14 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.manifests import read_manifest
 from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
 
-_PATIENCE_SECONDS = 2.0, 100.0
-"""How long a lock is waited for that a job on this host holds, which may be about to end, and one on another host: a
-server of NFS keeps the locks of a host that was lost for 90 s by default."""
+_PATIENCE_SECONDS = 2.0
+"""How long a lock is waited for: the job that holds it may be about to end."""
 _POLL_SECONDS = 0.1
 
 
@@ -32,7 +29,7 @@ class _Lock:
 
     def __init__(self, directory: Path, run: str) -> None:
         path = directory / LOCK
-        self.descriptor = _acquire(path, {"pid": os.getpid(), "host": socket.gethostname(), "run": run})
+        self.descriptor = _acquire(path, f"process {os.getpid()} on host {socket.gethostname()} with the run {run}")
         self.release = weakref.finalize(self, _release, path, self.descriptor)
 
 
@@ -113,21 +110,19 @@ def _run_of(path: Path) -> str | None:
     return None
 
 
-def _acquire(path: Path, holder: dict[str, Any]) -> int:
-    """A descriptor of the locked file `path`, which describes the `holder`."""
-    began = time.monotonic()
+def _acquire(path: Path, holder: str) -> int:
+    """A descriptor of the locked file `path`, which describes the `holder` in words."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = _read(descriptor)
+            other = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
-            here, elsewhere = _PATIENCE_SECONDS
-            if time.monotonic() - began > (here if other.get("host") == holder["host"] else elsewhere):
+            if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{path.parent}: expected no other job that saves to this directory, found process "
-                    f"{other.get('pid')} on host {other.get('host')} with the run {other.get('run')}, which holds "
+                    f"{path.parent}: expected no other job that saves to this directory, found {other}, which holds "
                     f"{path.name}. End that job, or give this one another directory"
                 ) from None
             time.sleep(_POLL_SECONDS)
@@ -145,16 +140,8 @@ def _acquire(path: Path, holder: dict[str, Any]) -> int:
     # A full disk keeps no job from the lock.
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
-
-
-def _read(descriptor: int) -> dict[str, Any]:
-    """What the holder of a lock has written of itself; nothing if that cannot be read."""
-    with suppress(ValueError, RecursionError):
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _release(path: Path, descriptor: int) -> None:

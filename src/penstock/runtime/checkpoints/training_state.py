@@ -13,17 +13,16 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import is_number, text_of
+from penstock.arguments import SEED, integer, is_number, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.gathered_tensors import held_tensors
 from penstock.runtime.checkpoints.histories import check_history, open_history, updates_of
-from penstock.runtime.checkpoints.progress import check_progress
 from penstock.runtime.checkpoints.stored_tensors import StoredTensor, read_value
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.optimizer_steps import Updater
@@ -33,6 +32,9 @@ from penstock.values.plan_stages import Stage
 
 State: TypeAlias = Mapping[str, Any]
 _SAME = "Load the state of the same model, with the same optimizers"
+_COUNT = integer(0, 2**53)
+_UPDATES = integer(0, 10**8)
+"""A scheduler is turned as often, so that a number of more digits would keep it for hours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,13 +98,7 @@ class TrainingState:
         model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
         self._check_model(model)
         self._check_optimizers(optimizer)
-        check_progress(
-            pipeline,
-            hooks=self.hook_names,
-            schedules=any(self.updater.scheduler_names),
-            scaler_here=bool(self.engine.scale_state()),
-            scales_loss=self.engine.scales_loss,
-        )
+        self._check_progress(pipeline)
         self._check_hooks(optimizer)
         check_history(_mapping(state, "state"), self.trained(), self.run)
 
@@ -212,8 +208,9 @@ class TrainingState:
                 if "params" in given:
                     raise CheckpointError(f"the options of {name} have 'params', which is none. {_SAME}")
                 own_state = _mapping(state.get(name, {}), f"optimizer.state.{name}")
-                _check_shapes(name, own_state, parameter, optimizer)
-                _check_keys(name, own_state, given, parameter, optimizer)
+                if own_state and type(optimizer).__module__.startswith("torch.optim"):
+                    _check_shapes(name, own_state, parameter)
+                    _check_keys(name, own_state, given, parameter, optimizer)
 
     def _check_hooks(self, saved: State) -> None:
         places = {str(number) for number in range(len(self.updater.hooks.hooks))}
@@ -224,6 +221,31 @@ class TrainingState:
                         f"the state of the hooks of {name} has {key!r}: expected a number below {len(places)}, that "
                         f"of a hook, before a point. {_SAME}"
                     )
+
+    def _check_progress(self, saved: State) -> None:
+        for name in ("steps", "microbatches"):
+            if not _COUNT.accepts(saved.get(name)):
+                _refuse(name, _COUNT.expected, saved)
+        if not SEED.optional.accepts(saved.get("seed", "nothing")):
+            _refuse("seed", f"{SEED.expected}, or None", saved)
+        hooks = saved.get("hooks")
+        if not isinstance(hooks, Sequence) or list(hooks) != self.hook_names:
+            raise CheckpointError(
+                f"the state is of a training with the update hooks {hooks}: expected {self.hook_names}, those of this "
+                "pipeline, in the same order, since each takes over its own state. Pass the same update_hooks="
+            )
+        if any(self.updater.scheduler_names) and not _UPDATES.accepts(saved.get("updates")):
+            _refuse("updates", f"{_UPDATES.expected}, those that the learning-rate scheduler has seen", saved)
+        scale = saved.get("loss_scale")
+        if scale is not None and not self.engine.scales_loss:
+            raise CheckpointError(
+                "the state is of a training with loss_scale=, and this pipeline has none: expected the same. Pass the "
+                "same loss_scale="
+            )
+        numbers: list[Any] = [scale.get(key) for key in ("scale", "good")] if isinstance(scale, Mapping) else [None]
+        valid = all(is_number(value) and value >= 0 for value in numbers)
+        if not valid and (scale is not None or self.engine.scale_state()):
+            _refuse("loss_scale", "the scale of the loss and the updates without overflow", saved)
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State) -> None:
         current = optimizer.state_dict()
@@ -255,10 +277,16 @@ class TrainingState:
                 hooks.states[int(number)].setdefault(name, {})[key] = kept
 
 
-def _check_shapes(name: str, state: State, parameter: Tensor, optimizer: torch.optim.Optimizer) -> None:
+def _refuse(name: str, expected: str, saved: State) -> NoReturn:
+    found = repr(saved[name])[:80] if name in saved else "nothing"
+    raise CheckpointError(
+        f"{name} in the part 'pipeline' of the state: expected {expected}, found {found}. Load what "
+        "Pipeline.state_dict() returned, or a checkpoint of Pipeline.save(...), without changes"
+    )
+
+
+def _check_shapes(name: str, state: State, parameter: Tensor) -> None:
     """PyTorch's own optimizers keep tensors as large as the parameter, or that extend to it."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return
     for key, value in state.items():
         if isinstance(value, Tensor | StoredTensor) and value.shape.numel() != 1:
             pairs = zip(reversed(value.shape), reversed(parameter.shape), strict=False)
@@ -271,8 +299,6 @@ def _check_shapes(name: str, state: State, parameter: Tensor, optimizer: torch.o
 
 def _check_keys(name: str, state: State, options: State, parameter: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """What one of PyTorch's own optimizers keeps of a parameter is found by a step of another one."""
-    if not state or not type(optimizer).__module__.startswith("torch.optim"):
-        return
     small = nn.Parameter(torch.zeros((1,) * parameter.ndim))
     small.grad = torch.zeros_like(small)
     takes = inspect.signature(type(optimizer)).parameters

@@ -25,9 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.arguments import entries, integer, text_of
 from penstock.capturing.chain import LayerRunner
+from penstock.capturing.module_state import ModuleState
+from penstock.capturing.preservation import python_generators
+from penstock.capturing.sequential import EagerLayer
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError, PlanError
-from penstock.runtime.execution.python_state import PythonState
 from penstock.torch_internals.profiler import is_profiling
 from penstock.torch_internals.tensors import times_written
 from penstock.values.plans import Plan
@@ -191,12 +193,12 @@ class Recomputation:
             yield
             return
         self._watched.add(module)
-        state = PythonState(module)
+        state = _PythonState(module)
         try:
             yield
         finally:
             # torch.utils.checkpoint ends a repetition by an exception, once it has what it needs.
-            if changed := state.changes(in_place=True):
+            if changed := state.changes():
                 raise PenstockError(
                     f"a forward that recompute= repeats changes {changed[0]}, which would then happen twice for every "
                     "microbatch: expected state in registered buffers, and random numbers of PyTorch. Keep it in a "
@@ -213,6 +215,23 @@ class Recomputation:
             writable += self._known[module][0]
             devices |= self._known[module][1]
         return _ForwardContext.observe(writable, devices, given if checked else ())
+
+
+class _PythonState:
+    """What a forward of `module` may change beside buffers: attributes, lists and plain tensors of the user's modules,
+    and Python's random generators.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        bodies = {inner.name: inner.body for inner in module.modules() if isinstance(inner, EagerLayer)}
+        self._states = {name: ModuleState([body]) for name, body in bodies.items()}
+        self._generators = python_generators()
+
+    def changes(self) -> list[str]:
+        """What is another object or number now, or was written, such as ``blocks.1.count``."""
+        names = [f"{name}.{path}" for name, state in self._states.items() for path, _ in state.changes()]
+        drawn = [name for name, state in python_generators().items() if state != self._generators[name]]
+        return names + [f"the random numbers of {name}" for name in drawn]
 
 
 def _contexts(

@@ -18,8 +18,7 @@ from penstock.runtime.transport.transport import Message
 from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
 from penstock.scheduling.schedules import Schedule
-from penstock.training.clipping import clip
-from penstock.training.tensor_lists import norms_of
+from penstock.training.tensor_lists import clip, norms_of
 
 ABSENT = -1.0
 """Takes the place of the norm of an absent gradient."""

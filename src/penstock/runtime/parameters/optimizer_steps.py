@@ -8,10 +8,9 @@ changes from update to update follows the number of updates of the stage.
 """
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -19,20 +18,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.interrupts import held_interrupts
-from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
+from penstock.runtime.devices.process_hooks import held_interrupts
+from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.torch_internals.optimizers import flat_schedulers, step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler
-from penstock.training.recipes import Recipe
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
 OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 """The options of every group of an optimizer, without its parameters."""
-
-
-def choose_compute_weights(recipe: Recipe, delays: Iterable[int]) -> tuple[ComputeWeights, ...]:
-    """By stage, the weights that its forwards read; `delays`: how old its gradients are."""
-    return tuple(ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays)
 
 
 class Updater:
@@ -67,15 +60,11 @@ class Updater:
                 self.schedulers.append(make_scheduler(lr_scheduler, optimizer))
             apart = sorted(factors)[:1] if together else sorted(factors)
             self._options.append(_GroupOptions(optimizer, self.schedulers[-1] if self.schedulers else None, apart))
-            # A wrapper of an optimizer may lack what hooks need.
-            with suppress(AttributeError):
-                optimizer.register_step_pre_hook(self._note_step)
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
         self._waiting: dict[int, tuple[VersionedWeights, int, Mapping[str, Tensor] | None]] = {}
         """By stage, the updates that wait for those of other stages."""
         self._hold_interrupts: Callable[[], object] = lambda: None
-        self._stepping = self._warned = False
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
@@ -120,9 +109,7 @@ class Updater:
         before: dict[str, Tensor] = {}
         if self.hooks.hooks:
             before = {name: p.detach().clone() for name, p in stepped.items() if p.grad is not None}
-        self._stepping = True
         with ExitStack() as stack:
-            stack.callback(setattr, self, "_stepping", False)
             for options, optimizer in zip(self._options, self.optimizers, strict=True):
                 options.choose(stages[0])
                 stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
@@ -137,18 +124,6 @@ class Updater:
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
         return self.hooks.after_step(before, stepped, self._delays[stages[0]]) if before else {}
-
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Warns once of a step by the user; one with gradients of the user's own has an effect."""
-        if not (self._stepping or self._warned) and all(
-            parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]
-        ):
-            self._warned = True
-            logging.getLogger("penstock").warning(
-                "%s.step() was called by hand, without gradients: it trains nothing, since pipe.step() makes the "
-                "updates and leaves no gradients. Leave the call out",
-                type(optimizer).__qualname__,
-            )
 
     def _present_rates(self) -> tuple[float | Tensor | None, ...]:
         return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
@@ -255,7 +230,10 @@ class _GroupOptions:
         if self._scheduler is not None:
             self._kept[self._chosen] = self._initial
             self._set(self._chosen)
-            _set_base_rates(self._scheduler, loaded)
+            for each in flat_schedulers(self._scheduler):
+                # They begin with the rates that the loaded groups began with.
+                rates = zip(loaded, each.base_lrs, strict=False)
+                each.base_lrs = [own.get("initial_lr", rate) for own, rate in rates]
         reached = 0
         for stage in sorted(self._kept, key=lambda stage: updates[stage]):
             with warnings.catch_warnings():
@@ -287,12 +265,6 @@ class _GroupOptions:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state)
         self._left = _options_of(self._optimizer)
-
-
-def _set_base_rates(scheduler: LRScheduler, options: OptionsOfGroups) -> None:
-    """Has `scheduler` begin with the rates that the groups in `options` began with."""
-    for each in flat_schedulers(scheduler):
-        each.base_lrs = [own.get("initial_lr", rate) for own, rate in zip(options, each.base_lrs, strict=False)]
 
 
 @contextmanager

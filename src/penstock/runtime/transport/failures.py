@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
+from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.runtime.transport.descriptor_limits import descriptor_error
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
 from penstock.runtime.transport.wait_observers import WaitObserver
 
@@ -86,9 +86,7 @@ class FailureBoard:
             readers = others - gone - self._ended
             if self.watch.ask(lambda store: store.add(READERS, 0), self._patience) >= len(readers):
                 return
-            if waited >= seconds and not any(
-                rank in self.processes and self.processes[rank].runs() for rank in readers
-            ):
+            if waited >= seconds and not any(self._state(rank) is ProcessState.RUNNING for rank in readers):
                 return
             time.sleep(0.02)
 
@@ -196,8 +194,11 @@ class FailureBoard:
             "only one rank needs, and as many steps"
         )
 
+    def _state(self, rank: int) -> ProcessState:
+        return self.processes[rank].state() if rank in self.processes else ProcessState.UNKNOWN
+
     def _has_ended(self, rank: int) -> bool:
-        return rank in self.processes and self.processes[rank].has_ended()
+        return self._state(rank) is ProcessState.GONE
 
     def leave(self) -> None:
         """Writes that this rank takes part no longer. Called before its connections are closed."""

@@ -10,6 +10,8 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PlanError, TransportError
+from penstock.process_states import ProcessIdentity
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
@@ -30,10 +33,8 @@ from penstock.runtime.transport.distributed_transport import DistributedTranspor
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.launches import launched_rank
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.store_keys import remove_keys
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
@@ -193,7 +194,7 @@ class Processes:
         self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
         try:
-            identities = self.gather(ProcessIdentity.own().fields(), _MEETING)
+            identities = self.gather(astuple(ProcessIdentity.own()), _MEETING)
             self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
             self.name: str = self.gather(uuid.uuid4().hex, _MEETING)[0]
             self._key = agree_on_key(
@@ -291,7 +292,7 @@ class Processes:
             dist.destroy_process_group(group)
             # The addresses of its members are in the store of the default group.
             addresses = PrefixStore(f"{group.group_name}/", self._common)
-            remove = partial(remove_keys, processes=self.processes, others=[addresses])
+            remove = partial(_remove_keys, processes=self.processes, others=[addresses])
         self._board.close(remove)
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -299,6 +300,20 @@ class Processes:
         if not isinstance(error, TransportError):
             self.report("outside the pipeline", error)
         self._previous_hook(kind, error, trace)
+
+
+def _remove_keys(store: Store, processes: int, others: Sequence[Store]) -> None:
+    """Called once by each of the `processes` of `store`, which is theirs alone, when it is done with the store.
+
+    The last one deletes all keys of `store` and of `others`: a process may make many pipelines, and a store keeps what
+    no one deletes. One that cannot list its keys or delete them keeps them.
+    """
+    # If the store cannot be reached, its process has ended.
+    with suppress(RuntimeError, AttributeError):
+        if store.add("left", 1) == processes:
+            for own in (store, *others):
+                for key in own.list_keys():
+                    own.delete_key(key)
 
 
 def _read_all(store: Store, names: list[str]) -> Sequence[Sequence[float]] | None:
