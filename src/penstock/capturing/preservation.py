@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.torch_internals.modules import is_persistent, tensor_tables
+from penstock.torch_internals.tensors import set_times_written, times_written
 
 
 class KeptParameters:
@@ -24,12 +25,12 @@ class KeptParameters:
         own = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
         self._flags = [(parameter, parameter.requires_grad) for parameter in own]
         self._memories = [(parameter, parameter.detach()) for parameter in own if is_plain_memory(parameter)]
-        self._numbers: dict[nn.Parameter, Tensor] = {}
+        self._numbers: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     def save(self, parameter: nn.Parameter) -> None:
         """Saves the numbers of `parameter`, before they are written."""
         if parameter not in self._numbers:
-            self._numbers[parameter] = parameter.detach().clone()
+            self._numbers[parameter] = parameter.detach().clone(), times_written(parameter)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -43,8 +44,10 @@ class KeptParameters:
             for parameter, own in self._memories:
                 if parameter.data_ptr() != own.data_ptr():
                     parameter.data = own
-            for parameter, numbers in self._numbers.items():
+            for parameter, (numbers, written) in self._numbers.items():
                 parameter.data.copy_(numbers)
+                # Autograd takes the parameter of the next run, after as many writes, for that of this run.
+                set_times_written([parameter], [written])
 
 
 @contextmanager
