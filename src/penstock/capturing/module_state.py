@@ -16,11 +16,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from penstock.capturing.fresh_objects import PLAIN
 from penstock.torch_internals.modules import TENSOR_TABLES
 
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
+_PLAIN = (*PLAIN, torch.Size, range)
 _PLAIN_TYPES = frozenset(_PLAIN)
 _CONTAINERS = frozenset((dict, OrderedDict, set))
 _FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Stream)

@@ -14,13 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.read_names import names_read
 from penstock.capturing.sequential import EagerLayer, is_plain_sequential
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
-
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-
 
 _COMPARED = (list, tuple, dict, set, deque, Tensor, FunctionType, MethodType, partial)
 """Attributes that are compared if the code reads them: all else may belong to other code."""
@@ -53,7 +51,7 @@ class OutsideState:
                 continue
             held = vars(module)
             self._attributes += [
-                (path, held, key, value) for key, value in held.items() if type(value) in _PLAIN and key != "training"
+                (path, held, key, value) for key, value in held.items() if is_plain(value) and key != "training"
             ]
             read = names_read(module)
             self._contents += [
@@ -88,7 +86,7 @@ class OutsideState:
                 # What its code kept in an attribute of the class.
                 for key in held.keys() - keys:
                     own = [vars(base)[key] for base in type(module).__mro__ if key in vars(base)]
-                    if own and type(held[key]) in _PLAIN:
+                    if own and is_plain(held[key]):
                         raise _changed(path, key, f"was {own[0]!r} and is {held[key]!r}")
         for path, module, name, found in self._registered:
             if getattr(module, name, None) is not found:
@@ -128,7 +126,7 @@ def _content(value: Any) -> Any:
         case MethodType():
             return id(value.__self__), value.__func__
         case _:
-            return value if type(value) in _PLAIN else _Object(value)
+            return value if is_plain(value) else _Object(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

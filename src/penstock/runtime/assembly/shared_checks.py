@@ -4,11 +4,6 @@ A check runs the model several times, and all ranks have captured the same one. 
 chains each check their own.
 """
 
-import random
-
-import numpy
-import torch
-
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.chain_checks import UncheckedChain
 from penstock.capturing.chain_digests import digest_of
@@ -16,8 +11,6 @@ from penstock.errors import CaptureError
 from penstock.runtime.transport.collective_errors import agreed, gather_results
 from penstock.runtime.transport.worlds import World
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
-
-_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
 def check_together(world: World, unchecked: UncheckedChain) -> LayerChain:
@@ -48,11 +41,10 @@ def check_together(world: World, unchecked: UncheckedChain) -> LayerChain:
 
 def _runs_everywhere(unchecked: UncheckedChain) -> bool:
     """Whether every process has to run the checks: those of a model that waits for other processes in its forward, or
-    might in the hooks of its parameters, and of one with generators of its own, which a check moves.
+    might in the hooks of its parameters.
     """
     if unchecked.sampled is None:
         return False
     model = unchecked.sampled.model
     hooked = any(gradient_hooks(each) or accumulated_hooks(each) for each in model.parameters())
-    draws = any(isinstance(value, _GENERATORS) for module in model.modules() for value in vars(module).values())
-    return unchecked.communicates or hooked or draws
+    return unchecked.communicates or hooked
