@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.capturing.doors import capture_unchecked
 from penstock.errors import PenstockError
-from penstock.runtime.assembly.shared_checks import check_together
+from penstock.runtime.assembly.captured_models import check_together
 from penstock.runtime.transport.worlds import join_world
 
 __all__ = ["KINDS", "Found", "check_with_others", "error_of", "find_alone", "sample"]

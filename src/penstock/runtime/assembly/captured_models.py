@@ -12,14 +12,16 @@ from torch import nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.chain_checks import UncheckedChain
+from penstock.capturing.chain_digests import digest_of
 from penstock.capturing.doors import capture_unchecked
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
-from penstock.runtime.assembly.shared_checks import check_together
+from penstock.errors import CaptureError
 from penstock.runtime.execution.compilation import compile_chain, read_compilation
 from penstock.runtime.execution.recomputation import Granularity
-from penstock.runtime.transport.collective_errors import agreed
+from penstock.runtime.transport.collective_errors import agreed, gather_results
 from penstock.runtime.transport.worlds import World
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import model_loss
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
@@ -96,3 +98,41 @@ def _check_loss(chain: LayerChain, recipe: Recipe) -> None:
     """Raises `PenstockError` if the model should compute its loss and its output has none."""
     if recipe.reads_model_loss:
         model_loss(chain.output.build([torch.empty(()) for _ in chain.output.values]))
+
+
+def check_together(world: World, unchecked: UncheckedChain) -> LayerChain:
+    """The chain after its checks, which run the model several times: one rank makes them for all that have captured the
+    same chain. Collective.
+
+    Raises `CaptureError` on every rank if the chain must not be used.
+    """
+    with agreed(world, "while it captured the model"):
+        digest = None if _runs_everywhere(unchecked) else digest_of(unchecked.chain)
+    digests = world.gather(digest, "while they compared their captured models")
+    if None in digests or len(set(digests)) > 1:
+        with agreed(world, "while it checked its captured model"):
+            return unchecked.checked()
+
+    def run() -> list[bool] | str:
+        if world.rank > 0:
+            return []
+        try:
+            return unchecked.results()
+        except CaptureError as error:
+            return str(error)
+
+    verdicts = gather_results(world, "while it checked the captured model", run)[0]
+    if isinstance(verdicts, str):
+        raise CaptureError(verdicts)
+    return unchecked.after(verdicts)
+
+
+def _runs_everywhere(unchecked: UncheckedChain) -> bool:
+    """Whether every process has to run the checks: those of a model that waits for other processes in its forward, or
+    might in the hooks of its parameters.
+    """
+    if unchecked.sampled is None:
+        return False
+    model = unchecked.sampled.model
+    hooked = any(gradient_hooks(each) or accumulated_hooks(each) for each in model.parameters())
+    return unchecked.communicates or hooked

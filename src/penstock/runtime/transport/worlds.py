@@ -10,6 +10,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -33,7 +34,6 @@ from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.store_keys import remove_keys
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
@@ -323,3 +323,17 @@ def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
         )
     make_default_group(rank, processes, timeout_seconds)
     return Processes(timeout_seconds)
+
+
+def remove_keys(store: Store, processes: int, others: Sequence[Store] = ()) -> None:
+    """Called once by each of the `processes` of `store`, which is theirs alone, when it is done with the store.
+
+    The last one deletes all keys of `store` and of `others`, since a process may make many pipelines. A store that
+    cannot list its keys or delete them keeps them.
+    """
+    # If the store cannot be reached, its process has ended.
+    with suppress(RuntimeError, AttributeError):
+        if store.add("left", 1) == processes:
+            for own in (store, *others):
+                for key in own.list_keys():
+                    own.delete_key(key)
