@@ -31,7 +31,6 @@ class OutsideState:
     """
 
     def __init__(self, model: nn.Module | Sequence[Any], chain: LayerChain) -> None:
-        self._attributes: list[tuple[str, dict[str, Any], str, Any]] = []
         self._registered: list[tuple[str, nn.Module, str, Any]] = []
         self._contents: list[tuple[str, dict[str, Any], str, Any]] = []
         self._keys: list[tuple[str, nn.Module, frozenset[str]]] = []
@@ -50,14 +49,11 @@ class OutsideState:
             if id(module) in inside:
                 continue
             held = vars(module)
-            self._attributes += [
-                (path, held, key, value) for key, value in held.items() if is_plain(value) and key != "training"
-            ]
             read = names_read(module)
             self._contents += [
                 (path, held, key, _content(value))
                 for key, value in held.items()
-                if key in read and isinstance(value, _COMPARED) and not isinstance(value, nn.Module)
+                if (is_plain(value) and key != "training") or (key in read and isinstance(value, _COMPARED))
             ]
             named = (
                 *module.named_children(),
@@ -72,14 +68,11 @@ class OutsideState:
 
     def check(self) -> None:
         """Raises `PenstockError` that names what was changed."""
-        for path, held, key, value in self._attributes:
-            now = held.get(key)
-            if now is not value and now != value:
-                raise _changed(path, key, f"was {value!r} and is {now!r}")
         for path, held, key, content in self._contents:
             now = held.get(key)
-            if content != _content(now):
-                raise _changed(path, key, "holds something else")
+            if content is not now and content != _content(now):
+                shown = f"was {content!r} and is {now!r}" if is_plain(content) else "holds something else"
+                raise _changed(path, key, shown)
         for path, module, keys in self._keys:
             held = vars(module)
             if len(held) != len(keys):
