@@ -6,7 +6,7 @@ gives back what these share with the model.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy
@@ -51,11 +51,11 @@ class KeptParameters:
 
 
 @contextmanager
-def kept_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Gives back, after its body, the random generators as they were: PyTorch's on the CPU and on the CUDA devices of
-    `modules`, NumPy's and Python's global ones.
+def kept_generators() -> Iterator[None]:
+    """Gives back, after its body, the global random generators as they were: PyTorch's on the CPU and on CUDA devices,
+    NumPy's and Python's.
     """
-    generators = [torch.default_generator, *_cuda_generators(modules)]
+    generators = [torch.default_generator, *_cuda_generators()]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
@@ -67,9 +67,9 @@ def kept_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
         numpy.random.set_state(numpy_state)
 
 
-def generator_states(modules: Iterable[nn.Module]) -> list[object]:
+def generator_states() -> list[object]:
     """The states of the generators that `kept_generators` gives back, to be compared."""
-    generators = [torch.default_generator, *_cuda_generators(modules)]
+    generators = [torch.default_generator, *_cuda_generators()]
     return [*(generator.get_state().tolist() for generator in generators), python_generators()]
 
 
@@ -133,8 +133,5 @@ class SavedBuffers(Mapping[str, Tensor]):
         return len(self._tables)
 
 
-def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return [torch.cuda.default_generators[index] for index in sorted({t.device.index for t in tensors if t.is_cuda})]
+def _cuda_generators() -> Sequence[torch.Generator]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]

@@ -1,23 +1,23 @@
 """A first look at a training: one forward and loss of the first batch, before anything is trained."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from penstock.capturing.preservation import generator_states
 from penstock.capturing.samples import flatten, read_sample
 from penstock.errors import PenstockError
 from penstock.oracle.batches import cut
-from penstock.rehearsing.setups import Setup, generator_states
+from penstock.rehearsing.setups import Setup
 from penstock.rehearsing.trainings import as_module, call_model, recipe_of
+from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.dispatch import TorchDispatchMode
+from penstock.torch_internals.modules import is_batch_norm
 from penstock.torch_internals.pytrees import tree_leaves
 from penstock.training.losses import compute_loss
 from penstock.training.precisions import first_device
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def look(setup: Setup) -> FirstLook:
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     names = {id(parameter): name for name, parameter in as_module(model).named_parameters()}
-    leaves = list(_leaves(loss, kept))
+    leaves = list(leaves_behind(loss, kept))
     for leaf in leaves:
         if id(leaf) not in names:
             raise PenstockError(
@@ -85,18 +85,5 @@ def look(setup: Setup) -> FirstLook:
         draws=before != generator_states(),
         samples=piece.size,
         read_by_loss=tuple(names[id(leaf)] for leaf in leaves),
-        batch_norms=any(isinstance(inner, _BATCH_NORMS) and inner.training for inner in as_module(model).modules()),
+        batch_norms=any(is_batch_norm(inner) and inner.training for inner in as_module(model).modules()),
     )
-
-
-def _leaves(loss: Tensor, outputs: set[Any]) -> Iterator[Tensor]:
-    """The trained tensors whose gradients the loss computes by another way than the model's outputs."""
-    waiting, seen = [loss.grad_fn], {None, *outputs}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable  # type: ignore[attr-defined]
-        waiting += [following for following, _ in node.next_functions]

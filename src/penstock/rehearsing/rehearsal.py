@@ -14,13 +14,14 @@ from typing import Any, assert_never
 from torch import nn
 
 from penstock.arguments import FLAG, Rule, check_arguments, integer
+from penstock.capturing.preservation import kept_generators
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, RehearsalError
 from penstock.pipeline import Pipeline
 from penstock.rehearsing.causes import SIDE_WAYS, Rung, explain
 from penstock.rehearsing.differences import Comparison, Difference, Rounding, compare, earliest
 from penstock.rehearsing.first_looks import FirstLook, look
-from penstock.rehearsing.setups import Setup, dropout_rates, kept_generators, read_setup
+from penstock.rehearsing.setups import Setup, dropout_rates, read_setup
 from penstock.rehearsing.training_records import TrainingRecord
 from penstock.rehearsing.trainings import as_module, train_by_chain, train_by_loop, train_by_pipeline
 from penstock.runtime.transport.worlds import World, join_world

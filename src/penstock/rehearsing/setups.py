@@ -2,8 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -129,27 +128,3 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def generator_states() -> str:
-    """The states of the generators of random numbers, to see whether something draws."""
-    tensors = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]  # type: ignore[no-untyped-call]
-    return repr(
-        (
-            random.getstate(),
-            numpy.random.get_state(legacy=False)["state"]["key"].tolist(),
-            [state.tolist() for state in tensors],
-        )
-    )
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Gives the generators of random numbers back as they were."""
-    own, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(own)
-            numpy.random.set_state(arrays)

@@ -4,7 +4,7 @@ PyTorch documents the edges of a node, its name and its hooks. A split backward 
 also needs the types of nodes, what they saved, and their order. Tried on torch 2.11 and 2.13.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,25 @@ def node_kinds(*names: str) -> tuple[type, ...]:
         raise missing("torch._C._functions", _PURPOSE)
     found = (getattr(kinds, name, None) for name in names)
     return tuple(kind for kind in found if kind is not None)
+
+
+_LEAF_NODES = node_kinds("AccumulateGrad")
+
+
+def leaves_behind(tensor: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """The leaves of autograd that `tensor` was computed from, without those behind the nodes `ends`."""
+    seen: set[Any] = {*ends, None}
+    waiting: list[Any] = [tensor.grad_fn]
+    if tensor.is_leaf and tensor.requires_grad:
+        yield tensor
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _LEAF_NODES):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -66,7 +66,7 @@ class LossRuns:
             Tensor, lambda tensor: tensor.detach().clone(), (dict(batch[0]), batch[1])
         )
         with (
-            kept_generators(self.modules),
+            kept_generators(),
             self._parameters.kept(),
             evaluating(self.modules) if evaluates else nullcontext(),
             ExitStack() as kept,
@@ -79,11 +79,11 @@ class LossRuns:
                 kept.enter_context(kept_tensors(module))
             copies = Copier(self._copied).copies()
             seed_all(_SEED)
-            before = generator_states(self.modules)
+            before = generator_states()
             output = model(copies, inputs)
             outputs = [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             loss = float(compute_loss(copies.of(self._loss), output, target)[0])
-            return _Run(loss, outputs, generator_states(self.modules) != before)
+            return _Run(loss, outputs, generator_states() != before)
 
     def agree(self, run: _Run, found: float) -> bool:
         """Whether `found` is the loss of `run` but for rounding, which is relative to the outputs, too."""

@@ -5,7 +5,7 @@ it may have an old copy, and the gradient would not reach the stage. A parameter
 of the pipeline.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +14,9 @@ from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PenstockError
 from penstock.runtime.parameters.model_claims import is_claimed
 from penstock.torch_internals import pytrees as pytree
-from penstock.torch_internals.autograd import node_kinds
+from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.modules import tensor_tables
 from penstock.training.losses import LossFunction
-
-_LEAF_NODES: tuple[Any, ...] = node_kinds("AccumulateGrad")
 
 
 class LossParameters:
@@ -48,14 +46,14 @@ class LossParameters:
         # Before the loss, which may write the outputs in place.
         ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
         allowed = {id(tensor) for tensor in (*outputs, *stage.parameters())}
-        allowed.update(id(leaf) for tensor in given for leaf in _leaves(tensor, ()))
+        allowed.update(id(leaf) for tensor in given for leaf in leaves_behind(tensor, ()))
         names = {**self._names, **{id(table[key]): name for name, table, key in self._places}}
 
         def examine(output: Any, target: Any) -> Any:
             found = loss_fn(output, target)
-            tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in pytree.treeleaves_behind(found) if isinstance(leaf, Tensor)]
             for number, tensor in enumerate(tensors):
-                for leaf in _leaves(tensor, ends):
+                for leaf in leaves_behind(tensor, ends):
                     if id(leaf) in allowed:
                         continue
                     if id(leaf) in names:
@@ -65,22 +63,6 @@ class LossParameters:
             return found
 
         return examine
-
-
-def _leaves(tensor: Tensor, ends: Sequence[Any]) -> Iterator[Tensor]:
-    """The leaves of autograd that `tensor` was computed from, without those behind the nodes `ends`."""
-    seen: set[Any] = {*ends, None}
-    waiting: list[Any] = [tensor.grad_fn]
-    if tensor.is_leaf and tensor.requires_grad:
-        yield tensor
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, _LEAF_NODES):
-            yield node.variable
-        waiting += [following for following, _ in node.next_functions]
 
 
 def _of_the_model(name: str) -> PenstockError:
