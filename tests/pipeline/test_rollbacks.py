@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
-from penstock.runtime.checkpoints.rollbacks import MOST_RETURNS
+from penstock.runtime.checkpoints.resumption import MOST_RETURNS
 from support.counters import Counter
 from support.jobs.nonfinite_jobs import Rollback, run_rollback, run_rollbacks
 from support.processes import Pool

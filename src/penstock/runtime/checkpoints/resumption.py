@@ -1,20 +1,23 @@
 """A training that goes on: from the newest checkpoint of a directory, on the processes that are there."""
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import SupportsFloat
 
-from penstock.errors import PlanError
+from penstock.errors import CheckpointError, PenstockError, PlanError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.preemption import Preemption, Resumable
-from penstock.runtime.checkpoints.rollbacks import Rollbacks
 from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
+
+MOST_RETURNS = 3
+"""How often a training goes back to the same step before it gives up."""
 
 
 def plan_for(plan: Plan | str | Callable[[int], Plan] | None, world: World) -> Plan | str | None:
@@ -38,7 +41,7 @@ class Resumption:
     newest one (`rollbacks`, if it was asked to), or saves and leaves (`preemption`).
     """
 
-    def __init__(self, preemption: Preemption, rollbacks: Rollbacks | None) -> None:
+    def __init__(self, preemption: Preemption, rollbacks: "Rollbacks | None") -> None:
         self._preemption, self._rollbacks = preemption, rollbacks
         self.close = preemption.close
 
@@ -99,3 +102,54 @@ def _tidy(run: Path) -> None:
         recover(run)
     except OSError as error:
         logging.getLogger("penstock").warning("%s: what a save has left could not be removed: %s", run, error)
+
+
+class Rollbacks:
+    """Has `training` go back to the newest checkpoint in `directory`, which `go_back` loads, when the loss of a step is
+    not finite: ``on_nonfinite="rollback"``. `rank`: this process's.
+
+    All ranks read the loss of every step, which is the same number on all of them, so all go back together. The batches
+    since the checkpoint do not come again: loaders keep their positions. The training then has the numbers of one that
+    has never seen these batches.
+    """
+
+    def __init__(self, training: Resumable, directory: str | Path, rank: int, go_back: Callable[[], object]) -> None:
+        self.count = 0
+        """How often the training went back."""
+        self._training, self._directory, self._rank, self._go_back = training, directory, rank, go_back
+        self._returns = -1, 0
+        """The step that it went back to last, and how often without another one in between."""
+
+    def after_step(self, loss: SupportsFloat) -> None:
+        """Goes back if `loss`, that of the last step, is not finite. Waits for it. Collective.
+
+        `PenstockError` on all ranks if the training does not get past a step, or if there is no checkpoint.
+        """
+        if math.isfinite(value := float(loss)):
+            return
+        failed, (step, returns) = self._training.steps, self._returns
+        where = f"the loss of step {failed - 1} (counted from 0) is {value}"
+        if returns == MOST_RETURNS:
+            raise PenstockError(
+                f"{where}: expected that the training gets past it with other batches, found such a loss after "
+                f"{MOST_RETURNS} returns to step {step} in {self._directory}. Lower the learning rate, clip gradients "
+                "(clip_grad_norm=), or load an older checkpoint"
+            )
+        try:
+            self._go_back()
+        except CheckpointError as error:
+            raise PenstockError(
+                f"{where}: on_nonfinite='rollback' expected a checkpoint of this training in {self._directory} to go "
+                f"back to, found none: {error}. Save one there before, or pass on_nonfinite='skip'"
+            ) from error
+        now = self._training.steps
+        self._returns = now, (returns + 1 if now == step else 1)
+        self.count += 1
+        if self._rank == 0:
+            logging.getLogger("penstock").warning(
+                "%s: went back from step %d to step %d in %s, and leave out the batches since",
+                where,
+                failed,
+                now,
+                self._directory,
+            )
