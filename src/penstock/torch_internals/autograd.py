@@ -30,7 +30,7 @@ def node_kinds(*names: str) -> tuple[type, ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
-_LEAF_NODES = node_kinds("AccumulateGrad")
+_LEAF_NODES: tuple[Any, ...] = node_kinds("AccumulateGrad")
 
 
 def leaves_behind(tensor: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:

@@ -160,7 +160,7 @@ class LossParameters:
 
         def examine(output: Any, target: Any) -> Any:
             found = loss_fn(output, target)
-            tensors = [leaf for leaf in pytree.treeleaves_behind(found) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             for number, tensor in enumerate(tensors):
                 for leaf in leaves_behind(tensor, ends):
                     if id(leaf) in allowed:
