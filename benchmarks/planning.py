@@ -28,9 +28,9 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
+from penstock.planning.search.proposals import plan_uniform
 from penstock.planning.stage_costs import chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
-from penstock.planning.uniform import plan_uniform
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing import capture
-from penstock.capturing.checking import check_chain
-from penstock.capturing.gradient_comparison import GradientComparison, parts_of
+from penstock.capturing import capture, checking
+from penstock.capturing.checking import check_chain, parts_of
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import read_sample
 from penstock.errors import CaptureError
@@ -107,37 +106,22 @@ def parameters(*sizes: int) -> dict[str, nn.Parameter]:
     [
         ((), []),
         ((1, 2, 3), [["0", "1", "2"]]),
-        ((5 << 20, 4 << 20, 40 << 20, 1, 2), [["0", "1"], ["2"], ["3", "4"]]),
-        (((8 << 20),) * 8, [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+        ((5 << 20, 3 << 20, 40 << 20, 1, 2), [["0", "1"], ["2"], ["3", "4"]]),
+        (((8 << 20),) * 12, [[str(index), str(index + 1)] for index in range(0, 12, 2)]),
     ],
 )
-def test_gradients_come_in_parts_of_a_quarter_of_all(sizes: tuple[int, ...], expected: list[list[str]]) -> None:
-    assert [list(part) for part in parts_of(parameters(*sizes))] == expected
+def test_gradients_come_in_parts_of_a_sixth_of_all(sizes: tuple[int, ...], expected: list[list[str]]) -> None:
+    assert [[*part] for part in parts_of(parameters(*sizes))] == expected
 
 
-def unequal(own: Tensor, its: Tensor) -> str:
-    return "" if torch.equal(own, its) else "other numbers"
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_gradients_are_compared_in_every_part(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "_LEAST_BYTES", 1)
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_what_is_not_kept_is_compared_by_its_bits_and_then_kept(dtype: torch.dtype) -> None:
-    own = {name: torch.randn(3, (1 << 20) + 1, dtype=dtype) for name in "abcd"}
-    its = {name: gradient.clone() for name, gradient in own.items()}
-    its["c"][:, 5], its["c"][:, 6] = own["c"][:, 6], own["c"][:, 5]
-    # Another layout in memory is no difference.
-    its["d"] = its["d"].T.contiguous().T
-    left: dict[str, nn.Parameter] = {name: nn.Parameter(gradient) for name, gradient in own.items()}
-    found, rounds, again = set(), [], False
-    while left:
-        comparison = GradientComparison(left, unequal, again=again)
-        comparison.keep({name: own[name] for name in left})
-        comparison.compare({name: its[name] for name in left})
-        found |= comparison.different.keys()
-        rounds.append(comparison.unclear)
-        left, again = {name: left[name] for name in comparison.unclear}, True
-
-    assert found == {"c"}
-    assert len(rounds) <= 3
+    check(reversed_rows, scale)
+    for forward in (enlarged, detached, partly):
+        with pytest.raises(CaptureError, match=r"differs from the model in the gradient of parameter 0.weight. Look"):
+            check(forward, scale)
 
 
 @pytest.mark.slow

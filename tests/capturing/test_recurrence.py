@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing import capture
-from penstock.capturing.export.recurrence import recurrence_in_one_step
+from penstock.capturing.export.tracing import recurrence_in_one_step
 from penstock.capturing.samples import Call
 from support.chain_execution import assert_equals_model
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.capturing import capture
-from penstock.reporting.model_flops import count_training_flops
+from penstock.reporting.stats import count_training_flops
 
 WIDTH, TOKENS = 8, 5
 

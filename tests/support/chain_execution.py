@@ -40,7 +40,7 @@ def differentiate(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
 
 def run_model(model: nn.Module, call: Call) -> Outcome:
-    with kept_generators([model]):
+    with kept_generators():
         model = Copier([model]).copies().of(model)
         clear(model.parameters())
         own = call.copied()
@@ -60,7 +60,7 @@ def run_stages(
     chain: LayerChain, model: nn.Module, call: Call, bounds: Sequence[int], seed: int | None = None
 ) -> Outcome:
     """The chain cut at `bounds` (from 0 to the number of layers)."""
-    with kept_generators([model]):
+    with kept_generators():
         copies = Copier([model, *(layer.module for layer in chain.layers)]).copies()
         chain, model = chain_of_copies(chain, copies), copies.of(model)
         clear(chain.parameters.values())

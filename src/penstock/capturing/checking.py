@@ -5,15 +5,15 @@ happens once. So the chain is compared with the model on the sample before it is
 the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.gradient_comparison import GradientComparison, Gradients, parts_of
 from penstock.capturing.lost_backwards import hooks_refused
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.module_state import same_content
@@ -24,6 +24,25 @@ from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
 
 _SEED = 20_011
+_RUNS = 3
+_LEAST_BYTES = 8 * 2**20
+"""Of the gradients of a part: to compute them in parts takes longer."""
+_PARTS = 6
+"""Gradients of the model and of the chain for one part of the parameters are held at a time."""
+_ROUNDINGS = 8
+"""By how many times the rounding that two backwards of a model have shown its chain may differ."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passes:
+    """What consecutive passes of a model, or of its chain, have returned and left in buffers."""
+
+    model: nn.Module
+    """The copy of the model that holds the buffers."""
+    outputs: list[list[Tensor]]
+    buffers: list[dict[str, Tensor]]
+    last: list[Tensor]
+    """The outputs of the last pass, with their history."""
 
 
 def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> None:
@@ -39,31 +58,34 @@ def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> No
     modules = [inner for layer in chain.layers for inner in layer.module.modules()]
     bodies = [inner.get_submodule("body") for inner in modules if isinstance(inner, EagerLayer)]
     model, name = sampled.model, sampled.name
-    left = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad and trains}
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad and trains}
 
-    def run_model(backward: _Backward) -> list[_Outcome]:
+    @contextmanager
+    def run_of_model() -> Iterator[_Passes]:
         with sampled.copied() as copies, hooks_refused(map(copies.of, bodies)):
-            return _run(sampled, copies, _model_of(sampled, copies), trains=trains, backward=backward)
+            yield _run(sampled, copies, _model_of(sampled, copies), trains=trains)
 
-    again = False
-    while left or not again:
-        gradients = GradientComparison(left, _difference, again=again)
-        expected = run_model(_Backward(left, gradients.keep))
-        with sampled.copied(chain.layers) as copies:
-            compared = _Backward(left, gradients.compare)
-            found = _run(sampled, copies, _whole(chain, copies), trains=trains, backward=compared)
-        _compare_outputs(expected, found, name)
-        for parameter in gradients.one_sided:
-            raise CaptureError(_message(f"whether parameter {parameter} has a gradient", name))
-        if gradients.different:
-            some = {key: left[key] for key in gradients.different}
-            for side in (-1, 1):
-                run_model(_Backward(some, gradients.note_rounding, side))
-            gradients.allow_rounding()
-        for parameter, text in gradients.different.items():
-            raise CaptureError(f"{_message(f'the gradient of parameter {parameter}', name)} {text}")
-        _compare_buffers(expected, found, name)
-        left, again = {key: left[key] for key in gradients.unclear}, True
+    with run_of_model() as expected:
+        pass
+    with sampled.copied(chain.layers) as copies:
+        found = _run(sampled, copies, _whole(chain, copies), trains=trains)
+        for own, its in zip(expected.outputs, found.outputs, strict=True):
+            for index, pair in enumerate(zip(own, its, strict=True)):
+                _compare_tensors(f"output {index}", *pair, name)
+        different = _compare_gradients(trained, expected.last, found.last, name)
+        # A backward that computes a forward again may write buffers.
+        buffers = [[*passes.buffers, dict(passes.model.named_buffers())] for passes in (expected, found)]
+    for side in (-1, 1):
+        if different:
+            some = {key: trained[key] for key in different}
+            with run_of_model() as again:
+                gradients = _gradients(again.last, some, name, side)
+            different = {key: each for key, each in different.items() if not each.is_rounding(gradients[key])}
+    for parameter, difference in different.items():
+        raise CaptureError(f"{_message(f'the gradient of parameter {parameter}', name)} {difference.text}")
+    for own_buffers, its_buffers in zip(*buffers, strict=True):
+        for path, buffer in own_buffers.items():
+            _compare_tensors(f"buffer {path}", buffer, its_buffers[path], name)
 
 
 def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
@@ -83,24 +105,6 @@ def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
     return True
 
 
-_Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor]]
-"""Outputs and buffers."""
-_RUNS = 3
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Backward:
-    """What a backward computes: the gradients of `parameters`, by name, which it gives to `take` part by part.
-
-    What enters the backward is multiplied by a factor a little above or below 1, as `side` says, and the gradients are
-    divided by it: they differ by their rounding, and by a little more if a hook clips them.
-    """
-
-    parameters: Mapping[str, nn.Parameter]
-    take: Callable[[Gradients], None]
-    side: int = 0
-
-
 def _model_of(sampled: SampledModel, copies: Copies) -> Callable[[Call], Any]:
     model = copies.of(sampled.model)
     return lambda own: model(*own.args, **own.kwargs)
@@ -112,31 +116,14 @@ def _whole(chain: LayerChain, copies: Copies) -> Callable[[Call], Any]:
     return lambda own: chain.output.build(stage((), chain.inputs.bind(own.args, own.kwargs)))
 
 
-def _compare_outputs(expected: Sequence[_Outcome], found: Sequence[_Outcome], name: str) -> None:
-    for (own, _), (its, _) in zip(expected, found, strict=True):
-        for index, pair in enumerate(zip(own, its, strict=True)):
-            _compare_tensors(f"output {index}", *pair, name)
-
-
-def _compare_buffers(expected: Sequence[_Outcome], found: Sequence[_Outcome], name: str) -> None:
-    for (_, own), (_, its) in zip(expected, found, strict=True):
-        for path, buffer in own.items():
-            _compare_tensors(f"buffer {path}", buffer, its[path], name)
-
-
-def _run(
-    sampled: SampledModel, copies: Copies, function: Callable[[Call], Any], *, trains: bool, backward: _Backward
-) -> list[_Outcome]:
-    """The outputs and the buffers of `_RUNS` consecutive passes, of which the last one has a backward."""
-    model, found = copies.of(sampled.model), []
+def _run(sampled: SampledModel, copies: Copies, function: Callable[[Call], Any], *, trains: bool) -> _Passes:
+    passes = _Passes(copies.of(sampled.model), [], [], [])
     with torch.set_grad_enabled(trains):
         for run in range(_RUNS):
-            outputs = _outputs(function, sampled.call, run)
-            if run == _RUNS - 1:
-                _differentiate(outputs, backward, sampled.name)
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            found.append(([output.detach().clone() for output in outputs], buffers))
-    return found
+            passes.last[:] = _outputs(function, sampled.call, run)
+            passes.outputs.append([output.detach().clone() for output in passes.last])
+            passes.buffers.append({name: each.detach().clone() for name, each in passes.model.named_buffers()})
+    return passes
 
 
 def _results(call: Call, function: Callable[[Call], Any]) -> list[Tensor]:
@@ -151,32 +138,88 @@ def _outputs(function: Callable[[Call], Any], call: Call, run: int) -> list[Tens
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _differentiate(outputs: list[Tensor], backward: _Backward, name: str) -> None:
-    """Computes the gradients of a sum over all outputs with weights that let no element cancel another."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Difference:
+    """Two gradients of one parameter that are not equal."""
+
+    text: str
+    own: Tensor
+    """That of the model."""
+    distance: Tensor
+
+    def is_rounding(self, again: Tensor | None) -> bool:
+        """Whether it is no more than rounding, of which the gradient `again` of another backward of the model shows
+        some. That is relative to the numbers that were summed, which may be much larger than their sum.
+        """
+        return again is not None and bool(self.distance <= _ROUNDINGS * _distance(self.own, again))
+
+
+def _compare_gradients(
+    parameters: Mapping[str, nn.Parameter], expected: list[Tensor], found: list[Tensor], name: str
+) -> dict[str, _Difference]:
+    """The parameters whose gradients differ. Raises `CaptureError` for one that has a gradient on one side only."""
+    different: dict[str, _Difference] = {}
+    parts = parts_of(parameters)
+    for part in parts:
+        own, its = (_gradients(outputs, part, name, retain=part is not parts[-1]) for outputs in (expected, found))
+        for key, gradient in own.items():
+            other = its[key]
+            if (gradient is None) != (other is None):
+                raise CaptureError(_message(f"whether parameter {key} has a gradient", name))
+            if gradient is not None and other is not None and (text := _difference(gradient, other)):
+                different[key] = _Difference(text, gradient, _distance(gradient, other))
+        # Not beside those of the next part.
+        del own, its, gradient, other
+    return different
+
+
+def parts_of(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """`parameters` in parts of a sixth of their bytes, or of one parameter that has more."""
+    limit = max(_bytes_of(parameters.values()) // _PARTS, _LEAST_BYTES)
+    parts: list[dict[str, nn.Parameter]] = []
+    for name, parameter in parameters.items():
+        if not parts or _bytes_of((*parts[-1].values(), parameter)) > limit:
+            parts.append({})
+        parts[-1][name] = parameter
+    return parts
+
+
+def _gradients(
+    outputs: list[Tensor], parameters: Mapping[str, nn.Parameter], name: str, side: int = 0, *, retain: bool = False
+) -> dict[str, Tensor | None]:
+    """The gradients of a sum over all `outputs` with weights that let no element cancel another, by parameter.
+
+    What enters the backward is multiplied by a factor a little above or below 1, as `side` says, and the gradients are
+    divided by it: they differ by their rounding, and by a little more if a hook clips them.
+    """
     differentiable = [output for output in outputs if output.requires_grad]
-    if not differentiable or not backward.parameters:
-        backward.take(dict.fromkeys(backward.parameters))
-        return
+    if not differentiable or not parameters:
+        return dict.fromkeys(parameters)
     coarsest = max((output.dtype for output in differentiable), key=lambda dtype: torch.finfo(dtype).eps)
-    factor = torch.tensor(1 + backward.side * torch.finfo(coarsest).eps ** 0.5, dtype=coarsest).item()
+    factor = torch.tensor(1 + side * torch.finfo(coarsest).eps ** 0.5, dtype=coarsest).item()
     weights = [torch.linspace(0.5, 1.5, max(output.numel(), 1), device=output.device) for output in differentiable]
     seeds = [w[: o.numel()].reshape(o.shape).to(o.dtype) * factor for w, o in zip(weights, differentiable, strict=True)]
-    *parts, last = parts_of(backward.parameters)
-    for part in (*parts, last):
-        try:
-            found = torch.autograd.grad(
-                differentiable, list(part.values()), seeds, retain_graph=part is not last, allow_unused=True
-            )
-        except RuntimeError as error:
-            raise CaptureError(
-                f"the backward of {name} fails on the sample: {str(error).splitlines()[0]}. Expected a model that "
-                "torch.autograd.grad can differentiate; torch.utils.checkpoint needs use_reentrant=False for that"
-            ) from error
-        if backward.side:
-            found = tuple(None if gradient is None else gradient / factor for gradient in found)
-        backward.take(dict(zip(part, found, strict=True)))
-        # Not beside those of the next part.
-        del found
+    try:
+        found = torch.autograd.grad(
+            differentiable, list(parameters.values()), seeds, retain_graph=retain, allow_unused=True
+        )
+    except RuntimeError as error:
+        raise CaptureError(
+            f"the backward of {name} fails on the sample: {str(error).splitlines()[0]}. Expected a model that "
+            "torch.autograd.grad can differentiate; torch.utils.checkpoint needs use_reentrant=False for that"
+        ) from error
+    if side:
+        found = tuple(None if gradient is None else gradient / factor for gradient in found)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _distance(one: Tensor, other: Tensor) -> Tensor:
+    """The greatest difference of two elements."""
+    return (one - other).abs().max()
 
 
 def _compare_tensors(what: str, expected: Tensor, found: Tensor, name: str) -> None:

@@ -21,13 +21,13 @@ _RULES = (
     *("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__getstate__", "__setstate__"),
 )
 """What says how an object is made and copied."""
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-_PLAIN_TYPES = frozenset(_PLAIN)
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_PLAIN_TYPES = frozenset(PLAIN)
 
 
 def is_plain(leaf: Any) -> bool:
     """Whether `leaf` is a constant that two calls can be compared by."""
-    return type(leaf) in _PLAIN_TYPES or isinstance(leaf, _PLAIN)
+    return type(leaf) in _PLAIN_TYPES or isinstance(leaf, PLAIN)
 
 
 class Anew:

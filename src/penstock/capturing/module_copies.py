@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from penstock.capturing.fresh_objects import PLAIN
 from penstock.errors import CaptureError
 from penstock.torch_internals.modules import tensor_tables
 
@@ -204,7 +205,7 @@ class Copies:
         made.__dict__.update(self._copy(vars(function), FunctionType, name))
 
 
-_FIXED = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size))
+_FIXED = frozenset((*PLAIN, type, torch.Size))
 _EMPTY = object()
 _RULES = ("__new__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
 

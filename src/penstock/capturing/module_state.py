@@ -16,11 +16,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from penstock.capturing.fresh_objects import PLAIN
 from penstock.torch_internals.modules import TENSOR_TABLES
 
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
+_PLAIN = (*PLAIN, torch.Size, range)
 _PLAIN_TYPES = frozenset(_PLAIN)
 _CONTAINERS = frozenset((dict, OrderedDict, set))
 _FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Stream)
@@ -166,39 +167,29 @@ def _content_of(holder: Any) -> Any:
             return list(holder)
         case set() | bytearray() | array():
             return copy.copy(holder)
-        case torch.Generator() | random.Random() | numpy.random.Generator() | numpy.random.RandomState():
-            return _generator_state(holder)
+        case torch.Generator():
+            return str(holder.get_state().tolist())
+        case random.Random():
+            return str(holder.getstate())
+        case numpy.random.RandomState():
+            return str(holder.get_state(legacy=False))
+        case numpy.random.Generator():
+            return str(holder.bit_generator.state)
         case _:
             return dict(_dict_of(holder)) or None
-
-
-def _generator_state(generator: Any) -> str:
-    """Where `generator` of random numbers is, to be compared."""
-    match generator:
-        case torch.Generator():
-            return str(generator.get_state().tolist())
-        case random.Random():
-            return str(generator.getstate())
-        case numpy.random.RandomState():
-            return str(generator.get_state(legacy=False))
-        case _:
-            return str(generator.bit_generator.state)
 
 
 def _unchanged(holder: Any, content: Any) -> bool:
     if isinstance(content, dict):
         return _holds(_dict_of(holder), content)
-    if isinstance(content, str):
-        return _generator_state(holder) == content
-    match holder:
-        case Tensor():
-            return same_content(holder, content)
-        case numpy.ndarray():
-            return bool(numpy.array_equal(holder, content))
-        case list() | deque():
-            return len(holder) == len(content) and all(map(_same, holder, content))
-        case _:
-            return bool(holder == content)
+    if isinstance(holder, Tensor):
+        return same_content(holder, content)
+    if isinstance(holder, numpy.ndarray):
+        return bool(numpy.array_equal(holder, content))
+    now = _content_of(holder)
+    if isinstance(content, list):
+        return len(now) == len(content) and all(map(_same, now, content))
+    return bool(now == content)
 
 
 def _same(before: Any, now: Any) -> bool:

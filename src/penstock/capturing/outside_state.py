@@ -14,13 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.read_names import names_read
 from penstock.capturing.sequential import EagerLayer, is_plain_sequential
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
-
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-
 
 _COMPARED = (list, tuple, dict, set, deque, Tensor, FunctionType, MethodType, partial)
 """Attributes that are compared if the code reads them: all else may belong to other code."""
@@ -33,7 +31,6 @@ class OutsideState:
     """
 
     def __init__(self, model: nn.Module | Sequence[Any], chain: LayerChain) -> None:
-        self._attributes: list[tuple[str, dict[str, Any], str, Any]] = []
         self._registered: list[tuple[str, nn.Module, str, Any]] = []
         self._contents: list[tuple[str, dict[str, Any], str, Any]] = []
         self._keys: list[tuple[str, nn.Module, frozenset[str]]] = []
@@ -52,14 +49,11 @@ class OutsideState:
             if id(module) in inside:
                 continue
             held = vars(module)
-            self._attributes += [
-                (path, held, key, value) for key, value in held.items() if type(value) in _PLAIN and key != "training"
-            ]
             read = names_read(module)
             self._contents += [
                 (path, held, key, _content(value))
                 for key, value in held.items()
-                if key in read and isinstance(value, _COMPARED) and not isinstance(value, nn.Module)
+                if (is_plain(value) and key != "training") or (key in read and isinstance(value, _COMPARED))
             ]
             named = (
                 *module.named_children(),
@@ -74,21 +68,18 @@ class OutsideState:
 
     def check(self) -> None:
         """Raises `PenstockError` that names what was changed."""
-        for path, held, key, value in self._attributes:
-            now = held.get(key)
-            if now is not value and now != value:
-                raise _changed(path, key, f"was {value!r} and is {now!r}")
         for path, held, key, content in self._contents:
             now = held.get(key)
-            if content != _content(now):
-                raise _changed(path, key, "holds something else")
+            if content is not now and content != _content(now):
+                shown = f"was {content!r} and is {now!r}" if is_plain(content) else "holds something else"
+                raise _changed(path, key, shown)
         for path, module, keys in self._keys:
             held = vars(module)
             if len(held) != len(keys):
                 # What its code kept in an attribute of the class.
                 for key in held.keys() - keys:
                     own = [vars(base)[key] for base in type(module).__mro__ if key in vars(base)]
-                    if own and type(held[key]) in _PLAIN:
+                    if own and is_plain(held[key]):
                         raise _changed(path, key, f"was {own[0]!r} and is {held[key]!r}")
         for path, module, name, found in self._registered:
             if getattr(module, name, None) is not found:
@@ -128,7 +119,7 @@ def _content(value: Any) -> Any:
         case MethodType():
             return id(value.__self__), value.__func__
         case _:
-            return value if type(value) in _PLAIN else _Object(value)
+            return value if is_plain(value) else _Object(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ gives back what these share with the model.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.torch_internals.modules import is_persistent, tensor_tables
+from penstock.torch_internals.tensors import set_times_written, times_written
 
 
 class KeptParameters:
@@ -24,12 +25,12 @@ class KeptParameters:
         own = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
         self._flags = [(parameter, parameter.requires_grad) for parameter in own]
         self._memories = [(parameter, parameter.detach()) for parameter in own if is_plain_memory(parameter)]
-        self._numbers: dict[nn.Parameter, Tensor] = {}
+        self._numbers: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     def save(self, parameter: nn.Parameter) -> None:
         """Saves the numbers of `parameter`, before they are written."""
         if parameter not in self._numbers:
-            self._numbers[parameter] = parameter.detach().clone()
+            self._numbers[parameter] = parameter.detach().clone(), times_written(parameter)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -43,16 +44,18 @@ class KeptParameters:
             for parameter, own in self._memories:
                 if parameter.data_ptr() != own.data_ptr():
                     parameter.data = own
-            for parameter, numbers in self._numbers.items():
+            for parameter, (numbers, written) in self._numbers.items():
                 parameter.data.copy_(numbers)
+                # Autograd takes the parameter of the next run, after as many writes, for that of this run.
+                set_times_written([parameter], [written])
 
 
 @contextmanager
-def kept_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Gives back, after its body, the random generators as they were: PyTorch's on the CPU and on the CUDA devices of
-    `modules`, NumPy's and Python's global ones.
+def kept_generators() -> Iterator[None]:
+    """Gives back, after its body, the global random generators as they were: PyTorch's on the CPU and on CUDA devices,
+    NumPy's and Python's.
     """
-    generators = [torch.default_generator, *_cuda_generators(modules)]
+    generators = [torch.default_generator, *_cuda_generators()]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
@@ -64,9 +67,9 @@ def kept_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
         numpy.random.set_state(numpy_state)
 
 
-def generator_states(modules: Iterable[nn.Module]) -> list[object]:
+def generator_states() -> list[object]:
     """The states of the generators that `kept_generators` gives back, to be compared."""
-    generators = [torch.default_generator, *_cuda_generators(modules)]
+    generators = [torch.default_generator, *_cuda_generators()]
     return [*(generator.get_state().tolist() for generator in generators), python_generators()]
 
 
@@ -130,8 +133,5 @@ class SavedBuffers(Mapping[str, Tensor]):
         return len(self._tables)
 
 
-def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return [torch.cuda.default_generators[index] for index in sorted({t.device.index for t in tensors if t.is_cuda})]
+def _cuda_generators() -> Sequence[torch.Generator]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]

@@ -8,14 +8,9 @@ from typing import Any
 from torch import nn
 
 
-def names_read(module: nn.Module) -> frozenset[str]:
-    """All names and words in the code of the forward of `module`; see `code_read`."""
-    return frozenset().union(*map(_words_of, code_read(module)))
-
-
-def code_read(module: nn.Module) -> frozenset[CodeType]:
-    """The code of the forward of `module`, and that of the functions that it names: methods, functions in attributes,
-    and functions of the files that these are in. Those of PyTorch are not looked into.
+def names_read(module: nn.Module) -> set[str]:
+    """All names and words in the code of the forward of `module`, and in that of the functions that it names: methods,
+    functions in attributes, and functions of the files that these are in. Those of PyTorch are not looked into.
     """
     names: set[str] = set()
     seen: set[CodeType] = set()
@@ -32,7 +27,7 @@ def code_read(module: nn.Module) -> frozenset[CodeType]:
             waiting += [held.get(name), vars(module).get(name)]
             waiting += [vars(base)[name] for base in type(module).__mro__ if name in vars(base)]
         waiting += _closure(function).values()
-    return frozenset(seen)
+    return names
 
 
 class FunctionModule(nn.Module):

@@ -42,7 +42,7 @@ class SampledModel:
 
         Gives back, after it, what the copies share with the model: its parameters, and the random generators.
         """
-        with kept_generators([self.model]), self._parameters.kept():
+        with kept_generators(), self._parameters.kept():
             yield Copier((layer.module for layer in layers), self._copier).copies()
 
 

@@ -185,7 +185,7 @@ def _completed(
     layers: list[Layer] = []
     written: dict[int, Tensor] = {}
     copies = Copier([model, *(layer.module for layer in chain.layers)]).copies()
-    with kept_generators([model]), torch.no_grad():
+    with kept_generators(), torch.no_grad():
         for layer in chain.layers:
             with _Watch() as watch:
                 results = copies.of(layer.module)(*(values[name] for name in layer.inputs))
@@ -226,7 +226,7 @@ def _check_writes(model: Any, chain: LayerChain, sample: Any, seen: Mapping[int,
     if any(isinstance(module, GraphModule) for module in _modules(chain)):
         call: Call = read_sample(sample, chain.inputs.microbatch_size)[0].copied()
         copies = Copier([model]).copies()
-        with kept_generators([model]), torch.no_grad(), _Watch() as watch:
+        with kept_generators(), torch.no_grad(), _Watch() as watch:
             copies.of(model)(*call.args, **call.kwargs)
         written.update(_own(watch.written, copies))
     places = {id(getattr(owner, name)) for layer in chain.layers for owner, name in find_writable(layer.module)}

@@ -135,7 +135,7 @@ def profile(
     clock = clock_of(on) if clock is None else clock
     sample, target = placed(sample, on), placed(target, on)
     modules, computing = modules_of(model), partial(autocasting, autocast, on)
-    with kept_generators(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+    with kept_generators(), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         with computing():
             chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)

@@ -45,7 +45,7 @@ def measure_rounds(profile: Profile, chain: LayerChain, sample: Sample, autocast
     if not count or any(value.device.type != "cpu" for value in inputs.values()):
         return []
     modules = [layer.module for layer in chain.layers]
-    with kept_generators(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+    with kept_generators(), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         return _rounds(chain_of_copies(chain, Copier(modules).copies()).stage(0, count), inputs, autocast)
 
 

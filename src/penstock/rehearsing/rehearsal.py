@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from penstock.arguments import FLAG, Rule, check_arguments, integer
@@ -100,8 +99,7 @@ def rehearse(
     the errors of `Pipeline`. The model, the generators of random numbers and the optimizers stay as they are.
     """
     check_arguments("rehearse", locals(), _RULES)
-    # The first gives back the generators of all devices, the second those of NumPy and Python.
-    with torch.random.fork_rng(), kept_generators(()):
+    with kept_generators():
         setup, seen = _widest(read_setup(model, batches, steps, arguments))
         cut = any(isinstance(inputs, Microbatches) for inputs, _ in setup.batches)
         world = join_world()

@@ -171,7 +171,7 @@ def look(setup: Setup) -> FirstLook:
     """Raises `PenstockError` if the loss is not finite, or reads what copies of the model do not hold."""
     given = {**setup.fresh(), "microbatches": 1}
     module, record = as_module(given["model"]), TrainingRecord()
-    before, coarsest = generator_states([module]), _CoarsestType()  # type: ignore[no-untyped-call]
+    before, coarsest = generator_states(), _CoarsestType()  # type: ignore[no-untyped-call]
     with coarsest:
         compute_gradients(given, setup.batches[0], 0, record)
     loss = record.values[0, "loss", ""]
@@ -186,4 +186,4 @@ def look(setup: Setup) -> FirstLook:
             "tensor outside of it: pass a function that makes model and loss_fn and returns all arguments in a dict, "
             "since a rehearsal trains each time anew. What the loss itself learns must be part of the model"
         )
-    return FirstLook(coarsest.eps, before != generator_states([module]))
+    return FirstLook(coarsest.eps, before != generator_states())

@@ -9,7 +9,6 @@ import torch
 
 from penstock.arguments import FLAG, Rule, check_arguments, number
 from penstock.capturing.chain import LayerChain
-from penstock.reporting.model_flops import count_training_flops
 from penstock.reporting.peak_flops import peak_flops_of
 from penstock.runtime.engine.step_records import Speed
 from penstock.runtime.transport.worlds import World
@@ -143,3 +142,19 @@ class StatsSource:
 
 def _product(number: float | None, factor: float) -> float | None:
     return None if number is None else number * factor
+
+
+_FORWARDS_OF_A_STEP = 3
+"""A backward takes twice the operations of its forward: one product for the gradient of each factor."""
+
+
+def count_training_flops(chain: LayerChain) -> float | None:
+    """Three times the operations of the forward, for one sample of the captured ones: without recomputation, without
+    the loss, and without regard to weights that are not trained.
+
+    A multiplication with an addition is two operations. None if no operator was counted.
+    """
+    operators = [operator for layer in chain.layers for operator in layer.operators]
+    if not operators:
+        return None
+    return _FORWARDS_OF_A_STEP * sum(operator.flops for operator in operators) / chain.inputs.microbatch_size

@@ -18,10 +18,6 @@ from penstock.scan.sparse import LayerJacobian, layer_jacobian
 
 E = TypeVar("E")
 _MOST_BYTES = 2**30
-_MIXING_OR_RANDOM = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU),
-)
 
 
 def scan_list(elements: Sequence[E], then: Callable[[E, E], E], levels: int | None = None) -> list[E]:
@@ -66,9 +62,9 @@ class ScanSequential(nn.Sequential):
         most_bytes: that the Jacobians of a batch and their products may take.
 
     Raises:
-        PenstockError: in the forward, where they would take more than `most_bytes`, and for layers that mix samples or
-            draw random numbers in training mode. In the first backward of each shape, for a layer whose Jacobians are
-            not what autograd computes: one that mixes samples, draws random numbers or changes what it reads.
+        PenstockError: in the forward, where they would take more than `most_bytes`. In the first backward of each
+            shape, for a layer whose Jacobians are not what autograd computes: one that mixes samples (BatchNorm in
+            training mode), draws random numbers (Dropout) or changes what it reads.
     """
 
     def __init__(self, *layers: Any, most_bytes: int = _MOST_BYTES) -> None:
@@ -93,7 +89,6 @@ class ScanSequential(nn.Sequential):
         if not torch.is_grad_enabled():
             plain: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
             return plain
-        _check_layers(self)
         found: Tensor = _ChainBackward.apply(self, input, *self.parameters())  # type: ignore[no-untyped-call]
         return found
 
@@ -147,23 +142,23 @@ def _transposed(chain: ScanSequential, layer: nn.Module, given: Tensor, output: 
         return torch.eye(given[0].numel(), dtype=given.dtype, device=given.device).unsqueeze(0)
     known = chain.jacobian_of(layer, tuple(given.shape[1:]))
     if known is None:
-        return _by_rows(layer, given)
+        return _by_rows(chain, layer, given)
     found = known.pattern.dense(known.values(given, output))
     return found if found.dim() == 3 else found.unsqueeze(0)
 
 
-def _by_rows(layer: nn.Module, given: Tensor) -> Tensor:
+def _by_rows(chain: ScanSequential, layer: nn.Module, given: Tensor) -> Tensor:
     def one(sample: Tensor) -> Tensor:
         output: Tensor = layer(sample.unsqueeze(0).clone())
         return output.flatten()
 
     try:
         jacobians: Tensor = torch.func.vmap(torch.func.jacrev(one))(given)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise PenstockError(
-            f"ScanSequential: torch.func cannot compute the Jacobian of {type(layer).__name__}: {error}. Expected a "
-            "layer that treats each sample by itself, draws nothing, and does not look at values. Put it before or "
-            "behind the chain, or use torch.nn.Sequential"
+            f"ScanSequential: torch.func cannot compute the Jacobian of {_named(chain, layer)}: {error}. Expected a "
+            "layer that treats each sample by itself, draws nothing (BatchNorm and Dropout do in evaluation mode), and "
+            "does not look at values. Put it before or behind the chain, or use torch.nn.Sequential"
         ) from error
     return jacobians.flatten(2).transpose(1, 2)
 
@@ -185,24 +180,18 @@ def _check_jacobian(chain: ScanSequential, layer: nn.Module, given: Tensor, jaco
     found = (jacobian @ gradient.flatten(1).unsqueeze(-1)).reshape(given.shape)
     difference, largest = (found - expected).abs().amax(), expected.abs().amax()
     if difference > torch.finfo(found.dtype).eps ** 0.5 * (1 + largest):
-        name = next(name for name, child in chain.named_children() if child is layer)
         raise PenstockError(
-            f"ScanSequential: layer {name} ({type(layer).__name__}): expected the gradient that autograd computes for "
-            f"a batch of shape {tuple(given.shape)}, found one that differs by {float(difference):.3g}. A Jacobian is "
-            "that of one sample: the layer mixes samples, draws random numbers, or changes what it reads. Put it "
-            "before or behind the chain, or use torch.nn.Sequential"
+            f"ScanSequential: {_named(chain, layer)}: expected the gradient that autograd computes for a batch of "
+            f"shape {tuple(given.shape)}, found one that differs by {float(difference):.3g}. A Jacobian is that of one "
+            "sample: the layer mixes samples, draws random numbers, or changes what it reads. Put it before or behind "
+            "the chain, or use torch.nn.Sequential"
         )
     chain.checked.add(key)
 
 
-def _check_layers(chain: nn.Sequential) -> None:
-    for name, module in chain.named_modules():
-        if module.training and isinstance(module, _MIXING_OR_RANDOM):
-            raise PenstockError(
-                f"ScanSequential: layer {name} is {type(module).__name__} in training mode: expected layers that treat "
-                "each sample by itself and draw nothing, since a Jacobian is that of one sample. Put it before or "
-                "behind the chain, use GroupNorm or LayerNorm, or put it into evaluation mode"
-            )
+def _named(chain: ScanSequential, layer: nn.Module) -> str:
+    name = next(name for name, child in chain.named_children() if child is layer)
+    return f"layer {name} ({type(layer).__name__})"
 
 
 def _check_size(values: Sequence[Tensor], most_bytes: int) -> None:

@@ -4,7 +4,7 @@ PyTorch documents the edges of a node, its name and its hooks. A split backward 
 also needs the types of nodes, what they saved, and their order. Tried on torch 2.11 and 2.13.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ def node_kinds(*names: str) -> tuple[type, ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
-def leaves_behind(tensor: Tensor, ends: Collection[Any]) -> Iterator[Tensor]:
-    """The leaves that `tensor` was computed from, without those behind the nodes `ends`."""
+_LEAF_NODES: tuple[Any, ...] = node_kinds("AccumulateGrad")
+
+
+def leaves_behind(tensor: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """The leaves of autograd that `tensor` was computed from, without those behind the nodes `ends`."""
     seen: set[Any] = {*ends, None}
     waiting: list[Any] = [tensor.grad_fn]
-    kinds = node_kinds("AccumulateGrad")
     if tensor.is_leaf and tensor.requires_grad:
         yield tensor
     while waiting:
@@ -42,8 +44,8 @@ def leaves_behind(tensor: Tensor, ends: Collection[Any]) -> Iterator[Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, kinds):
-            yield node.variable  # type: ignore[attr-defined]
+        if isinstance(node, _LEAF_NODES):
+            yield node.variable
         waiting += [following for following, _ in node.next_functions]
 
 

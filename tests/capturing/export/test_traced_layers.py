@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing import capture
-from penstock.capturing.export.traced_layers import TracedLayer
+from penstock.capturing.export.cutting import TracedLayer
 from penstock.capturing.sequential import EagerLayer
 
 

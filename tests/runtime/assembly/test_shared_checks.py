@@ -8,10 +8,17 @@ from support.jobs.capture_jobs import KINDS, check_with_others, error_of, find_a
 from support.processes import Pool
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_first_rank_does_what_one_process_would_do(pool: Pool, ranks: int) -> None:
-    alone = find_alone("plain")
-    found = pool.run(ranks, check_with_others, *["plain"] * ranks)
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("plain", 2),
+        ("plain", 3),
+        pytest.param("drawing", 2, id="a generator of its own, of which checks draw from copies"),
+    ],
+)
+def test_the_first_rank_does_what_one_process_would_do(pool: Pool, kind: str, ranks: int) -> None:
+    alone = find_alone(kind)
+    found = pool.run(ranks, check_with_others, *[kind] * ranks)
 
     assert [(each.sizes, each.equal) for each in found] == [(alone.sizes, alone.equal)] * ranks
     assert [each.runs for each in found] == [alone.runs] + [0] * (ranks - 1)
@@ -26,7 +33,6 @@ def test_the_first_rank_does_what_one_process_would_do(pool: Pool, ranks: int) -
         pytest.param(("plain", "other number"), id="a number in the trace"),
         pytest.param(("summed", "summed"), id="ranks wait for each other in the forward"),
         pytest.param(("joined", "joined"), id="ranks wait for each other in the backward"),
-        pytest.param(("drawing", "drawing"), id="a generator that nothing puts back"),
     ],
 )
 def test_ranks_check_their_own(pool: Pool, kinds: tuple[str, str]) -> None:

@@ -47,7 +47,7 @@ class Summed(Block):
 
 
 class Drawing(Block):
-    """Has a generator of its own, which nothing puts back."""
+    """Has a generator of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,12 +11,12 @@ from typing import cast
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import PythonCode
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.export.dependence import Dependence, size_bytes
 from penstock.capturing.export.guards import lost_check
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, call_of, is_block
-from penstock.capturing.export.traced_layers import TracedLayer
 from penstock.capturing.export.tracing import Trace
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import CaptureError
@@ -213,3 +213,32 @@ def _value_name(node: Node, trace: Trace) -> str:
     if node.target is operator.getitem and isinstance(block := node.args[0], Node) and is_block(block):
         return trace.blocks.result_name(call_of(block)[0], cast(int, node.args[1]))
     return node.name
+
+
+class TracedLayer(GraphModule):
+    """A layer out of a trace: `graph`, of operators and blocks, over `attributes`: tensors and modules by name."""
+
+    def __init__(self, attributes: Mapping[str, Tensor | nn.Module], graph: Graph) -> None:
+        _check_names(graph)
+        super().__init__(dict(attributes), graph, "TracedLayer")
+
+    def recompile(self) -> PythonCode:
+        """Generates the code anew after the graph has changed."""
+        code = super().recompile()
+        # As other modules are called: a GraphModule's own call prints errors and cuts their tracebacks.
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return code
+
+
+def _check_names(graph: Graph) -> None:
+    """Raises `CaptureError` for a name that would end the text that it is in: torch.fx writes names into code as they
+    are.
+    """
+    for node in graph.nodes:
+        name = str(node.target)
+        if node.op in ("get_attr", "call_module") and set(name) & set('"\\\n\r\0'):
+            raise CaptureError(
+                f"the parameter, buffer or module {name!r}: expected a name without double quotes, backslashes and "
+                "ends of lines, since the code between the model's blocks is written anew as Python. Rename it, "
+                "or pass the model as a list of layers"
+            )

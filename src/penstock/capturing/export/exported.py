@@ -3,26 +3,26 @@
 The training and the evaluation mode are two traces over the same parameters and buffers, cut at the same blocks.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import Node
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.chain_checks import ChainCheck, UncheckedChain
-from penstock.capturing.checking import check_chain
+from penstock.capturing.checking import agrees, check_chain
 from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls
 from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
-from penstock.capturing.export.dependence import depend
+from penstock.capturing.export.dependence import depend, is_random, node_memory
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, UnseenSize, opaque_paths
-from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
-from penstock.capturing.export.smallest import checks_for_one
-from penstock.capturing.export.tracing import Trace, trace
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, UnseenSize, is_block, opaque_paths
+from penstock.capturing.export.tracing import Trace, is_mutating, trace
 from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.module_copies import Copies
@@ -31,8 +31,10 @@ from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
-from penstock.capturing.sequential import EagerLayer
+from penstock.capturing.sequential import EagerLayer, Flag
 from penstock.errors import CaptureError
+from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.dispatch import schema_of
 
 _FREE: tuple[Literal["sizes", "doubles", "samples", "nothing"], ...] = ("sizes", "doubles", "samples", "nothing")
 
@@ -215,3 +217,125 @@ def _run_layers(layers: Sequence[Layer], values: dict[str, torch.Tensor], copies
         values.update(zip(layer.outputs, observation.results, strict=True))
         observations.append(observation)
     return observations
+
+
+_SIZES = (
+    *("aten::sym_size", "aten::sym_numel", "aten::sym_stride", "aten::sym_storage_offset"),
+    *("aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full"),
+    *("aten::zeros_like", "aten::ones_like", "aten::full_like"),
+)
+"""Operators that look at the sizes of their arguments only."""
+
+
+def leave_out_optional_arguments(trace: Trace) -> None:
+    """Changes the calls of blocks in `trace` that get an argument which they do not get in a run.
+
+    Models leave out a mask where they can see that it hides nothing. In a trace they cannot see it, and pass the mask.
+    A mask that follows from sizes alone is left out here as well, so that blocks compute what they compute in a run.
+    One that follows from the values of inputs is kept: for other values the model would pass it.
+    """
+    blocks = trace.blocks
+    if not any(call.unrecorded for call in blocks.traced):
+        return
+    valued = _valued(trace)
+    for node in trace.graph.graph.find_nodes(op="call_function", target=torch.ops.penstock.block.default):
+        tensors, numbers, call = cast("tuple[Sequence[Node], Any, int]", node.args)
+        found = blocks.traced[call]
+        leaves = found.tensor_leaves()
+        out = {
+            leaf
+            for leaf, tensor in zip(leaves, tensors, strict=True)
+            if leaf in found.unrecorded and found.takes.constants[leaf] is not Flag and tensor not in valued
+        }
+        if out:
+            kept = [tensor for leaf, tensor in zip(leaves, tensors, strict=True) if leaf not in out]
+            node.args = (kept, numbers, call)
+            blocks.traced[call] = found.with_recorded(out)
+
+
+def _valued(trace: Trace) -> set[Node]:
+    """What depends on the values of inputs, parameters and buffers, and not on sizes alone."""
+    found = {node for node, source in trace.sources.items() if not source.is_constant}
+    written: set[int] = set()
+    while True:
+        before = len(found)
+        for node in trace.graph.graph.nodes:
+            if (
+                is_block(node)
+                or is_random(node)
+                or node_memory(node) in written
+                or (any(each in found for each in node.all_input_nodes) and not _of_sizes(node))
+            ):
+                found.add(node)
+        written = {node_memory(node.args[0]) for node in found if is_mutating(node)} - {0}
+        if len(found) == before:
+            return found
+
+
+def _of_sizes(node: Node) -> bool:
+    schema = schema_of(node.target)
+    return schema is not None and schema.name in _SIZES
+
+
+Place = tuple[str, int]
+"""A tensor and one of its dimensions."""
+
+
+def checks_for_one(sampled: SampledModel, chain: LayerChain) -> list[ChainCheck]:
+    """That `chain` computes what the model does for each free size at one; else its least size is two.
+
+    Export takes it for granted that a free size is at least two, and drops what the model's code would do for a single
+    sample, or a sequence of a single token: ``if length == 1``, or a `squeeze`. Most models do nothing of that kind,
+    and a prediction is often of one sample. So the first sample, or the first steps, of the sample are tried.
+    """
+    inputs, call = chain.inputs, sampled.call
+    return [
+        ChainCheck(partial(_agrees_for_one, sampled, chain, group), partial(_at_least_two, group))
+        for group in _free_groups(inputs, _shapes(inputs, call))
+    ]
+
+
+def _agrees_for_one(sampled: SampledModel, chain: LayerChain, group: frozenset[Place]) -> bool:
+    return agrees(sampled, chain, _narrowed(chain.inputs, sampled.call, group))
+
+
+def _at_least_two(group: frozenset[Place], inputs: ModelInputs) -> ModelInputs:
+    sizes = {name: list(bounds) for name, bounds in inputs.sizes.items()}
+    for name, index in group:
+        sizes[name][index] = (2, sizes[name][index][1])
+    return replace(inputs, sizes={name: tuple(bounds) for name, bounds in sizes.items()})
+
+
+def _free_groups(inputs: ModelInputs, shapes: Mapping[str, tuple[int, ...]]) -> list[frozenset[Place]]:
+    """The dimensions that may have size one, those together that may only have it together.
+
+    These are the numbers of samples, and the others by their size in the sample: a mask is as long as the sequence, and
+    a mask of one for a sequence of many is nothing that a user passes.
+    """
+    groups: defaultdict[int, set[Place]] = defaultdict(set)
+    for name, shape in shapes.items():
+        for index, size in enumerate(shape):
+            groups[0 if name in inputs.batched and index == 0 else size].add((name, index))
+
+    def is_free(place: Place) -> bool:
+        name, index = place
+        return inputs.sizes[name][index][0] <= 1 and shapes[name][index] > 1
+
+    free = (frozenset(filter(is_free, group)) for group in groups.values())
+    return [group for group in free if group]
+
+
+def _shapes(inputs: ModelInputs, call: Call) -> dict[str, tuple[int, ...]]:
+    leaves, _ = flatten((call.args, call.kwargs))
+    pairs = zip(inputs.names, leaves, strict=True)
+    return {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, Tensor)}
+
+
+def _narrowed(inputs: ModelInputs, call: Call, places: Iterable[Place]) -> Call:
+    """`call` with the first entry only of the dimensions `places`."""
+    leaves, structure = flatten((call.args, call.kwargs))
+    named = dict(zip(inputs.names, leaves, strict=True))
+    for name, index in places:
+        named[name] = named[name].narrow(index, 0, 1)
+    args, kwargs = pytree.tree_unflatten(list(named.values()), structure)
+    return Call(args, kwargs)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import assert_never
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.memory import peak_bytes
+from penstock.planning.memory import peak_bytes, require_fit
 from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
@@ -22,13 +22,11 @@ from penstock.planning.spp.grouped_machines import MOST_ORDERED, propose_grouped
 from penstock.planning.spp.spp_search import find_spp
 from penstock.planning.stage_costs import ChainCosts, chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
-from penstock.planning.uniform import plan_uniform
-from penstock.planning.widening import widen
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.link_tables import LinkLevels, LinkMatrix
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
 _PROPOSED = 3
@@ -210,3 +208,36 @@ def _require(found: Plan | None) -> tuple[Plan]:
     if found is None:
         raise PlanError("no plan of this kind fits in memory")
     return (found,)
+
+
+def plan_uniform(profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """A plan of stages with as equal numbers of layers as possible, which needs no measured times.
+
+    `PlanError` if a stage does not fit in memory.
+    """
+    cut = Plan.uniform(
+        len(profile),
+        request.stage_count(cluster.devices),
+        request.schedule,
+        request.microbatches,
+        request.stages_per_rank,
+    )
+    costs = chain_costs(profile, cluster, recompute=request.recompute)
+    uniform = foresee(cut.stages, profile, costs, cluster, request)
+    require_fit(uniform, peak_bytes(uniform, costs, request.optimizer_copies), cluster)
+    return uniform
+
+
+def widen(narrow: Plan, replicas: int, profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """The plan `narrow`, which has no replicas, with `replicas` of every stage and the microbatches of `request`.
+
+    Consecutive ranks hold the replicas of one stage, so that an all-reduce stays inside a server if possible [Narayanan
+    2021, section 3.3]. The stages of one pipeline are d ranks apart.
+    """
+    stages = tuple(
+        Stage(stage.start, stage.stop, tuple(range(first * replicas, (first + 1) * replicas)))
+        for stage in narrow.stages
+        for (first,) in [stage.ranks]
+    )
+    costs = chain_costs(profile, cluster, recompute=request.recompute)
+    return foresee(stages, profile, costs, cluster, request)

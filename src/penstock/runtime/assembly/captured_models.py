@@ -106,7 +106,8 @@ def _check_loss(chain: LayerChain, recipe: Recipe) -> None:
 
 
 def check_together(world: World, unchecked: UncheckedChain) -> LayerChain:
-    """The chain after its checks. Collective.
+    """The chain after its checks, which run the model several times: one rank makes them for all that have captured the
+    same chain. Collective.
 
     Raises `CaptureError` on every rank if the chain must not be used.
     """
@@ -133,11 +134,10 @@ def check_together(world: World, unchecked: UncheckedChain) -> LayerChain:
 
 def _runs_everywhere(unchecked: UncheckedChain) -> bool:
     """Whether every process has to run the checks: those of a model that waits for other processes in its forward, or
-    might in the hooks of its parameters, and of one with generators of its own, which a check moves.
+    might in the hooks of its parameters.
     """
     if unchecked.sampled is None:
         return False
     model = unchecked.sampled.model
     hooked = any(gradient_hooks(each) or accumulated_hooks(each) for each in model.parameters())
-    draws = any(isinstance(value, _GENERATORS) for module in model.modules() for value in vars(module).values())
-    return unchecked.communicates or hooked or draws
+    return unchecked.communicates or hooked

@@ -7,26 +7,53 @@ trains in. All is given back afterwards, as after a capture.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from penstock.capturing.module_copies import Copies
+from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.module_copies import Copier, Copies
+from penstock.capturing.operators import OperatorCounter
+from penstock.capturing.preservation import (
+    KeptParameters,
+    evaluating,
+    generator_states,
+    kept_generators,
+    kept_tensors,
+)
+from penstock.capturing.randomness import seed_all
+from penstock.capturing.read_names import FunctionModule, modules_read
 from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.sequential import is_plain_sequential
 from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import CaptureError
 from penstock.runtime.assembly.captured_models import CapturedModel
-from penstock.runtime.batches.loss_comparisons import LossRuns, causes_of, join_pair
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.engine.call_agreement import CallAgreement
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
+from penstock.torch_internals import pytrees as pytree
+from penstock.training.losses import IGNORED, compute_loss
 from penstock.training.recipes import Recipe
 
 Check: TypeAlias = Literal["warn", "strict", "off"]
 
+_Model: TypeAlias = Callable[[Copies, Mapping[str, Tensor]], Any]
+"""Takes copies of its modules, and the inputs by name."""
+_Batch: TypeAlias = tuple[Mapping[str, Tensor], Any]
+"""The inputs by name, and the target."""
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Of losses, relative: in a batch of another size sums have another order."""
+_ON_ACCELERATORS = 1e-3
+"""The least tolerance: kernels for another size may round to TensorFloat-32."""
+_LOOKED_AT = 4096
+"""Elements of an output whose median is its size."""
+_SEED = 20_011
 _CONTEXT = "while they compared the first batch with the model"
 _LEFT_OUT = "the first batch is not compared with the model"
 _MOST_SECONDS = 5.0
@@ -137,3 +164,150 @@ class FirstBatch:
             f"a step minimizes, is {mean:.9g}: {causes}. check='off' leaves out the comparison, check='strict' makes "
             "every difference an error"
         )
+
+
+class _Run(NamedTuple):
+    loss: float
+    outputs: list[Tensor]
+    random: bool
+    """Whether it drew random numbers."""
+
+
+class LossRuns:
+    """Runs copies of `modules`, with the loss of `recipe`, and leaves no trace in the modules."""
+
+    def __init__(self, modules: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> None:
+        self._loss, self._outside = FunctionModule(recipe.loss_fn), modules_read(recipe.loss_fn)
+        self.modules, self.recipe, self._device = [*modules, self._loss, *self._outside], recipe, device
+        self._copied, self._parameters = [*modules, self._loss], KeptParameters(self.modules)
+        held = [parameter for module in self.modules for parameter in module.parameters()]
+        # It sees parameters that a forward writes, and has compiled code run eagerly.
+        self._counter = OperatorCounter(held, self._parameters.save)
+        types = {parameter.dtype for parameter in held} | {recipe.autocast}
+        least = 0.0 if device.type == "cpu" else _ON_ACCELERATORS
+        self._tolerance = max(least, *(value for dtype, value in _TOLERANCES.items() if dtype in types), 1e-9)
+
+    def run(self, model: _Model, batch: _Batch, *, evaluates: bool = True) -> _Run:
+        """The loss of `model` on a copy of `batch`, and what it returned; in the present mode if it not `evaluates`."""
+        inputs, target = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.detach().clone(), (dict(batch[0]), batch[1])
+        )
+        with (
+            kept_generators(),
+            self._parameters.kept(),
+            evaluating(self.modules) if evaluates else nullcontext(),
+            ExitStack() as kept,
+            torch.no_grad(),
+            self._counter.counting(),
+            self.recipe.autocast_context(self._device),
+        ):
+            # Those that the loss finds in its file have no copies.
+            for module in self._outside:
+                kept.enter_context(kept_tensors(module))
+            copies = Copier(self._copied).copies()
+            seed_all(_SEED)
+            before = generator_states()
+            output = model(copies, inputs)
+            outputs = [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            loss = float(compute_loss(copies.of(self._loss), output, target)[0])
+            return _Run(loss, outputs, generator_states() != before)
+
+    def agree(self, run: _Run, found: float) -> bool:
+        """Whether `found` is the loss of `run` but for rounding, which is relative to the outputs, too."""
+        sizes = [0.1 * _size(output) for output in run.outputs if output.is_floating_point() and output.numel()]
+        scale = max(abs(run.loss), *(size for size in sizes if math.isfinite(size)), 0.0)
+        # The step itself refuses a loss that is not finite.
+        return not math.isfinite(run.loss) or abs(run.loss - found) <= self._tolerance * scale
+
+    def joins(self, whole: _Run, parts: Sequence[_Run], dimension: int) -> bool:
+        """Whether outputs of `parts`, one after the other along `dimension`, are those of `whole` but for rounding."""
+        pairs = []
+        for one, *others in zip(whole.outputs, *(part.outputs for part in parts), strict=True):
+            with suppress(RuntimeError, IndexError):  # of outputs without that dimension
+                pairs.append((one, torch.cat(others, dimension)))
+        fitting = [pair for pair in pairs if pair[0].is_floating_point() and pair[0].shape == pair[1].shape]
+        near = 10 * self._tolerance
+        return bool(fitting) and all(torch.allclose(*pair, rtol=near, atol=near * _size(pair[0])) for pair in fitting)
+
+
+def join_pair(spec: ModelInputs, first: Microbatch, second: Microbatch) -> _Batch | None:
+    """Two microbatches as one; None if they were not cut from one batch."""
+    pairs = {name: (tensor, second.inputs[name]) for name, tensor in first.inputs.items()}
+    whole = all(one is other for name, (one, other) in pairs.items() if name not in spec.batched)
+    if first.target_form is not second.target_form or not whole:
+        return None
+    inputs = {name: torch.cat(pair) if name in spec.batched else pair[0] for name, pair in pairs.items()}
+    return inputs, first.target_form.join((first.target, second.target))
+
+
+def causes_of(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run, parts: Sequence[_Run]) -> tuple[bool, str]:
+    """Whether the cut is wrong for certain, and why the losses of `parts` may have another mean than `whole`, that of
+    `batch`.
+    """
+    if runs.agree(whole, sum(part.loss for part in parts)):
+        return False, "loss_fn returns a sum: expected the mean over the samples. Use reduction='mean'"
+    alike = runs.joins(whole, parts, 0)
+    named = [pair for module in runs.modules for pair in module.named_modules()]
+    layouts = [name for name, inner in named if getattr(inner, "batch_first", None) is False]
+    time_first = f" ({layouts[0]} has batch_first=False)" if layouts else ""
+    if not alike and _cut_along_1(runs, model, batch, whole):
+        return True, (
+            f"the samples are in dimension 1{time_first}, along which the inputs can be cut, and not in dimension 0. "
+            "Pass inputs and targets with the samples in dimension 0"
+        )
+    if not runs.recipe.loss_weight and (marks := _marks(runs, batch)):
+        return False, marks
+    over_model = (
+        f"the samples may be in another dimension than 0{time_first} or packed into one, or a tensor of them goes "
+        "whole to every microbatch (cut the batch yourself: penstock.Microbatches), or the model looks at the whole "
+        "batch (a router's loss, statistics, attention over samples), which any accumulation of gradients does by "
+        "microbatch"
+    )
+    over_loss = (
+        "the loss may be a mean over other items than samples (tokens, a mask, weights: loss_weight= counts them, "
+        "docs/training.md), or compare samples or divide sums (in-batch negatives, Dice), which any accumulation of "
+        "gradients does by microbatch, or a part of the target was cut, or not, against its meaning (docs/inputs.md)"
+    )
+    return False, over_loss if alike else f"{over_model}; or {over_loss}"
+
+
+def _marks(runs: LossRuns, batch: _Batch) -> str:
+    """What a mean over other items is seen by: labels that do not count, and weights of classes."""
+    every = [inner for module in runs.modules for inner in module.modules()]
+    criteria = [inner for inner in every if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss)]
+    labels = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype is torch.int64]
+    ignored = {IGNORED, *(each.ignore_index for each in criteria)}
+    found = [f"labels of {label}" for label in ignored if any(bool(each.eq(label).any()) for each in labels)]
+    if weighted := any(each.weight is not None for each in criteria):
+        found.append("a criterion with weight=")
+    counted = "weight[target[target != -100]]" if weighted else "(target != -100)"
+    if not found:
+        return ""
+    return (
+        f"the loss is a mean over other items than samples: found {' and '.join(found)}. Pass loss_weight=, which "
+        f"counts the items of a target, such as lambda target: {counted}.sum() (docs/training.md)"
+    )
+
+
+def _cut_along_1(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run) -> bool:
+    """Whether halves of `batch` along dimension 1 give the outputs of `whole`."""
+    lengths = {tensor.shape[1] if tensor.ndim > 1 else 0 for tensor in batch[0].values()}
+    half = max(lengths) // 2
+    if len(lengths) > 1 or not half:
+        return False
+
+    def part(index: int) -> _Batch:
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor.tensor_split((half,), 1)[index] if tensor.ndim > 1 else tensor
+
+        return pytree.tree_map_only(Tensor, cut, batch)  # type: ignore[no-any-return]  # as it was
+
+    # A model or a loss that cannot be cut so fails.
+    with suppress(Exception):
+        return runs.joins(whole, [runs.run(model, part(0)), runs.run(model, part(1))], 1)
+    return False
+
+
+def _size(tensor: Tensor) -> float:
+    flat = tensor.detach().reshape(-1)
+    return float(flat[:: max(1, flat.numel() // _LOOKED_AT)].abs().float().median())

@@ -338,3 +338,17 @@ def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
         )
     make_default_group(rank, processes, timeout_seconds)
     return Processes(timeout_seconds)
+
+
+def remove_keys(store: Store, processes: int, others: Sequence[Store] = ()) -> None:
+    """Called once by each of the `processes` of `store`, which is theirs alone, when it is done with the store.
+
+    The last one deletes all keys of `store` and of `others`, since a process may make many pipelines. A store that
+    cannot list its keys or delete them keeps them.
+    """
+    # If the store cannot be reached, its process has ended.
+    with suppress(RuntimeError, AttributeError):
+        if store.add("left", 1) == processes:
+            for own in (store, *others):
+                for key in own.list_keys():
+                    own.delete_key(key)
