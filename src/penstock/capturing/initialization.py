@@ -122,7 +122,7 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
         memo: dict[int, Any] = {**stand_ins(*owner.parameters(), *owner.buffers())}
         memo[id(getattr(owner, attribute))] = tensor
         alone = copy.deepcopy(owner, memo)
-        with _MetaDraws():
+        with _MetaDraws():  # type: ignore[no-untyped-call]
             for reset in _resets(modules, path, alone):
                 reset()
         found = getattr(alone, attribute)
@@ -227,7 +227,7 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} of shape {tuple(tensor.shape)}"
 
 
-class _MetaDraws(OperatorMode):
+class _MetaDraws(OperatorMode):  # type: ignore[no-untyped-call]
     """Leaves out `normal_` on the meta device, where it does nothing and is slow: a reset for one tensor runs it on all
     others of the module.
     """
