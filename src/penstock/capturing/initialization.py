@@ -110,7 +110,7 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
 
     @lru_cache(maxsize=1)
     def stand_ins(*tensors: Tensor) -> dict[int, Tensor]:
-        """For the id of each, a tensor on the meta device: one set for all tensors of a module that has many."""
+        """A tensor on the meta device by the id of each: one set for all tensors of a module that has many."""
         return {id(other): bare(other) for other in tensors}
 
     def init_fn(name: str, tensor: Tensor) -> None:
