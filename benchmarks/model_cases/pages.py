@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 # What stands in the way, by a pattern in the error, with the way out. The first that is found counts.
 CAUSES: tuple[tuple[str, str, str], ...] = (
     (
-        r"cannot cut \d+ layers",
+        r"the model has no blocks|cannot cut \d+ layers",
         "it is one layer: its blocks are no modules of their own, or are called by other methods than `forward`",
         "make each block a module and call it as `block(x)`, or pass a list of layers",
     ),

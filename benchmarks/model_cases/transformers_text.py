@@ -237,6 +237,68 @@ DECODERS: dict[str, dict[str, Any]] = {
     "bert-generation": SIZES,
 }
 
+DEFAULT = {name: value for name, value in SIZES.items() if name != "use_cache"}
+WINDOW = {**DEFAULT, "sliding_window": 4}
+AS_THEY_COME: dict[str, dict[str, Any]] = {
+    "llama": DEFAULT,
+    **{
+        name: WINDOW
+        for name in (
+            "mistral",
+            "ministral",
+            "ministral3",
+            "cohere2",
+            "olmo3",
+            "exaone4",
+            "phi3",
+            "starcoder2",
+            "granite_swa",
+            "cwm",
+        )
+    },
+    **{
+        name: {**WINDOW, "query_pre_attn_scalar": 8}
+        for name in (
+            "gemma2",
+            "gemma3_text",
+            "vaultgemma",
+        )
+    },
+    "gemma3n_text": {
+        **WINDOW,
+        "laurel_rank": 4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 99,
+        "num_kv_shared_layers": 0,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {**WINDOW, "hidden_size_per_layer_input": 0, "global_head_dim": 8, "num_kv_shared_layers": 0},
+    "smollm3": {**WINDOW, "use_sliding_window": True},
+    **{name: {**WINDOW, "use_sliding_window": True, "max_window_layers": 1} for name in ("qwen2", "qwen3")},
+    "modernbert-decoder": {**DEFAULT, "local_attention": 4},
+    **{
+        name: {**WINDOW, **EXPERTS}
+        for name in (
+            "gpt_oss",
+            "mixtral",
+            "granitemoe_swa",
+            "cohere2_moe",
+            "laguna",
+            "mellum",
+            "mimo_v2_flash",
+        )
+    },
+    "afmoe": {**WINDOW, **EXPERTS, "num_shared_experts": 1, "num_dense_layers": 1},
+    "exaone_moe": {**WINDOW, **EXPERTS, "n_group": 1, "topk_group": 1},
+    **{name: DEFAULT for name in ("lfm3", "hyperclovax", "apertus1p5_text", "jais2", "dory", "hrm_text")},
+    **{name: {**DEFAULT, **EXPERTS} for name in ("flex_olmo", "minimax_m2")},
+    "solar_open": {**DEFAULT, **EXPERTS, "n_group": 1, "topk_group": 1},
+    "aria_text": {**DEFAULT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+}
+"""Sliding windows and families of later releases, with `use_cache` as the configuration has it."""
+
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: ("AutoModelForMaskedLM", SIZES)
@@ -450,6 +512,10 @@ CASES: tuple[Case, ...] = (
     *(
         Case(name, "transformers", transformer("AutoModelForCausalLM", name, sizes), tokens)
         for name, sizes in DECODERS.items()
+    ),
+    *(
+        Case(f"{name}, as it comes", "transformers", transformer("AutoModelForCausalLM", name, sizes), tokens)
+        for name, sizes in AS_THEY_COME.items()
     ),
     Case("llama, padding mask", "transformers", transformer("AutoModelForCausalLM", "llama", SIZES), masked),
     Case("gpt2, padding mask", "transformers", transformer("AutoModelForCausalLM", "gpt2", GPT), masked),

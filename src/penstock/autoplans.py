@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from penstock.capturing.chain import LayerChain
+from penstock.capturing.chain import LayerChain, require_cuts
 from penstock.capturing.export.guards import takes_statistics
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planner_names import PlannerName
@@ -146,6 +146,7 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
 
     If there is none, raises the error of the simplest plan.
     """
+    require_cuts(len(chain.layers), choices.stages or 1)
     flushes = choices.schedule is None and not choices.vertical_sync
     search = partial(
         plan_on,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import penstock
 from penstock.capturing.initialization import InitFn, initialize, named_tensors, reset_parameters
 from penstock.capturing.weightless import asks_for_weights, capture_weightless, is_weightless
 from penstock.errors import CaptureError, PenstockError
+from penstock.torch_internals.dispatch import OperatorMode
 from support import models
 from support.jobs.initialization_jobs import BUILDS, draw, on_meta, train_from_nothing
 from support.processes import Pool
@@ -198,6 +200,63 @@ def test_a_model_initializes_its_modules() -> None:
     assert torch.equal(model.first.bias, torch.full((4,), 7.0, dtype=torch.float64))
     assert float(model.second.in_proj_weight.detach().abs().max()) > 0.0
     assert not is_weightless(model)
+
+
+class Numerous(nn.Module):
+    """Has many tensors of its own and in a list, and draws all of them at once."""
+
+    def __init__(self, count: int = 20) -> None:
+        super().__init__()
+        for index in range(count):
+            self.register_parameter(f"own{index}", nn.Parameter(torch.empty(2)))
+        self.listed = nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(count))
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.ParameterList):
+            for parameter in module:
+                nn.init.normal_(parameter)
+
+
+class Made(OperatorMode):
+    """Counts the tensors that are made, and the draws on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        draws = func is torch.ops.aten.normal_.default and result.is_meta
+        self.count += draws or func is torch.ops.aten.empty_like.default
+        return result
+
+
+def test_the_work_for_many_tensors_of_one_module_grows_with_their_number() -> None:
+    model = on_meta(Numerous)
+    reset = reset_parameters(model)
+    with Made() as made:
+        initialize(model, reset, seed=5)
+
+    # Stand-ins for the tensors of the module, those in its list included, and those of the list; and the weights.
+    assert made.count <= 4 * 40
+    # Each is the first draw of its stream.
+    alone = initialize(on_meta(Numerous), lambda name, tensor: tensor.normal_(), seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+def test_a_reset_that_was_used_before_the_model_had_weights_is_the_same() -> None:
+    model = on_meta(Numerous)
+    reset = reset_parameters(model)
+    reset("own1", torch.zeros(2))
+    fresh = on_meta(Numerous)
+    initialize(model, reset, seed=5)
+    initialize(fresh, reset_parameters(fresh), seed=5)
+
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
 def test_generators_are_left_as_they_were() -> None:

@@ -61,6 +61,57 @@ def test_as_many_stages_as_layers_need_no_choice() -> None:
         make(8000, stages=11)
 
 
+class Alone(nn.Module):
+    """Computes all with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Deep(nn.Module):
+    """Has a list of blocks, which torch.fx loses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+WITHOUT_CUTS: dict[str, Any] = {
+    "GraphModule": lambda: torch.fx.symbolic_trace(Deep()),
+    "own parameter": Alone,
+    "one module": lambda: nn.Linear(4, 4),
+    "list of one": lambda: [nn.Linear(4, 4)],
+    "Sequential of one": lambda: nn.Sequential(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_CUTS)
+def test_a_model_without_blocks_says_so(kind: str) -> None:
+    model, sample = WITHOUT_CUTS[kind](), (torch.ones(2, 4),)
+    two = penstock.Plan.uniform(2, 2)
+    for options in ({"stages": 2}, {"stages": 2, "plan": "auto"}, {"plan": two}, {"stages": 2, "schedule": "zb-v"}):
+        with pytest.raises(PlanError, match=r"expected 1, found 2: the model has no blocks .*nn\.ModuleList"):
+            penstock.Pipeline(model, sample, F.mse_loss, models.plain, **options)
+    with pytest.raises(PlanError, match="the model has no blocks"):
+        penstock.reference_train(
+            model, [(sample, sample[0])], sample=sample, loss_fn=F.mse_loss, optimizer=models.plain, stages=2
+        )
+    assert cuts(penstock.Pipeline(model, sample, F.mse_loss, models.plain, stages=1)) == [1]
+
+
+def test_the_model_before_torch_fx_has_blocks() -> None:
+    assert cuts(penstock.Pipeline(Deep(), (torch.ones(2, 4),), F.mse_loss, models.plain, stages=3)) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "pipedream", OWN["eager"]], ids=str)
 def test_every_schedule_has_balanced_stages(schedule: Any) -> None:
     pipe = make(8000, stages=4, schedule=schedule, microbatches=4)

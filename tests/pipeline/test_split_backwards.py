@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.scheduling import BackwardInput, BackwardWeight
@@ -158,6 +159,27 @@ def test_what_cannot_be_divided_is_refused(what: str) -> None:
     if what == "layers":
         alone = replace(case, ranks=1)
         assert_equal(run_reference(alone), run_pipeline(alone, **options))
+
+
+class Reentrant(nn.Linear):
+    """Is computed again in its backward, in the way that autograd can only do as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_reentrant_checkpoint_is_refused_with_a_way_out(schedule: str) -> None:
+    layers = [nn.Linear(4, 4), *(Reentrant(4, 4) for _ in range(2)), nn.Linear(4, 4)]
+    options: dict[str, Any] = {"stages": 4, "microbatches": 2}
+    sample = (torch.ones(2, 4),)
+    pipe = penstock.Pipeline(layers, sample, nn.functional.mse_loss, models.plain, schedule=schedule, **options)
+    with pytest.raises(penstock.PenstockError, match=r"as the schedule= .* asks: .* Expected use_reentrant=False"):
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+
+    whole = penstock.Pipeline(layers, sample, nn.functional.mse_loss, models.plain, schedule="1f1b-flush", **options)
+    assert whole.step(torch.ones(4, 4), torch.ones(4, 4)).loss.item() > 0
 
 
 def test_programs_have_both_parts() -> None:

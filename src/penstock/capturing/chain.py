@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
+from penstock.errors import PlanError
 from penstock.torch_internals.modules import runs_plainly
 
 LayerRunner: TypeAlias = Callable[
@@ -255,6 +256,17 @@ class LayerChain:
             name: tuple(index for index, ids in enumerate(held) if id(tensor) in ids)
             for name, tensor in (*self.parameters.items(), *self.buffers.items())
         }
+
+
+def require_cuts(layers: int, stages: int) -> None:
+    """Raises `PlanError` if a chain of `layers` layers is to be cut into `stages` stages and has no cut at all."""
+    if layers == 1 < stages:
+        raise PlanError(
+            f"stages: expected 1, found {stages}: the model has no blocks between which it could be cut, and is one "
+            "layer. Blocks are modules that its forward calls as block(x), such as the elements of an nn.ModuleList. "
+            "torch.fx loses such lists, and blocks that hold an object which one of them changes are one layer. Make "
+            "each block a module in an nn.ModuleList, pass the model as it was before torch.fx, or a list of layers"
+        )
 
 
 def _last_reads(reads: Sequence[tuple[str, ...]], keep: frozenset[str]) -> tuple[tuple[str, ...], ...]:

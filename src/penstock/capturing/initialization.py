@@ -10,6 +10,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from penstock.capturing.device_names import read_device
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
+from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.modules import own_reset
 from penstock.torch_internals.tensors import share_hooks, times_written
 
@@ -106,13 +108,23 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
     check_model(model, "reset_parameters")
     modules = dict(rooted(model).named_modules(remove_duplicate=False))
 
+    @lru_cache(maxsize=1)
+    def stand_ins(*tensors: Tensor) -> dict[int, Tensor]:
+        """A tensor on the meta device by the id of each: one set for all tensors of a module that has many."""
+        return {id(other): bare(other) for other in tensors}
+
     def init_fn(name: str, tensor: Tensor) -> None:
         path, _, attribute = name.rpartition(".")
         if path not in modules or getattr(modules[path], attribute, None) is None:
             raise PenstockError(f"reset_parameters(model) was made for a model that has no {name!r}: pass this model")
-        alone = _alone(modules[path], attribute, tensor)
-        for reset in _resets(modules, path, alone):
-            reset()
+        # A copy that has `tensor` as this attribute, and everything else on the meta device.
+        owner = modules[path]
+        memo: dict[int, Any] = {**stand_ins(*owner.parameters(), *owner.buffers())}
+        memo[id(getattr(owner, attribute))] = tensor
+        alone = copy.deepcopy(owner, memo)
+        with _MetaDraws():  # type: ignore[no-untyped-call]
+            for reset in _resets(modules, path, alone):
+                reset()
         found = getattr(alone, attribute)
         if found is not tensor and not found.is_meta:
             # The module has made itself another tensor.
@@ -215,12 +227,14 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} of shape {tuple(tensor.shape)}"
 
 
-def _alone(owner: nn.Module, attribute: str, tensor: Tensor) -> nn.Module:
-    """A copy of `owner` that has `tensor` as its `attribute` and everything else on the meta device."""
-    held = getattr(owner, attribute)
-    memo: dict[int, Any] = {id(other): bare(other) for other in (*owner.parameters(), *owner.buffers())}
-    memo[id(held)] = tensor
-    return copy.deepcopy(owner, memo)
+class _MetaDraws(OperatorMode):  # type: ignore[no-untyped-call]
+    """Leaves out `normal_` on the meta device, where it does nothing and is slow: a reset for one tensor runs it on all
+    others of the module.
+    """
+
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        skipped = func is torch.ops.aten.normal_.default and args[0].is_meta
+        return args[0] if skipped else func(*args, **kwargs)
 
 
 def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:

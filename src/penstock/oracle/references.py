@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.arguments import FLAG, SEED, Rule, check_arguments, choice, entries, instance, integer, text_of
 from penstock.capturing import capture
-from penstock.capturing.chain import LayerChain
+from penstock.capturing.chain import LayerChain, require_cuts
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
 from penstock.capturing.randomness import microbatch_seed
@@ -146,6 +146,7 @@ def reference_train(
         # For Penstock's own schedules the ranks do not matter; the functions of other definitions expect their layout.
         laid_out = DEFAULT_SCHEDULE if definition in METHODS else definition
         per_rank = require_schedule(laid_out).layout.default_stages_per_rank(stages, 1)
+        require_cuts(len(chain.layers), stages)
         weights = estimate_seconds(chain, device) if balance == "work" else None
         plan = Plan.balanced(
             weights or [1.0] * len(chain.layers),

@@ -49,6 +49,17 @@ class Registered(Block):
         return super().forward(x * SCALES.get(id(self.linear.weight), 1.0))
 
 
+class Keyed(Block):
+    """The number is in a table whose key is the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {self.linear.weight: 0.3}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.table[self.linear.weight])
+
+
 class ScaledParameter(nn.Parameter):
     """A parameter with a method."""
 
@@ -117,6 +128,7 @@ class Weak(Block):
 WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "attribute": (Attribute, Fixed),
     "table by identity": (Registered, Fixed),
+    "table by weight": (Keyed, Fixed),
     "method": (Subclass, Fixed),
     "bound": (Bound, Block),
     "enclosed": (Enclosed, Block),

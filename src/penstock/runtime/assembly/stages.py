@@ -11,7 +11,7 @@ from functools import cache, partial
 from torch import nn
 
 from penstock.arguments import is_count
-from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.chain import LayerChain, StageModule, require_cuts
 from penstock.capturing.crossings import crossings_of
 from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
@@ -63,6 +63,7 @@ def choose_plan(
         definition = require_schedule(DEFAULT_SCHEDULE if schedule is None else schedule)
         per_rank = definition.layout.default_stages_per_rank(stages, ranks)
         total = stages if stages is not None else ranks * per_rank
+        require_cuts(len(weights.layers), total)
         balanced = Plan.balanced(
             weights.layers,
             total,
@@ -126,6 +127,7 @@ def _with_tensor_parallel(plan: Plan, tensor_parallel_size: int) -> Plan:
 def check_plan(plan: Plan, chain: LayerChain) -> None:
     """Raises `PlanError` if `plan` does not fit the model."""
     if plan.layers != len(chain.layers):
+        require_cuts(len(chain.layers), len(plan.stages))
         names = ", ".join(layer.name for layer in chain.layers)
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "

@@ -107,9 +107,14 @@ class StageExecutor:
 
 
 def _explain(error: RuntimeError, microbatch: int) -> None:
-    """Raises `PenstockError` if a later forward wrote what the backward of `microbatch` needs, or if another backward
-    went through it.
-    """
+    """Raises `PenstockError` with the cause of an `error` in the backward of `microbatch`, if it is known."""
+    if "use_reentrant=True" in str(error):
+        raise PenstockError(
+            f"the backward of microbatch {microbatch} cannot be split into an input backward and a weight backward, as "
+            "the schedule= of this pipeline asks: a block calls torch.utils.checkpoint with use_reentrant=True. "
+            "Expected use_reentrant=False, which computes the same numbers. Pass it to checkpoint, or use a schedule "
+            "that splits no backward"
+        ) from error
     if "second time" in str(error):
         raise PenstockError(
             f"the backward of microbatch {microbatch} goes where another backward has been: the loss, or a block, has "
