@@ -57,7 +57,7 @@ def replicated(name: str, overlaps: bool) -> Entry:
                 for stage in stages.values():
                     assert stage.reducer is not None
                     # Without its hooks everything leaves when the backward is over.
-                    stage.reducer.arm = lambda version, leaves: None  # type: ignore[method-assign]
+                    stage.reducer.arm = lambda version: None  # type: ignore[method-assign]
         return running_pipeline(pipe, setting)
 
     return Entry(name, build)

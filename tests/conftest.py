@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # A linear layer with a bias would go through cublasLt on a GPU. That chooses its kernel by the alignment of what it is
 # given, among others, and so may take another one for a part of a batch than for a tensor of its own: another last bit.
 os.environ.setdefault("DISABLE_ADDMM_CUDA_LT", "1")
+# A job in the background of a shell ignores Ctrl-C, and so would the processes that the tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["support.deadlines"]
 # An assertion that fails in these modules prints its values, like one in a test.
 pytest.register_assert_rewrite("support.outcome_comparisons", "support.training")

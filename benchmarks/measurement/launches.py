@@ -29,12 +29,11 @@ def launch(script: str, processes: int, arguments: Sequence[str], environment: M
 def outside_the_launch() -> Iterator[None]:
     """Pipelines that are built inside take this process for one alone. Call it before the processes have joined."""
     assert not dist.is_initialized()
-    size = os.environ.pop("WORLD_SIZE", None)
+    launched = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     try:
         yield
     finally:
-        if size is not None:
-            os.environ["WORLD_SIZE"] = size
+        os.environ.update(launched)
 
 
 def alone(work: Callable[[], Found]) -> Found:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.errors import PenstockError
 from penstock.runtime.execution import split_backward
 from penstock.runtime.execution.executor import StageExecutor
 from penstock.runtime.execution.weight_gradients import OPERATORS
@@ -339,5 +340,5 @@ def test_parts_come_in_their_order_and_once() -> None:
 
 def test_a_checkpoint_that_cannot_be_divided_says_so() -> None:
     bench = Bench(lambda k, x: [checkpoint(lambda y: y @ W, x[0], use_reentrant=True)], [W])
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+    with pytest.raises(PenstockError, match="use_reentrant=False"):
         bench.run(divided=True)
