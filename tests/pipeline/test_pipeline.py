@@ -235,11 +235,6 @@ def test_the_profile_is_of_the_models_layers() -> None:
     assert pipe.auto_plan is None
 
 
-def test_the_attribute_that_measured_names_its_successors() -> None:
-    with pytest.raises(AttributeError, match=r"pipe\.measure\(\), or read pipe\.auto_plan\.profile"):
-        make().profile  # noqa: B018
-
-
 def test_a_with_block_drains_and_closes() -> None:
     kept = make(schedule="pipedream")
     train(kept)
