@@ -74,14 +74,17 @@ def _clamped(params: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _two_groups(params: Any) -> torch.optim.Optimizer:
+    own: list[Any] = list(params)
+    return torch.optim.SGD([{"params": own[::2]}, {"params": own[1::2], "lr": 0.01}], lr=0.05)
+
+
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "counting": partial(CountingSGD, lr=0.05),
     "normed": partial(NormedSGD, lr=0.05),
     "clamped": _clamped,
-    "two groups": lambda params: torch.optim.SGD(
-        [{"params": list(params)[::2]}, {"params": list(params)[1::2], "lr": 0.01}], lr=0.05
-    ),
+    "two groups": _two_groups,
 }
 HABITS = ("gradients left behind", "own weight decay between steps")
 """What the script does before a step."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -205,8 +205,11 @@ def test_every_action_has_a_form_that_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: faults.Raise(rank=0, error="text"), "raise error='text': expected an exception"),
-        (lambda: faults.Raise(rank=0, error=ValueError), "expected an exception, such as ValueError('text')"),
+        (lambda: faults.Raise(rank=0, error=cast(Any, "text")), "raise error='text': expected an exception"),
+        (
+            lambda: faults.Raise(rank=0, error=cast(Any, ValueError)),
+            "expected an exception, such as ValueError('text')",
+        ),
         (lambda: faults.Signal(rank=0, number=999), "signal number=999: expected that of a signal"),
         (lambda: faults.Signal(rank=0, number=0), "signal number=0: expected that of a signal"),
     ],
