@@ -75,8 +75,9 @@ def _clamped(params: Any) -> torch.optim.Optimizer:
 
 
 def _two_groups(params: Any) -> torch.optim.Optimizer:
-    own: list[Any] = list(params)
-    return torch.optim.SGD([{"params": own[::2]}, {"params": own[1::2], "lr": 0.01}], lr=0.05)
+    own = list(params)
+    groups: list[dict[str, Any]] = [{"params": own[::2]}, {"params": own[1::2], "lr": 0.01}]
+    return torch.optim.SGD(groups, lr=0.05)
 
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
