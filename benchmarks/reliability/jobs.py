@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from penstock.runtime.checkpoints.step_directories import LOCK
 from penstock.testing.faults import FAULTS, Fault
 from reliability import training
 
@@ -74,7 +75,8 @@ def run_job(job: Job, directory: Path, faults: Sequence[Fault] = (), attempts: i
     outcome.left = [
         *sorted(_shared_memory_files() - before),
         *(str(path) for path in temporary.rglob("*") if path.is_socket() or path.is_file()),
-        *(path.name for path in (directory / "checkpoints").glob("*") if not path.name.startswith("step-")),
+        # A lock file that no process holds locks nothing.
+        *(path.name for path in (directory / "checkpoints").glob("*") if not path.name.startswith(("step-", LOCK))),
     ]
     return outcome
 
