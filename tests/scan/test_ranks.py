@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import PenstockError
@@ -30,8 +31,9 @@ def test_time_cut_over_processes(pool: Pool, ranks: int, kind: str, method: str)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
+    group = dist.ProcessGroup(0, 1)
     with pytest.raises(PenstockError, match="one direction"):
-        ScanRNN(3, 6, bidirectional=True, group=object())  # type: ignore[arg-type]
-    layer = ScanRNN(3, 6, group=object())  # type: ignore[arg-type]
+        ScanRNN(3, 6, bidirectional=True, group=group)
+    layer = ScanRNN(3, 6, group=group)
     with pytest.raises(PenstockError, match="PackedSequence"):
         layer(nn.utils.rnn.pack_sequence([torch.ones(2, 3)]))
