@@ -31,7 +31,7 @@ def test_time_cut_over_processes(pool: Pool, ranks: int, kind: str, method: str)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    group = dist.ProcessGroup(0, 1)
+    group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
     with pytest.raises(PenstockError, match="one direction"):
         ScanRNN(3, 6, bidirectional=True, group=group)
     layer = ScanRNN(3, 6, group=group)
