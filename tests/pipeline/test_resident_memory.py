@@ -7,6 +7,8 @@ from support.fork_server import ForkServer
 from support.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "resident_script.py"
+MESSAGE_BYTES = 1024 * 256 * 4
+"""Of the activations, or of their gradients, between the two stages of the script."""
 
 
 def measure(fork_server: ForkServer, schedule: str, microbatches: int) -> list[tuple[int, int]]:
@@ -25,4 +27,5 @@ def test_a_flush_holds_what_is_in_flight_and_not_the_minibatch(fork_server: Fork
         # From the second microbatch on there are gradients beside the activations.
         expected = single[rank][0] + (made.in_flight(rank) - 1) * one + gradients
 
-        assert peak == pytest.approx(expected, rel=0.1)
+        # On a busy machine the message of a microbatch may come before the microbatch is due.
+        assert 0.9 * expected <= peak <= 1.1 * expected + MESSAGE_BYTES
