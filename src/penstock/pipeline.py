@@ -328,7 +328,7 @@ class Pipeline(Advised):
             self._conditions.check()
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
-        with self._updater.whole_step(), self._guarded("in a step"), self._explained("step", inputs, target):
+        with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
             if self._first_batch is not None:
                 self._first_batch.compare(microbatches, self._world, self._engine.calls)
                 self._first_batch = None

@@ -50,7 +50,7 @@ def specs(draw: st.DrawFn) -> Specs:
 def everything(of: Specs) -> list[object]:
     """All that a spec says, also what its equality leaves out."""
     return [
-        None if spec is None else (spec.shape, spec.dtype, spec.requires_grad, spec.order, spec.strides, spec.bytes)
+        None if spec is None else (spec.shape, spec.dtype, spec.requires_grad, spec.order, spec.strides, spec.nbytes)
         for spec in of
     ]
 

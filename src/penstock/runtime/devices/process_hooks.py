@@ -6,9 +6,9 @@ docs/semantics.md lists these changes.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 PROCESS_HOOKS = "PENSTOCK_PROCESS_HOOKS"
 """The environment variable that, if it is 0, leaves the process to its owner: no hook at an uncaught error or at the
@@ -20,26 +20,31 @@ def hooks_allowed() -> bool:
     return os.environ.get(PROCESS_HOOKS, "1") != "0"
 
 
-@contextmanager
-def held_interrupts() -> Iterator[Callable[[], object]]:
-    """Context manager that gives a function. A SIGINT after the call of it has its effect at the end of the block; a
-    second one has it at once.
-    """
-    handler, noted = signal.getsignal(signal.SIGINT), list[int]()
+class HeldInterrupts:
+    """Context manager. A SIGINT after a call of `hold` in it has its effect at its end; a second one has it at once."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        signal.signal(number, handler)
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+        self._noted = False
 
-    def hold() -> None:
-        # Python runs handlers in the main thread only.
-        if callable(handler) and hooks_allowed() and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, note)
+    def hold(self) -> None:
+        """Holds interrupts from now on, in the main thread: Python runs handlers in no other."""
+        if self._handler is None and hooks_allowed() and threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
 
-    try:
-        yield hold
-    finally:
-        if signal.getsignal(signal.SIGINT) is note:
+    def __enter__(self) -> None:
+        self._noted = False
+
+    def __exit__(self, *_: object) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
             signal.signal(signal.SIGINT, handler)
-        if noted and callable(handler):
-            handler(noted[0], None)
+            if self._noted:
+                handler(signal.SIGINT, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
+        signal.signal(number, self._handler)

@@ -77,7 +77,7 @@ class Forwards:
             outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, layer_runner)
             if head is None:
                 return outputs
-            compute_loss = partial(head.train, module, microbatch, metrics)
+            compute_loss = head.loss_of(module, microbatch, metrics)
             return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
         within = compute if self._autocast is None else _inside(self._autocast, compute)

@@ -6,6 +6,7 @@ Laws of this file:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,29 +57,37 @@ class LossHead:
         """Drops the gradients of losses whose backward will not come."""
         self._gradients.clear()
 
-    def train(
+    def loss_of(
+        self, module: StageModule, microbatch: Microbatch, metrics: dict[str, Tensor]
+    ) -> Callable[..., tuple[Tensor]]:
+        """`compute` as a function of the outputs of a forward of `module` in training. At the first one it raises
+        `PenstockError` if the loss takes gradients of parameters that would be lost.
+        """
+        examined = self._parameters is None
+        return partial(self.compute if examined else partial(self._examine, module), microbatch, metrics)
+
+    def _examine(
         self, module: StageModule, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor
     ) -> tuple[Tensor]:
-        """As `compute`, after a forward of `module` in training. Raises `PenstockError` at the first one if the loss
-        takes gradients of parameters that would be lost.
-        """
-        if self._parameters is None:
-            return self.compute(microbatch, metrics, *outputs)
         loss_fn = self.loss_fn
-        self.loss_fn = self._parameters.examined(loss_fn, module, outputs, microbatch.tensors)
-        try:
-            loss = self.compute(microbatch, metrics, *outputs)
-        finally:
-            self.loss_fn = loss_fn
+        if self._parameters is not None:
+            loss_fn = self._parameters.examined(loss_fn, module, outputs, microbatch.tensors)
+        loss = self.compute(microbatch, metrics, *outputs, loss_fn=loss_fn)
         self._parameters = None
         return loss
 
-    def compute(self, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor) -> tuple[Tensor]:
+    def compute(
+        self,
+        microbatch: Microbatch,
+        metrics: dict[str, Tensor],
+        *outputs: Tensor,
+        loss_fn: LossFunction | None = None,
+    ) -> tuple[Tensor]:
         """The loss of a forward that returned `outputs`; the metrics that `loss_fn` returned beside it go to
         `metrics`.
         """
         chain = self._chain if self._batch.training else self._chain.evaluation()
-        loss, beside = compute_loss(self.loss_fn, chain.output.build(outputs), microbatch.target)
+        loss, beside = compute_loss(loss_fn or self.loss_fn, chain.output.build(outputs), microbatch.target)
         metrics.update(beside)
         if self._batch.training and microbatch.amount:
             _check_trains(loss, outputs)

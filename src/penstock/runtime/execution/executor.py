@@ -137,10 +137,10 @@ def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[li
     """The outputs that a backward starts from, and the gradients of these."""
     outputs: list[Tensor] = []
     given: list[Tensor] = []
-    gradients = [None if gradient is None or gradient.is_meta else gradient for gradient in gradients]
-    if any([gradient is not None for gradient in gradients]):
-        for output, gradient in zip(saved.compute(), gradients, strict=True):
-            if gradient is not None and output.requires_grad:
+    there = [gradient is not None and not gradient.is_meta for gradient in gradients]
+    if any(there):
+        for output, gradient, exists in zip(saved.compute(), gradients, there, strict=True):
+            if exists and gradient is not None and output.requires_grad:
                 outputs.append(output)
                 given.append(gradient)
     return outputs, given
@@ -148,6 +148,8 @@ def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[li
 
 def _mark_missing(received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """`gradients` of `received`, with a tensor on the meta device in place of each that could exist and does not."""
+    if all([own is not None for own in gradients]):
+        return tuple(gradients)
     pairs = zip(received, gradients, strict=True)
     return tuple([leaf.detach().to("meta") if own is None and leaf.requires_grad else own for leaf, own in pairs])
 

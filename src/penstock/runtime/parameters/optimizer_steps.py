@@ -9,7 +9,7 @@ changes from update to update follows the number of updates of the stage.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.process_hooks import held_interrupts
+from penstock.runtime.devices.process_hooks import HeldInterrupts
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.torch_internals.optimizers import flat_schedulers, step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler
@@ -62,9 +62,12 @@ class Updater:
             self._options.append(_GroupOptions(optimizer, self.schedulers[-1] if self.schedulers else None, apart))
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
+        self._examined = set[int]()
+        """The stages at whose first update the optimizers have been looked at."""
         self._waiting: dict[int, tuple[VersionedWeights, int, Mapping[str, Tensor] | None]] = {}
         """By stage, the updates that wait for those of other stages."""
-        self._hold_interrupts: Callable[[], object] = lambda: None
+        self.interrupts = HeldInterrupts()
+        """To be entered for a step. Where all stages step at once, Ctrl-C waits from that moment for the end."""
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
@@ -84,7 +87,7 @@ class Updater:
         if self.together and len(self._waiting) < len(self._updates):
             return ()
         if self.together:
-            self._hold_interrupts()
+            self.interrupts.hold()
         waiting, self._waiting = dict(sorted(self._waiting.items())), {}
         for held, number, own in waiting.values():
             held.begin_update(number, own or {})
@@ -93,12 +96,6 @@ class Updater:
         for held, *_ in waiting.values():
             held.end_update(published)
         return list(waiting)
-
-    @contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Context manager around a step. If all stages step at once, Ctrl-C waits from that moment for its end."""
-        with held_interrupts() as self._hold_interrupts:
-            yield
 
     def discard(self) -> None:
         """Drops the updates that wait for others."""
@@ -113,10 +110,11 @@ class Updater:
             for options, optimizer in zip(self._options, self.optimizers, strict=True):
                 options.choose(stages[0])
                 stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
-                if len(self._updates) > len(stages):
+                if len(self._updates) > len(stages) and stages[0] not in self._examined:
                     stack.enter_context(_nothing_shared(optimizer))
                 optimizer.step()
             self.rates = self._present_rates()
+        self._examined.update(stages)
         for options in self._options:
             options.advance()
         for stage in stages:
@@ -210,7 +208,7 @@ class _GroupOptions:
         for now, left, *kept in zip(present, self._left, *(own for own, _ in self._kept.values()), strict=False):
             changed = {key: value for key, value in now.items() if key not in left or not _equal(value, left[key])}
             for options in kept:
-                options.update(changed)
+                options.update({key: _own(value) for key, value in changed.items()})
         self._set(stage)
 
     def advance(self) -> None:
@@ -228,7 +226,7 @@ class _GroupOptions:
         """
         loaded = _options_of(self._optimizer)
         if self._scheduler is not None:
-            self._kept[self._chosen] = self._initial
+            self._kept[self._chosen] = copy.deepcopy(self._initial)
             self._set(self._chosen)
             for each in flat_schedulers(self._scheduler):
                 # They begin with the rates that the loaded groups began with.
@@ -247,7 +245,7 @@ class _GroupOptions:
             for group, now, own, begun in groups:
                 scheduled = {key for key in now if key == "lr" or not _equal(now[key], begun.get(key))}
                 if group["params"]:
-                    now.update({key: value for key, value in own.items() if exact or key not in scheduled})
+                    now.update({key: _own(value) for key, value in own.items() if exact or key not in scheduled})
             self._kept[stage] = options, state
         self._set(self._chosen)
 
@@ -256,8 +254,8 @@ class _GroupOptions:
         return _options_of(self._optimizer), state
 
     def _set(self, stage: int) -> None:
-        self._chosen = stage
-        options, state = copy.deepcopy(self._kept[stage])
+        # The groups may have these options themselves: what is kept for the chosen stage is out of date.
+        self._chosen, (options, state) = stage, self._kept[stage]
         for group, own in zip(self._optimizer.param_groups, options, strict=False):
             for key in group.keys() - own.keys() - {"params"}:
                 del group[key]

@@ -38,8 +38,8 @@ _MOST_DIMENSIONS = 64
 """PyTorch's operators take no more."""
 _MISSING = b"\xfd\x7f"
 """The bytes that fill a missing gradient: a NaN in each type of two, four or eight bytes, with a payload of our own."""
-_MISSING_START = _MISSING * 4
-"""The first bytes of a missing gradient, by which it is known."""
+_MISSING_START_BYTES = 8
+"""How many of its first bytes make a missing gradient known."""
 _COUNT = struct.Struct("<I")
 _TENSOR = struct.Struct("<BBB")
 """Of each tensor: its dtype, whether it requires a gradient, and its number of dimensions. Its sizes and its order in
@@ -82,7 +82,9 @@ class Spec:
     """The dimensions from the outermost to the innermost in memory."""
     strides: tuple[int, ...] = field(compare=False)
     """The strides in that order, without gaps."""
-    bytes: int = field(compare=False)
+    nbytes: int = field(compare=False)
+    missing_start: bytes = field(compare=False)
+    """The first bytes of a missing gradient; empty if the tensor is no gradient."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Spec":
@@ -97,7 +99,10 @@ class Spec:
         for dimension in reversed(order):
             strides[dimension] = step
             step *= max(shape[dimension], 1)
-        return cls(shape, dtype, requires_grad, tuple(order), tuple(strides), math.prod(shape) * dtype.itemsize)
+        size = math.prod(shape) * dtype.itemsize
+        may_miss = not requires_grad and (dtype.is_floating_point or dtype.is_complex)
+        start = (_MISSING * (_MISSING_START_BYTES // 2))[:size] if may_miss else b""
+        return cls(shape, dtype, requires_grad, tuple(order), tuple(strides), size, start)
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the agreed shape and dtype, and requires no gradient if that was agreed.
@@ -120,7 +125,7 @@ class Spec:
     def missing(self) -> Tensor:
         """Makes what travels in place of a gradient that does not exist."""
         tensor = self.empty()
-        ctypes.memmove(tensor.data_ptr(), _MISSING * (self.bytes // 2), self.bytes // 2 * 2)
+        ctypes.memmove(tensor.data_ptr(), _MISSING * (self.nbytes // 2), self.nbytes // 2 * 2)
         return tensor
 
     @property
@@ -226,7 +231,7 @@ def parse_specs(body: bytes, edge: Edge) -> Specs:
         for _ in range(count):
             spec, position = _parse_spec(body, position)
             specs.append(spec)
-            total += 0 if spec is None else spec.bytes
+            total += 0 if spec is None else spec.nbytes
         if position != len(body):
             raise ValueError(f"{len(body) - position} bytes behind its last tensor")
         if total > _MOST_BYTES:
@@ -267,19 +272,13 @@ def assemble(specs: Specs, arrived: Iterable[Tensor]) -> Message:
     tensors, message = iter(arrived), list[Tensor | None]()
     for spec in specs:
         tensor = None if spec is None else next(tensors)
-        if tensor is None or spec is None or _is_missing(tensor):
-            message.append(None)
-        else:
-            message.append(tensor.requires_grad_(spec.requires_grad))
+        if tensor is not None and spec is not None:
+            if spec.requires_grad:
+                tensor.requires_grad_()
+            elif (start := spec.missing_start) and tensor.is_cpu:
+                tensor = None if ctypes.string_at(tensor.data_ptr(), len(start)) == start else tensor
+        message.append(tensor)
     return tuple(message)
-
-
-def _is_missing(tensor: Tensor) -> bool:
-    """Whether `tensor`, which has arrived, stands for a gradient that does not exist."""
-    if not (tensor.is_cpu and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)):
-        return False
-    size = min(tensor.nbytes, len(_MISSING_START))
-    return size > 0 and ctypes.string_at(tensor.data_ptr(), size) == _MISSING_START[:size]
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:

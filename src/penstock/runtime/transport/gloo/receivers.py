@@ -212,7 +212,7 @@ class GlooInbox:
                 page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 self._header = self._start(_Arrival(self._group, self._peer, [page]), partial(self._take_header, page))
                 return
-            size = sum([spec.bytes for spec in specs if spec is not None])
+            size = sum([spec.nbytes for spec in specs if spec is not None])
             full = len(self._pending) >= _POSTED_AHEAD and self._pending_bytes + size > _POSTED_AHEAD_BYTES
             if full and (wanted is None or wanted.arrival is not None):
                 return

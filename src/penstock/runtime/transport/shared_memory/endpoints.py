@@ -244,7 +244,7 @@ class SharedInbox:
             while not self._ring.filled():
                 self._wait()
         # Before memory for them is allocated.
-        self._ring.expect(sum([spec.bytes for spec in specs if spec is not None]))
+        self._ring.expect(sum([spec.nbytes for spec in specs if spec is not None]))
         tensors = [spec.empty() for spec in specs if spec is not None]
         self._ring.read([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         receive.message = assemble(specs, tensors)
