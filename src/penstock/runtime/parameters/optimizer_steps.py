@@ -110,7 +110,7 @@ class Updater:
             for options, optimizer in zip(self._options, self.optimizers, strict=True):
                 options.choose(stages[0])
                 stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
-                if len(self._updates) > len(stages) and stages[0] not in self._examined:
+                if len(self._updates) > len(stages) and (stages[0] not in self._examined or step_hooks(optimizer)):
                     stack.enter_context(_nothing_shared(optimizer))
                 optimizer.step()
             self.rates = self._present_rates()
