@@ -1,10 +1,10 @@
-"""Copies of modules with scripted code in them."""
+"""Copies of modules: with scripted code in them, and while PyTorch traces."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.module_copies import copied
+from penstock.capturing.module_copies import Copier, copied
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -72,3 +72,12 @@ def named(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def test_an_object_that_stands_for_a_copy_while_pytorch_traces_is_known() -> None:
+    module = nn.Linear(2, 2)
+    copies = Copier([module]).copies()
+    stand_in = object.__new__(type("Linear", (nn.Linear,), {}))
+    stand_in.__dict__ = vars(copies.of(module))
+
+    assert copies.own(stand_in) is module

@@ -148,13 +148,13 @@ class Copies:
 
     def own(self, value: _Copied) -> _Copied:
         """What `value` is a copy of; `value` if it is no copy."""
-        return self._own.get(id(value), value)  # type: ignore[no-any-return]
+        return self._own.get(_identity(value), value)  # type: ignore[no-any-return]
 
     @cached_property
     def _own(self) -> dict[int, Any]:
         # `copy.deepcopy` keeps what it has copied alive there.
         originals = (*self._originals, *self._memo.get(id(self._memo), ()))
-        return {id(self._memo[id(each)]): each for each in originals if id(each) in self._memo}
+        return {_identity(self._memo[id(each)]): each for each in originals if id(each) in self._memo}
 
     def _enter(self, value: Any, made: Any) -> None:
         self._memo[id(value)] = made
@@ -208,6 +208,13 @@ class Copies:
 _FIXED = frozenset((*PLAIN, type, torch.Size))
 _EMPTY = object()
 _RULES = ("__new__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+
+
+def _identity(value: Any) -> int:
+    """By what `value` is known. While PyTorch traces, it puts other objects with the same attributes in the place of
+    modules.
+    """
+    return id(vars(value)) if isinstance(value, nn.Module) else id(value)
 
 
 def _is_shared(kind: type) -> bool:
