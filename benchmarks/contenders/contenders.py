@@ -85,10 +85,7 @@ def plain_loop() -> Entry:
     def build(setting: Setting) -> Running:
         job = setting.job
         model = job.build()
-        parameters = list(model.parameters())
-        optimizer = setting.optimizer(parameters)
-        # As one writes it for speed: the whole model, and neither the loss nor the optimizer.
-        forward = model if setting.compiler is None else torch.compile(model, backend=setting.compiler)
+        optimizer = setting.optimizer(list(model.parameters()))
         tokens, target = job.batch(setting.microbatches)
 
         def step() -> list[Tensor]:
@@ -97,11 +94,9 @@ def plain_loop() -> Entry:
                 tokens.chunk(setting.microbatches), target.chunk(setting.microbatches), strict=True
             ):
                 with autocasting(setting.autocast, part.device):
-                    loss = job.loss(forward(part), expected)
+                    loss = job.loss(model(part), expected)
                 (loss / setting.microbatches).backward()
                 losses.append(loss.detach())
-            if setting.clip_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, setting.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             return losses
@@ -216,8 +211,6 @@ def pipeline(setting: Setting, **options: Any) -> penstock.Pipeline:
     if "plan" not in options:
         options["microbatches"] = setting.microbatches
     options["autocast"] = setting.autocast
-    options["compile"] = False if setting.compiler is None else {"backend": setting.compiler}
-    options["clip_grad_norm"] = setting.clip_grad_norm
     if not setting.own_weights:
         return penstock.Pipeline(job.build(), sample, job.loss, setting.optimizer, **options)
     with torch.device("meta"):

@@ -208,7 +208,3 @@ class Setting:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
     autocast: torch.dtype | None = None
     """The type that forwards and losses compute in, if it is not that of the weights."""
-    compiler: str | None = None
-    """The backend of `torch.compile` for the plain loop's model and Penstock's stages; None compiles nothing."""
-    clip_grad_norm: float | None = None
-    """The norm of all gradients that the plain loop and Penstock clip to; None clips nothing."""

@@ -1,8 +1,7 @@
 """Every schedule of torch.distributed.pipelining as a contender, with stages cut by hand between the same layers."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -43,25 +42,12 @@ def torch_entries(setting: Setting) -> list[Entry | Absent]:
     return [_entry(name, method, setting) for name, method in METHODS.items()]
 
 
-def torch_entries_in_turn(setting: Setting) -> list[Entry]:
-    """PyTorch's schedules that run in one process, with as many stages in it as `setting` has processes."""
-    return [
-        Entry(name, partial(_build_in_turn, replace(method, per_rank=setting.processes)))
-        for name, method in METHODS.items()
-        if method.per_rank > 1 and (setting.processes == method.per_rank or not method.folded)
-    ]
-
-
 class _Stage(pipelining.PipelineStage):
     """A stage whose neighbours may be in its own process."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # In torch 2.11 stages greet their neighbours through the process group, and Gloo sends nothing to oneself.
         return [greeting for greeting in super()._get_init_p2p_neighbors_ops() if greeting.peer != dist.get_rank()]
-
-
-def _build_in_turn(method: _Method, setting: Setting) -> Running:
-    return _build(method, replace(setting, processes=1))
 
 
 def _entry(name: str, method: _Method, setting: Setting) -> Entry | Absent:
