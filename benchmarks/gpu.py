@@ -41,7 +41,7 @@ from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 META = torch.device("meta")
 STAGES = 2
 """The number of stages in the launch of one process; `interleaved` has twice as many."""
-IN_ONE_PROCESS = ("penstock gpipe", "penstock 1f1b-flush", "penstock 2bw", "penstock interleaved")
+IN_ONE_PROCESS = ("penstock gpipe", "penstock 1f1b-flush", "penstock interleaved", "penstock 2bw")
 ROUNDS = 3
 PRELOADED = ["torch._dynamo", "torch.export._trace", "torch.distributed.pipelining", "penstock.pipeline"]
 LEGEND = f"""\
