@@ -17,7 +17,7 @@ OWN_LOSSES = {"torch DDP", "penstock pipedream"}
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[str, int, str]]:
     """The name, the number of processes and the rest of each row."""
-    gpu.main(["--device", "cpu", "--seconds", "1", *options])
+    gpu.main(["--device", "cpu", "--seconds", "1", "--limit", "300", *options])
     head, _, rest = capsys.readouterr().out.partition(f"{gpu.HEAD}\n")
     assert "torch " in head and "command: " in head
     return [(line[:24].rstrip(), int(line[24:30]), line[30:]) for line in rest.partition("\n\n")[0].splitlines()]
