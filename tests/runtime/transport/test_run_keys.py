@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed import HashStore
 
-from penstock.errors import TransportError
 from penstock.runtime.transport.run_keys import TOKEN, RunKey, agree_on_key
 from support.jobs.trust_jobs import join_with_tokens, list_stored_texts
 from support.processes import Pool
@@ -44,11 +43,9 @@ def test_ranks_agree_on_one_key(token: str | None, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(TOKEN, token)
     one, other = agree(2)
 
-    assert other.unseal("here", one.seal("here", b"text")) == b"text"
-    with pytest.raises(TransportError, match="there: expected a proof"):
-        other.unseal("there", one.seal("here", b"text"))
-    with pytest.raises(TransportError, match="here: expected a proof"):
-        other.derived("something else").unseal("here", one.seal("here", b"text"))
+    assert other.proves(one.proof(b"here", b"text"), b"here", b"text")
+    assert not other.proves(one.proof(b"here", b"text"), b"there", b"text")
+    assert not other.derived("something else").proves(one.proof(b"here", b"text"), b"here", b"text")
 
 
 def test_parts_of_a_proof_cannot_be_shifted() -> None:

@@ -14,7 +14,6 @@ from penstock.runtime.transport.gloo.senders import GlooOutbox
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
-from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 from support.simulated.simulated_device import SimulatedDevice
@@ -50,7 +49,7 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
     group = connect_gloo(members((0, 1)))
     found: list[list[float]] = []
     if dist.get_rank() == 0:
-        outbox = GlooOutbox(SentKinds(edge, RunKey(b"")), group, 1, DeviceStaging(device))
+        outbox = GlooOutbox(SentKinds(edge), group, 1, DeviceStaging(device))
         for number in range(messages):
             tensor = device.device_memory(LAYOUT, device.current())
             device.fill(tensor, float(number))
@@ -60,7 +59,7 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
         outbox.close()
         assert outbox.join(30.0)
     else:
-        inbox = GlooInbox(ReceivedKinds(edge, RunKey(b"")), group, 0, DeviceStaging(device), _timeout())
+        inbox = GlooInbox(ReceivedKinds(edge), group, 0, DeviceStaging(device), _timeout())
         receives = [inbox.post("kind") for _ in range(messages)]
         while receives:
             tensor, nothing = receives.pop(0).wait()  # type: ignore[assignment]

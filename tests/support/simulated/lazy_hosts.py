@@ -15,7 +15,6 @@ from torch.distributed import HashStore
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
-from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 from penstock.scheduling.actions import Action, Receive, Send
@@ -111,7 +110,6 @@ class LazyHosts:
             timeout = Timeout(FailureBoard(store, rank, self._schedule.ranks), self._seconds)
             options = EndpointOptions(
                 edge=edge,
-                key=RunKey(b""),
                 group=group.end(rank),
                 peer=other,
                 accelerator=self._device,

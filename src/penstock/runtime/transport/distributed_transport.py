@@ -51,8 +51,8 @@ class DistributedTransport:
         key: RunKey,
     ) -> None:
         self._timeout = Timeout(board, timeout_seconds)
-        self._endpoints = Endpoints(rank, ranks, device, store, timeout=self._timeout, notes=notes, key=key)
-        self._endpoints.connect(tuple(edges), tuple(groups), gather)
+        self._endpoints = Endpoints(rank, ranks, device, store, timeout=self._timeout, notes=notes)
+        self._endpoints.connect(tuple(edges), tuple(groups), gather, key)
         self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
         self._sums = self._endpoints.sums
         if hooks_allowed():

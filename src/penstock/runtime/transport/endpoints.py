@@ -72,7 +72,6 @@ class Endpoints:
     timeout: Timeout
     notes: WatchedStore
     """Where the processes exchange everything else."""
-    key: RunKey
     accelerator: Accelerator | None = field(init=False)
     watchdog: Watchdog = field(init=False)
     notices: SendNotices = field(init=False)
@@ -93,14 +92,14 @@ class Endpoints:
         self.notices = SendNotices(self.notes, self.ranks)
         self._staging = staging_for(self.device, self.watchdog.check)
 
-    def connect(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather) -> None:
+    def connect(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather, key: RunKey) -> None:
         """Makes the endpoints of `edges`, and of sums over `groups` of ranks. Collective; `gather` returns what each
-        process passes to it, on every process.
+        process passes to it, on every process. `key`: that of the run.
         """
         rank = self.rank
         shares = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
-        local_peers = connect_local_peers(peers - {rank}, rank, gather, self.key if shares else None)
+        local_peers = connect_local_peers(peers - {rank}, rank, gather, key if shares else None)
         # The edges are the same on all ranks, so their positions name them.
         mine = [n for n, edge in enumerate(edges) if rank == edge.source and edge.target in local_peers]
         gathered = gather((mine, tuple(device_info_of(self.device))))
@@ -174,9 +173,9 @@ class Endpoints:
         sends = edge.source == self.rank
         if backend is Backend.MEMORY:
             if sends:
-                self.outboxes[edge] = SharedOutbox(SentKinds(edge, self.key), local_peers, self.flusher)
+                self.outboxes[edge] = SharedOutbox(SentKinds(edge), local_peers, self.flusher)
             else:
-                self.inboxes[edge] = SharedInbox(ReceivedKinds(edge, self.key), local_peers, self.timeout)
+                self.inboxes[edge] = SharedInbox(ReceivedKinds(edge), local_peers, self.timeout)
             return
         members = self._members(str(edge), (edge.source, edge.target))
         peer = members.group_rank(edge.target if sends else edge.source)
@@ -184,20 +183,18 @@ class Endpoints:
             self._connect_nccl(edge, members, peer)
         elif sends:
             staging = HostStaging() if edge.channel == Channel.CALLS else self._staging
-            sent = SentKinds(edge, self.key, on_host=not staging.separate_memory)
+            sent = SentKinds(edge, on_host=not staging.separate_memory)
             self.outboxes[edge] = GlooOutbox(sent, self._gloo(members), peer, staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
             staging = HostStaging() if edge.channel in (Channel.CALLS, Channel.REPORTS) else self._staging
-            kinds = ReceivedKinds(edge, self.key)
-            self.inboxes[edge] = GlooInbox(kinds, self._gloo(members), peer, staging, self.timeout)
+            self.inboxes[edge] = GlooInbox(ReceivedKinds(edge), self._gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self.accelerator is not None, "NCCL was chosen without a GPU"
         group = self.accelerator.communicator(members, ctas_per_message())
         options = EndpointOptions(
             edge=edge,
-            key=self.key,
             group=group,
             peer=peer,
             accelerator=self.accelerator,

@@ -5,8 +5,7 @@ remember it. Later messages of that kind carry only the elements.
 
 Invariants of this file:
   1. All work that depends only on the kind is done once, at its first message.
-  2. A header is parsed, and its bounds are checked before memory is allocated for what it describes. It carries a proof
-     that it comes from this run, for this edge, as this header of the edge.
+  2. A header is parsed, and its bounds are checked before memory is allocated for what it describes.
   3. A tensor arrives with the memory order that it had when it was sent, without gaps. The results of a layer may
      depend on that order: dropout draws its mask in the order of memory, so with another order a pipeline would differ
      from one process.
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.transport import Edge, Message
 
 MOST_HEADER_BYTES = 2**22
@@ -40,6 +38,8 @@ _MISSING = b"\xfd\x7f"
 """The bytes that fill a missing gradient: a NaN in each type of two, four or eight bytes, with a payload of our own."""
 _MISSING_START_BYTES = 8
 """How many of its first bytes make a missing gradient known."""
+_MARK = b"penstock"
+"""Every header begins with these bytes, so that the numbers of a message are not taken for one."""
 _COUNT = struct.Struct("<I")
 _TENSOR = struct.Struct("<BBB")
 """Of each tensor: its dtype, whether it requires a gradient, and its number of dimensions. Its sizes and its order in
@@ -143,13 +143,13 @@ Specs: TypeAlias = tuple[Spec | None, ...]
 
 
 class SentKinds:
-    """The kinds of messages that the sender of `edge` has agreed on with its receiver. `key`: that of the run.
-    `on_host`: whether the receiver sees messages in host memory, so that gradients may be missing in some of a kind.
+    """The kinds of messages that the sender of `edge` has agreed on with its receiver. `on_host`: whether the receiver
+    sees messages in host memory, so that gradients may be missing in some of a kind.
     """
 
-    def __init__(self, edge: Edge, key: RunKey, on_host: bool = True) -> None:
+    def __init__(self, edge: Edge, on_host: bool = True) -> None:
         self.edge = edge
-        self._key, self._on_host = key, on_host
+        self._on_host = on_host
         self._agreed: dict[Hashable, Specs] = {}
 
     def agree(self, kind: Hashable, message: Sequence[Tensor | None]) -> tuple[bytes | None, list[Tensor]]:
@@ -161,9 +161,8 @@ class SentKinds:
             message = [None if tensor is None or tensor.is_meta else tensor for tensor in message]
         specs, header = self._agreed.get(kind), None
         if specs is None:
-            number = len(self._agreed)
             specs = tuple(None if t is None else Spec.of(t) for t in message)
-            header = self._key.seal(_context(self.edge, number), write_specs(specs, self.edge))
+            header = write_specs(specs, self.edge)
             self._agreed[kind] = specs
         if len(specs) != len(message):
             raise self._error(specs, message)
@@ -188,11 +187,10 @@ class SentKinds:
 
 
 class ReceivedKinds:
-    """The kinds of messages that the receiver of `edge` has agreed on with its sender. `key`: that of the run."""
+    """The kinds of messages that the receiver of `edge` has agreed on with its sender."""
 
-    def __init__(self, edge: Edge, key: RunKey) -> None:
+    def __init__(self, edge: Edge) -> None:
         self.edge = edge
-        self._key = key
         self._agreed: dict[Hashable, Specs] = {}
 
     def specs(self, kind: Hashable) -> Specs | None:
@@ -200,15 +198,14 @@ class ReceivedKinds:
         return self._agreed.get(kind)
 
     def read(self, kind: Hashable, header: bytes) -> Specs:
-        """Reads the tensors of `kind` from its `header`. `TransportError` if it is none, or from another run."""
-        body = self._key.unseal(_context(self.edge, len(self._agreed)), header)
-        specs = self._agreed[kind] = parse_specs(body, self.edge)
+        """Reads the tensors of `kind` from its `header`. `TransportError` if it is none."""
+        specs = self._agreed[kind] = parse_specs(header, self.edge)
         return specs
 
 
 def write_specs(specs: Specs, edge: Edge) -> bytes:
     """Returns the text of a header, which `parse_specs` reads. `TransportError` for a dtype that cannot be sent."""
-    parts = [_COUNT.pack(len(specs))]
+    parts = [_MARK, _COUNT.pack(len(specs))]
     for spec in specs:
         if spec is None:
             parts.append(b"\0")
@@ -223,39 +220,42 @@ def write_specs(specs: Specs, edge: Edge) -> bytes:
     return b"".join(parts)
 
 
-def parse_specs(body: bytes, edge: Edge) -> Specs:
+def parse_specs(header: bytes, edge: Edge) -> Specs:
     """Reads what `write_specs` has written. `TransportError` if it is anything else, or larger than this host."""
     try:
-        (count,) = _COUNT.unpack_from(body)
-        specs, position, total = list[Spec | None](), _COUNT.size, 0
+        if not header.startswith(_MARK):
+            raise ValueError(f"it begins with {header[:8].hex() or 'nothing'}")
+        (count,) = _COUNT.unpack_from(header, len(_MARK))
+        specs, position, total = list[Spec | None](), len(_MARK) + _COUNT.size, 0
         for _ in range(count):
-            spec, position = _parse_spec(body, position)
+            spec, position = _parse_spec(header, position)
             specs.append(spec)
             total += 0 if spec is None else spec.nbytes
-        if position != len(body):
-            raise ValueError(f"{len(body) - position} bytes behind its last tensor")
+        if position != len(header):
+            raise ValueError(f"{len(header) - position} bytes behind its last tensor")
         if total > _MOST_BYTES:
             raise ValueError(f"tensors of {total} bytes together, on a host of {_MOST_BYTES}")
     except (struct.error, ValueError, IndexError) as error:
         raise TransportError(
-            f"{edge}: expected a header with the shapes of a message's tensors, found one of {len(body)} bytes that is "
-            f"none: {error}. The ranks run different versions of Penstock, or another program writes to this "
-            "connection: install the same version everywhere, and see docs/trust.md"
+            f"{edge}: expected a header with the shapes of a message's tensors, found {len(header)} bytes that are "
+            f"none: {error}. Either the ranks make different calls, so that one reads what was sent for something "
+            "else: call the same methods of the Pipeline on every rank, in the same order. Or the ranks run different "
+            "versions of Penstock, or another program writes to this connection: see docs/trust.md"
         ) from error
     return tuple(specs)
 
 
-def _parse_spec(body: bytes, position: int) -> tuple[Spec | None, int]:
+def _parse_spec(header: bytes, position: int) -> tuple[Spec | None, int]:
     """The tensor that is described at `position`, and the position behind it. An error of Python's if there is none."""
-    if body[position] == 0:
+    if header[position] == 0:
         return None, position + 1
-    code, requires_grad, dimensions = _TENSOR.unpack_from(body, position)
+    code, requires_grad, dimensions = _TENSOR.unpack_from(header, position)
     position += _TENSOR.size
     if code > len(_DTYPES) or requires_grad > 1 or dimensions > _MOST_DIMENSIONS:
         raise ValueError(f"a tensor of dtype {code} with gradient flag {requires_grad} and {dimensions} dimensions")
-    sizes = struct.unpack_from(f"<{dimensions}q", body, position)
+    sizes = struct.unpack_from(f"<{dimensions}q", header, position)
     position += 8 * dimensions
-    order = tuple(body[position : position + dimensions])
+    order = tuple(header[position : position + dimensions])
     dtype = _DTYPES[code - 1]
     if sorted(order) != list(range(dimensions)):
         raise ValueError(f"{order} as the order of {dimensions} dimensions in memory")
@@ -292,7 +292,3 @@ def _describe(specs: Specs) -> str:
         for spec in specs
     ]
     return "[" + ", ".join(texts) + "]"
-
-
-def _context(edge: Edge, number: int) -> str:
-    return f"{edge}, header {number}"

@@ -43,22 +43,6 @@ class RunKey:
         """Returns the key for one `purpose`. Its proofs are of no use for another."""
         return RunKey(self.proof(b"purpose", purpose.encode()))
 
-    def seal(self, context: str, body: bytes) -> bytes:
-        """Returns `body` behind a proof that it was meant for `context`."""
-        return self.proof(context.encode(), body) + body
-
-    def unseal(self, context: str, sealed: bytes) -> bytes:
-        """Returns the body of `sealed`. `TransportError` unless a process of this run has sealed it for `context`."""
-        proof, body = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
-        if not self.proves(proof, context.encode(), body):
-            raise TransportError(
-                f"{context}: expected a proof that the sender has this run's token, found {len(sealed)} bytes that "
-                f"begin with {sealed[:8].hex() or 'nothing'}. Either the ranks make different calls, so that one reads "
-                "what was sent for something else: call the same methods of the Pipeline on every rank, in the same "
-                f"order. Or another program writes to this connection: see {TOKEN} in docs/trust.md"
-            )
-        return body
-
 
 def agree_on_key(rank: int, gather: Callable[[str], Sequence[str]], share: Callable[[str], bytes]) -> RunKey:
     """Returns the key of the run, after all processes have proved to each other that they have it. Collective.

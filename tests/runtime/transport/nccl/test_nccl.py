@@ -25,7 +25,6 @@ from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.endpoints import AHEAD, EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
-from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage
 from support.jobs.staging_jobs import sum_over_nccl
@@ -69,7 +68,6 @@ class Pair:
             sending, receiving = (
                 EndpointOptions(
                     edge=edge,
-                    key=RunKey(b""),
                     group=endpoints[edge, rank],
                     peer=other,
                     accelerator=device,

@@ -34,7 +34,6 @@ from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds,
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import PendingWork
 from penstock.runtime.transport.pending_receives import PostedReceive
-from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 
@@ -48,7 +47,6 @@ class EndpointOptions(NamedTuple):
     """The parts that an endpoint is made of."""
 
     edge: Edge
-    key: RunKey
     group: Communicator
     peer: int
     """The other end's rank in `group`."""
@@ -89,7 +87,7 @@ class NcclOutbox(_NcclEndpoint):
         super().__init__(options, options.edge.target)
         self.error: Exception | None = None
         """Always None. Errors are found by the watchdog and raised by `check`."""
-        self._kinds = SentKinds(options.edge, options.key, on_host=False)
+        self._kinds = SentKinds(options.edge, on_host=False)
         self._number = 0
         """The number of messages so far."""
         self._kept: deque[tuple[Sequence[CommunicatorWork], Sequence[Tensor]]] = deque()
@@ -162,7 +160,7 @@ class NcclInbox(_NcclEndpoint):
 
     def __init__(self, options: EndpointOptions) -> None:
         super().__init__(options, options.edge.source)
-        self._kinds = ReceivedKinds(options.edge, options.key)
+        self._kinds = ReceivedKinds(options.edge)
         self._unposted: deque[_NcclReceive] = deque()
         """Receives that are not enqueued yet, oldest first."""
         self._number = 0
