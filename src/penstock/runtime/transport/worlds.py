@@ -15,7 +15,7 @@ from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,70 +46,8 @@ Groups: TypeAlias = Iterable[tuple[int, ...]]
 _MEETING = "all ranks building their pipelines"
 
 
-class World(Protocol):
-    """The processes that hold the ranks of a pipeline."""
-
-    name: str
-    """A random name, the same in all processes."""
-    processes: int
-    rank: int
-    """The rank of this process."""
-    group: dist.ProcessGroup | None
-    """The group for collectives on CPU tensors; None for a single process."""
-    watch: StoreWatch | None
-    """The thread that calls the store of these processes; None for a single process."""
-
-    def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
-        """Which of a pipeline's `ranks` live here, if each consists of `tensor_parallel_size` processes. `PlanError` if
-        they do not fit the processes.
-        """
-
-    def connect(
-        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
-    ) -> Transport:
-        """Makes a transport along `edges`, with sums over `groups` of ranks. Collective."""
-
-    def gather(self, value: T, context: str = "") -> Sequence[T]:
-        """Returns the `value` of every process, by rank of the process. Collective. It is plain: `encode_plain` says
-        what that is. `context` says what for.
-
-        `TransportError` if a process has failed, has ended, or does not come in time.
-        """
-
-    def run(self, work: Callable[[], T], context: str, peers: Sequence[int] = ()) -> T:
-        """Returns ``work()``, which may wait for `peers` (all others, by default) in calls that nothing ends, such as
-        collectives of PyTorch's. `TransportError` as from `gather`.
-        """
-
-    def enter(self, place: str) -> None:
-        """Notes that the main thread is in `place`, for the errors of other processes; empty outside the pipeline."""
-
-    def gather_beside(self, timeout_seconds: float) -> PatientGather:
-        """Makes a `gather` for another thread, whose calls wait at most `timeout_seconds`. Every process makes as many,
-        in the same order.
-        """
-
-    def publish(self, topic: str, numbers: Sequence[float]) -> None:
-        """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
-
-    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
-        """Returns every process's numbers on `topic`, by rank; None while some are missing. Does not block."""
-
-    def observe(self, observer: WaitObserver) -> None:
-        """Shows the waits and the failure of this process to `observer`."""
-
-    def report(self, context: str, error: BaseException) -> None:
-        """Reports to the other processes that this one failed with `error`. `context` says where."""
-
-    def announce_leave(self) -> None:
-        """Lets the other processes know that this one takes part no longer. Called before its connections close."""
-
-    def leave(self) -> None:
-        """Restores what joining changed in this process."""
-
-
 class SingleProcess:
-    """A single process that holds all ranks."""
+    """A single process that holds all ranks. Its methods are those of `Processes`, where they are described."""
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
@@ -190,6 +128,7 @@ class Processes:
         self._transports = self._gathers = 0
         self._board = FailureBoard(self._store, self.rank, self.processes)
         self.watch: StoreWatch | None = self._board.watch
+        """The thread that calls the store of these processes; None for a single process."""
         self._timeout = Timeout(self._board, timeout_seconds)
         self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
@@ -197,6 +136,7 @@ class Processes:
             identities = self.gather(astuple(ProcessIdentity.own()), _MEETING)
             self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
             self.name: str = self.gather(uuid.uuid4().hex, _MEETING)[0]
+            """A random name, the same in all processes."""
             self._key = agree_on_key(
                 self.rank,
                 partial(self.gather, context=_MEETING),
@@ -210,6 +150,7 @@ class Processes:
             self.group: dist.ProcessGroup | None = self.run(
                 lambda: dist.new_group(backend="gloo", timeout=limit), making
             )
+            """The group for collectives on CPU tensors; None for a single process."""
         except BaseException:
             self._board.close()
             raise
@@ -218,6 +159,9 @@ class Processes:
             sys.excepthook = self._report_uncaught
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
+        """Which of a pipeline's `ranks` live here, if each consists of `tensor_parallel_size` processes. `PlanError` if
+        they do not fit the processes.
+        """
         needed = ranks * tensor_parallel_size
         if needed != self.processes:
             each = f" ({ranks} times tensor_parallel {tensor_parallel_size})" if tensor_parallel_size > 1 else ""
@@ -230,6 +174,7 @@ class Processes:
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
+        """Makes a transport along `edges`, with sums over `groups` of ranks. Collective."""
         name, self._transports = f"transport {self._transports}", self._transports + 1
         return DistributedTransport(
             edges,
@@ -246,25 +191,39 @@ class Processes:
         )
 
     def gather(self, value: T, context: str = "") -> Sequence[T]:
+        """Returns the `value` of every process, by rank of the process. Collective. It is plain: `encode_plain` says
+        what that is. `context` says what for.
+
+        `TransportError` if a process has failed, has ended, or does not come in time.
+        """
         return self._gather(value, context or self._board.watch.doing[0])
 
     def run(self, work: Callable[[], T], context: str, peers: Sequence[int] = ()) -> T:
+        """Returns ``work()``, which may wait for `peers` (all others, by default) in calls that nothing ends, such as
+        collectives of PyTorch's. `TransportError` as from `gather`.
+        """
         return self._timeout.run(work, context, peers or self._others)
 
     def enter(self, place: str) -> None:
+        """Notes that the main thread is in `place`, for the errors of other processes; empty outside the pipeline."""
         self._board.watch.doing = place, time.monotonic()
 
     def gather_beside(self, timeout_seconds: float) -> PatientGather:
+        """Makes a `gather` for another thread, whose calls wait at most `timeout_seconds`. Every process makes as many,
+        in the same order.
+        """
         store = WatchedStore(self._board.watch, f"gather beside {self._gathers}/", timeout_seconds)
         self._gathers += 1
         return PatientGather(store, self.rank, self.processes, board=self._board, timeout_seconds=timeout_seconds)
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
+        """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
         # If the store cannot be reached, its process has ended. A later wait for that process reports it.
         name, text = f"{topic}/{self.rank}", encode_plain(list(numbers)).decode()
         self._board.watch.submit(lambda store: store.set(name, text))
 
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
+        """Returns every process's numbers on `topic`, by rank; None while some are missing. Does not block."""
         names = [f"{topic}/{rank}" for rank in range(self.processes)]
         asked = self._numbers.pop(topic, None) or self._board.watch.submit(lambda store: _read_all(store, names))
         if not asked.done():
@@ -273,17 +232,21 @@ class Processes:
         return None if asked.exception() is not None else asked.result()
 
     def report(self, context: str, error: BaseException) -> None:
+        """Reports to the other processes that this one failed with `error`. `context` says where."""
         reason = f"{type(error).__name__} {context}: {str(error).partition(chr(10))[0][:1000]}"
         self._board.observer.failing(reason)
         self._board.report(context, "".join(traceback.format_exception(error)))
 
     def announce_leave(self) -> None:
+        """Lets the other processes know that this one takes part no longer. Called before its connections close."""
         self._board.leave()
 
     def observe(self, observer: WaitObserver) -> None:
+        """Shows the waits and the failure of this process to `observer`."""
         self._board.observer = observer
 
     def leave(self) -> None:
+        """Restores what joining changed in this process."""
         if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._previous_hook
         group, self.group = self.group, None
@@ -300,6 +263,10 @@ class Processes:
         if not isinstance(error, TransportError):
             self.report("outside the pipeline", error)
         self._previous_hook(kind, error, trace)
+
+
+World: TypeAlias = SingleProcess | Processes
+"""The processes that hold the ranks of a pipeline."""
 
 
 def _remove_keys(store: Store, processes: int, others: Sequence[Store]) -> None:
@@ -338,17 +305,3 @@ def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
         )
     make_default_group(rank, processes, timeout_seconds)
     return Processes(timeout_seconds)
-
-
-def remove_keys(store: Store, processes: int, others: Sequence[Store] = ()) -> None:
-    """Called once by each of the `processes` of `store`, which is theirs alone, when it is done with the store.
-
-    The last one deletes all keys of `store` and of `others`, since a process may make many pipelines. A store that
-    cannot list its keys or delete them keeps them.
-    """
-    # If the store cannot be reached, its process has ended.
-    with suppress(RuntimeError, AttributeError):
-        if store.add("left", 1) == processes:
-            for own in (store, *others):
-                for key in own.list_keys():
-                    own.delete_key(key)
