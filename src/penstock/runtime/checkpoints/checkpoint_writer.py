@@ -26,7 +26,6 @@ from penstock.errors import CheckpointError
 from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index
 from penstock.runtime.checkpoints.agreement import Ranks, explained
 from penstock.runtime.checkpoints.manifests import write_manifest
-from penstock.runtime.checkpoints.plain_values import Json, name_of, type_named
 from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.step_directories import (
     MANIFEST,
@@ -40,6 +39,7 @@ from penstock.runtime.checkpoints.step_directories import (
 )
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
+from penstock.runtime.transport.plain_values import Json, name_of, type_named
 
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.plain_values import Json, decode, type_named
 from penstock.runtime.checkpoints.step_directories import MANIFEST, is_file_name
 from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor, check_file, opened
+from penstock.runtime.transport.plain_values import Json, decode, type_named
 
 FORMAT = "penstock-checkpoint-1"
 
