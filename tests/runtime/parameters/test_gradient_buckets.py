@@ -21,6 +21,7 @@ from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES, FIRST_BUC
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
+from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import LoopbackTransport, PendingMessage, SumKinds
 from support import models
@@ -304,7 +305,8 @@ def agreements(seconds: float, ranks: int = 2) -> tuple[list[Agreement], list[Fa
     """The agreements and boards of some ranks, which wait this long for each other."""
     store, order = HashStore(), range(ranks)
     boards = [FailureBoard(store, rank, ranks) for rank in order]
-    return [Agreement(order, rank, store, Timeout(boards[rank], seconds)) for rank in order], boards
+    gathers = [StoreGather("sums ", rank, order, Timeout(boards[rank], seconds)) for rank in order]
+    return [Agreement(gather) for gather in gathers], boards
 
 
 def test_who_agrees_with_a_rank_that_failed_raises_its_error() -> None:

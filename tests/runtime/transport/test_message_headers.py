@@ -20,7 +20,7 @@ from penstock.runtime.transport.message_headers import (
     write_specs,
 )
 from penstock.runtime.transport.ordered_all_reduce import Agreement
-from penstock.runtime.transport.store_watch import WatchedStore
+from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.tensor_parallel_transport import decode_shapes, encode_shapes
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
@@ -195,9 +195,9 @@ def test_all_numbers_are_such_shapes_or_refused(numbers: list[int]) -> None:
 def test_an_agreement_on_sums_is_parsed(text: bytes) -> None:
     store = HashStore()
     board = FailureBoard(store, 0, 2)
-    agreement = Agreement((0, 1), 0, WatchedStore(board.watch, "", 30.0), Timeout(board, 30.0))
-    store.set("sum (0, 1) 0 1", text.decode())
-    with pytest.raises(TransportError, match=r"expected a list of tensors from rank 1, found|cannot be read"):
+    agreement = Agreement(StoreGather("sum ", 0, (0, 1), Timeout(board, 30.0)))
+    store.set("sum gather 0/1", f"={text.decode()}")
+    with pytest.raises(TransportError, match=r"sum different things .* rank 1: |cannot be read"):
         agreement.agree({"kind": (3, torch.float32)})
     board.close()
 

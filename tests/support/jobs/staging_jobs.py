@@ -14,6 +14,7 @@ from penstock.runtime.transport.gloo.senders import GlooOutbox
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
+from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 from support.simulated.simulated_device import SimulatedDevice
@@ -34,6 +35,13 @@ def _store() -> dist.Store:
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names)
     return dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())
+
+
+def _agreement(ranks: tuple[int, ...], timeout: Timeout) -> Agreement:
+    """Makes an agreement that no other job has used. Collective."""
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names)
+    return Agreement(StoreGather(names[0], dist.get_rank(), ranks, timeout))
 
 
 def members(ranks: tuple[int, ...]) -> Members:
@@ -77,7 +85,7 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
     """Sums numbers that the devices have yet to compute. Returns what the device of each rank reads of the sums."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, timeout = SimulatedDevice(rank), _timeout()
-    agreement = Agreement(ranks, rank, _store(), timeout)
+    agreement = _agreement(ranks, timeout)
     ordered_sum = OrderedSum(ranks, connect_gloo(members(ranks)), rank)
     summing = GlooSum(ordered_sum, agreement, DeviceStaging(device), timeout)
     found = []
@@ -101,7 +109,7 @@ def sum_over_nccl(sums: int) -> list[list[float]]:
     """Like `sum_over_gloo`, with the sums on a stream. They run over Gloo here, since NCCL needs GPUs."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, timeout = RacingDevice(), _timeout()
-    agreement, cpu = Agreement(ranks, rank, _store(), timeout), torch.device("cpu")
+    agreement, cpu = _agreement(ranks, timeout), torch.device("cpu")
     staging, check = DeviceStaging(device), timeout.board.check
     ordered_sum = OrderedSum(ranks, connect_gloo(members(ranks)), rank)
     summing = NcclSum(ordered_sum, agreement, cpu, device, staging, check, lambda _: None)

@@ -16,7 +16,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.stage_states import StageStates
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.snapshots import Snapshot
-from penstock.runtime.transport.background_gathers import PatientGather
+from penstock.runtime.transport.store_gathers import PatientGather
 
 Count: TypeAlias = int | None
 Place: TypeAlias = str | Path
@@ -86,7 +86,7 @@ class BackgroundSaves:
             self._engine.snapshots.settle()
             self._present._result.exception()
 
-    def begin(self, write: Write, gather: PatientGather) -> BackgroundSave:
+    def begin(self, write: Write, gather: PatientGather | None) -> BackgroundSave:
         """Begins to save the state after the steps so far with `write`, which gathers with `gather`. Collective."""
         save = self._present = BackgroundSave(self._reach)
         self._gather = gather

@@ -121,7 +121,7 @@ class Checkpoints:
 
         write_to, (own, tensors) = self._prepare(directory, step, keeping, collect_own)
         gather = self.world.gather_beside(self.timeout_seconds)
-        ranks = Ranks(self.world.rank, gather)
+        ranks = Ranks(self.world.rank, gather or self.world.gather)
 
         def write_beside(collect: Callable[[], Mapping[str, Any]]) -> Path:
             return write_to(ranks.each(lambda: self._lay_out(collect(), own, tensors)), ranks=ranks)

@@ -48,6 +48,7 @@ from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
+from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Channel, Edge
@@ -226,7 +227,7 @@ class Endpoints:
         self.timeout.wait_for(can_go_on, context, peers)
 
     def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> _AnySum:
-        agreement = Agreement(ranks, self.rank, self.notes, self.timeout)
+        agreement = Agreement(StoreGather(f"{self.notes.prefix}sum {ranks} ", self.rank, ranks, self.timeout))
         members = self._members(agreement.context, ranks)
         if not over_nccl or self.accelerator is None:
             ordered_sum = OrderedSum(ranks, self._gloo(members), self.rank)

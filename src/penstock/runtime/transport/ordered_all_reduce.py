@@ -6,28 +6,21 @@ does, but a ring adds each slice in another order. Two ranks swap whole tensors,
 one round instead of two. Small tensors of more than two ranks are sent whole to all ranks.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, coalesce
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.store_watch import WatchedStore
-from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.transport import SumKinds
 from penstock.torch_internals.distributed import gather_into
 
 WHOLE_BYTES = 2**16
 """Tensors of at most this size are exchanged whole."""
-
-_SummandSpec: TypeAlias = tuple[str, int, str]
-"""One tensor that a rank adds to sums: its kind, its number of elements, and its dtype."""
 
 
 class OrderedSum:
@@ -87,18 +80,14 @@ class OrderedSum:
 
 
 class Agreement:
-    """Checks that the ranks `order` sum tensors of the same kinds and sizes. A mismatch would otherwise hang or give
-    wrong numbers.
-
-    Each rank writes what it adds to `store`; this process is `rank`.
+    """Checks that the ranks of `gather` sum tensors of the same kinds and sizes. A mismatch would otherwise hang or
+    give wrong numbers.
     """
 
-    def __init__(self, order: Sequence[int], rank: int, store: Store | WatchedStore, timeout: Timeout) -> None:
-        self._order, self._rank, self._store, self._timeout = tuple(order), rank, store, timeout
-        self.context = f"the sum over ranks {list(order)}"
+    def __init__(self, gather: StoreGather) -> None:
+        self._gather, self.peers = gather, gather.others
+        self.context = f"the sum over ranks {list(gather.ranks)}"
         """Names the sum in errors."""
-        self.peers = [member for member in order if member != rank]
-        self._agreements = 0
         self._sizes: dict[Hashable, tuple[int, torch.dtype]] = {}
 
     def agree(self, kinds: SumKinds) -> None:
@@ -107,17 +96,10 @@ class Agreement:
 
         `TransportError` if the ranks differ.
         """
-        name, self._agreements = f"sum {self._order} {self._agreements}", self._agreements + 1
         mine = [(repr(kind), numbers, str(dtype)) for kind, (numbers, dtype) in kinds.items()]
-        keys = [f"{name} {rank}" for rank in self._order]
-        try:
-            self._store.set(f"{name} {self._rank}", encode_plain(mine).decode())
-            self._timeout.wait_for(lambda: self._store.check(keys), self.context, self.peers)
-            added = [self._parse(rank, self._store.get(key)) for rank, key in zip(self._order, keys, strict=True)]
-        except RuntimeError as error:
-            # The store has ended with its process.
-            raise self._timeout.connection_error(self.context, self.peers, error) from error
-        self._compare(dict(zip(self._order, added, strict=True)))
+        added = self._gather(mine, self.context)
+        if any(summands != mine for summands in added):
+            raise self._difference([summands if isinstance(summands, list) else [summands] for summands in added])
         self._sizes.update(kinds)
 
     def covers(self, kind: Hashable) -> bool:
@@ -130,28 +112,17 @@ class Agreement:
         if expected != found:
             agreed = "nothing" if expected is None else f"{expected[0]} numbers of {expected[1]}"
             raise TransportError(
-                f"{self.context}, {kind!r}: rank {self._rank} adds {found[0]} numbers of {found[1]}, and the ranks "
-                f"have agreed on {agreed}. Call agree() with what is to be added before it is, on all of them"
+                f"{self.context}, {kind!r}: rank {self._gather.rank} adds {found[0]} numbers of {found[1]}, and the "
+                f"ranks have agreed on {agreed}. Call agree() with what is to be added before it is, on all of them"
             )
 
-    def _parse(self, rank: int, text: bytes) -> list[_SummandSpec]:
-        """Reads what `rank` adds. `TransportError` if `text` does not say so."""
-        try:
-            return [(str(kind), int(numbers), str(dtype)) for kind, numbers, dtype in decode_plain(text)]
-        except (ValueError, TypeError) as error:
-            raise TransportError(
-                f"{self.context}: expected a list of tensors from rank {rank}, found {text[:40]!r}. The ranks run "
-                "different versions of Penstock, or another program writes to the store: install the same version "
-                "everywhere, and see docs/trust.md"
-            ) from error
-
-    def _compare(self, added: Mapping[int, Sequence[_SummandSpec]]) -> None:
-        """Raises `TransportError` if the ranks differ in what they add."""
-        for summands in zip_longest(*added.values(), fillvalue="nothing"):
-            if len(set(summands)) > 1:
-                found = dict(zip(added, summands, strict=True))
-                shown = ", ".join(f"rank {rank}: {found[rank]}" for rank in sorted(found))
-                raise TransportError(
-                    f"the replicas on ranks {list(self._order)} sum different things ({shown}): expected the same "
-                    "parameters on all of them. Build the same model on every rank"
-                )
+    def _difference(self, added: Sequence[Sequence[object]]) -> TransportError:
+        """The error for ranks that differ in what they have `added`."""
+        rows = zip_longest(*added, fillvalue="nothing")
+        first = next(row for row in rows if any(summand != row[0] for summand in row))
+        found = sorted(zip(self._gather.ranks, first, strict=True))
+        return TransportError(
+            f"the replicas on ranks {list(self._gather.ranks)} sum different things "
+            f"({', '.join(f'rank {rank}: {summand}' for rank, summand in found)}): expected the same parameters on all "
+            "of them. Build the same model on every rank"
+        )

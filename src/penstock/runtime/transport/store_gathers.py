@@ -1,4 +1,4 @@
-"""A value of every rank on every rank, exchanged at the store where the ranks have met.
+"""A value of each of some ranks on all of them, exchanged at the store where the ranks have met.
 
 A collective of a communicator would be faster for large values, but it cannot be left when a rank does not come, it
 does not tell which one, and it breaks with an error that names a socket. What is gathered is small: digests, plans,
@@ -11,7 +11,7 @@ Invariants of this file:
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.store_watch import StoreUnreachable, StoreWatch
+from penstock.runtime.transport.store_watch import StoreUnreachable
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 
 _WHOLE_BYTES = 256
@@ -30,38 +30,50 @@ _POLL_SECONDS = 1e-3, 20e-3
 
 
 class StoreGather:
-    """Gathers values of the `ranks` ranks through `watch`; this process is `rank`. Waits end as `timeout` says."""
+    """Gathers values of `ranks`, of which this process is `rank`. Waits end as `timeout` says. `name`: no other gather
+    has it.
+    """
 
-    def __init__(self, watch: StoreWatch, rank: int, ranks: int, timeout: Timeout) -> None:
-        self._watch, self._rank, self._ranks, self._timeout = watch, rank, ranks, timeout
-        self._others = [other for other in range(ranks) if other != rank]
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], timeout: Timeout) -> None:
+        self.rank, self.ranks = rank, tuple(ranks)
+        self.others = [other for other in ranks if other != rank]
+        self._name, self._timeout, self._watch = name, timeout, timeout.board.watch
         self._number = 0
         self._written: list[str] = []
         """The keys that this rank has written for the last gather."""
 
     def __call__(self, value: Any, context: str) -> Sequence[Any]:
-        """Returns the plain `value` of every rank, by rank. `context` says what for. Collective.
+        """Returns the plain `value` of every rank, in their order. `context` says what for. Collective.
 
         `TransportError` if a rank has failed or does not come in time: it names those that are missing.
         """
         number, self._number = self._number, self._number + 1
-        keys = [f"gather {number}/{rank}" for rank in range(self._ranks)]
-        entry, data = _entry_of(encode_plain(value))
         try:
-            written, self._written = self._written, self._write(keys[self._rank], number, entry, data)
-            self._wait(keys, context)
-            entries = self._ask(lambda store: [store.get(key) for key in keys])
-            self._watch.submit(lambda store: _delete(store, written))
-            large = {found for found in entries if found != entry and not found.startswith(b"=")}
-            contents = {found: self._ask(_getter(_content_key(number, found))) for found in sorted(large)}
+            return self._exchange(encode_plain(value), number, context)
         except StoreUnreachable as error:
-            raise self._timeout.connection_error(context, self._others, error) from error
+            raise self._timeout.connection_error(context, self.others, error) from error
+
+    def _exchange(self, data: bytes, number: int, context: str) -> Sequence[Any]:
+        keys, (entry, data) = self._keys(number), _entry_of(data)
+        written, self._written = self._written, self._write(keys[self.rank], number, entry, data)
+        self._wait(keys, context)
+        entries = self._ask(lambda store: [store.get(key) for key in keys.values()])
+        self._watch.submit(lambda store: _delete(store, written))
+        large = {found for found in entries if found != entry and not found.startswith(b"=")}
+        contents = {found: self._ask(_getter(self._content_key(number, found))) for found in sorted(large)}
         contents[entry] = data
         return [decode_plain(contents.get(found, found[1:])) for found in entries]
 
+    def _keys(self, number: int) -> dict[int, str]:
+        """By rank, the key of its value."""
+        return {rank: f"{self._name}gather {number}/{rank}" for rank in self.ranks}
+
+    def _content_key(self, number: int, entry: bytes) -> str:
+        return f"{self._name}gathered {number} {entry.decode()}"
+
     def _write(self, key: str, number: int, entry: bytes, data: bytes) -> list[str]:
         """Writes this rank's value; returns the keys that it has written."""
-        content = [_content_key(number, entry)] if not entry.startswith(b"=") else []
+        content = [self._content_key(number, entry)] if not entry.startswith(b"=") else []
 
         def write(store: Store) -> None:
             for name in content:
@@ -71,51 +83,101 @@ class StoreGather:
         self._ask(write)
         return [key, *content]
 
-    def _wait(self, keys: Sequence[str], context: str) -> None:
+    def _wait(self, keys: Mapping[int, str], context: str) -> None:
         """Waits until all of `keys` are written."""
-        deadline, (pause, longest) = self._timeout.deadline(), _POLL_SECONDS
-        checked = time.monotonic()
-        while not self._ask(lambda store: store.check(keys)):
+        began, (pause, longest) = time.monotonic(), _POLL_SECONDS
+        checked = began
+        while not self._ask(lambda store: store.check(list(keys.values()))):
             time.sleep(pause)
             pause = min(1.2 * pause, longest)
             if time.monotonic() > checked + POLL_SECONDS:
-                self._timeout.check(deadline, context, self._missing(keys))
-                self._check_left(keys, context)
+                self._check(began, context, keys)
                 checked = time.monotonic()
 
-    def _missing(self, keys: Sequence[str]) -> Sequence[int]:
-        """The ranks that have not come; all others if the last one comes just now."""
-        found = self._ask(lambda store: [store.check([key]) for key in keys])
-        return [rank for rank, there in enumerate(found) if not there] or self._others
+    def _check(self, began: float, context: str, keys: Mapping[int, str]) -> None:
+        """Raises `TransportError` if the wait for `keys`, or for the store without keys, which `began` then, is to
+        end.
+        """
+        self._timeout.check(began + self._timeout.timeout_seconds, context, self._missing(keys) or self.others)
+        for rank in self.others:
+            # What a rank wrote before it left is there by now.
+            if keys and self._timeout.board.has_left(rank) and rank in self._missing(keys):
+                self._timeout.board.failed = True
+                raise TransportError(
+                    f"rank {rank} does not come ({context}). {self._timeout.board.describe_left([rank])}"
+                )
 
-    def _check_left(self, keys: Sequence[str], context: str) -> None:
-        """Raises `TransportError` if a rank has left without a value: what it wrote before it left is there by now."""
-        board = self._timeout.board
-        left = [rank for rank in self._others if board.has_left(rank)]
-        gone = [rank for rank in left if not self._ask(lambda store, key=keys[rank]: store.check([key]))]
-        if gone:
-            board.failed = True
-            raise TransportError(f"rank {gone[0]} does not come ({context}). {board.describe_left(gone)}")
+    def _missing(self, keys: Mapping[int, str]) -> list[int]:
+        """The ranks whose `keys` are not written."""
+        return [rank for rank, key in keys.items() if not self._ask(lambda store, key=key: store.check([key]))]
 
     def _ask(self, call: Any) -> Any:
-        """What the store answers. Raises like the timeout if another rank fails, or the store does not answer."""
-        future, deadline = self._watch.submit(call), self._timeout.deadline()
+        """What the store answers. Raises like `_check` if another rank fails, or the store does not answer."""
+        future, began = self._watch.submit(call), time.monotonic()
         while True:
             try:
                 return future.result(POLL_SECONDS)
             except TimeoutError:
                 if future.done():
                     raise
-                self._timeout.check(deadline, "an answer of the store", self._others)
+                self._check(began, "an answer of the store", {})
+
+
+class PatientGather(StoreGather):
+    """Gathers values for a thread beside the one that trains.
+
+    The first gather waits without an end until `hurry`: other processes may come to it only some steps later.
+    """
+
+    _hurried_at: float | None = None
+    _given_up = False
+
+    def hurry(self) -> None:
+        """From now on the first gather, too, ends as the timeout says."""
+        if self._hurried_at is None:
+            self._hurried_at = time.monotonic()
+
+    def give_up(self) -> None:
+        """Makes the present call, and all later ones, raise `TransportError`."""
+        self._given_up = True
+
+    def has_failed(self) -> bool:
+        """Whether this rank or another one has failed, so that none need be waited for. Called at the exit of the
+        process.
+        """
+        board = self._timeout.board
+        board.report_last_error()
+        return board.failed or board.watch.failure is not None
+
+    def __call__(self, value: Any, context: str = "a save beside the training") -> Sequence[Any]:
+        return super().__call__(value, context)
+
+    def _exchange(self, data: bytes, number: int, context: str) -> Sequence[Any]:
+        values, keys = super()._exchange(data, number, context), self._keys(number)
+        # The store may be in the process of rank 0, which therefore leaves last.
+        read = {rank: f"{key}/read" for rank, key in keys.items()}
+        self._ask(lambda store: store.set(read[self.rank], ""))
+        if self.rank == 0:
+            self._wait(read, context)
+            self._watch.submit(lambda store: _delete(store, [*keys.values(), *read.values()]))
+        return values
+
+    def _check(self, began: float, context: str, keys: Mapping[int, str]) -> None:
+        if self._given_up:
+            raise TransportError("a save beside the training was given up: this pipeline has been closed")
+        self._timeout.board.check()
+        self._timeout.board.check_processes(self.others, context)
+        since, limit = self._hurried_at if self._number == 1 else began, self._timeout.timeout_seconds
+        if since is not None and time.monotonic() - max(since, began) > limit:
+            raise TransportError(
+                f"rank {self.rank} has waited {limit:.0f} s for rank(s) {self._missing(keys)} in {context}: expected "
+                "all ranks to save together. Look at their logs, or raise timeout_seconds"
+            )
 
 
 def _entry_of(data: bytes) -> tuple[bytes, bytes]:
     """What is written for `data`: itself if it is short, else its digest."""
     return (b"=" + data if len(data) <= _WHOLE_BYTES else hashlib.sha256(data).hexdigest().encode()), data
-
-
-def _content_key(number: int, entry: bytes) -> str:
-    return f"gathered {number} {entry.decode()}"
 
 
 def _getter(key: str) -> Any:

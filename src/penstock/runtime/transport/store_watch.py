@@ -183,18 +183,19 @@ class WatchedStore:
     """
 
     def __init__(self, watch: StoreWatch, prefix: str, seconds: float) -> None:
-        self._watch, self._prefix, self._seconds = watch, prefix, seconds
+        self.prefix = prefix
+        self._watch, self._seconds = watch, seconds
 
     def set(self, key: str, value: str) -> None:
         """Writes `value`. `StoreUnreachable` if that fails."""
-        name = self._prefix + key
+        name = self.prefix + key
         self._watch.ask(lambda store: store.set(name, value), self._seconds)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of `keys` are written; False also if the store is slow to answer. `StoreUnreachable` if it has
         ended.
         """
-        names = [self._prefix + key for key in keys]
+        names = [self.prefix + key for key in keys]
         try:
             return self._watch.ask(lambda store: store.check(names), _LOOK_SECONDS)
         except StoreUnreachable:
@@ -202,20 +203,9 @@ class WatchedStore:
                 raise
             return False
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Deletes `keys` some time later, where the store is able to."""
-        names = [self._prefix + key for key in keys]
-
-        def delete(store: Store) -> None:
-            with suppress(RuntimeError):
-                for name in names:
-                    store.delete_key(name)
-
-        self._watch.submit(delete)
-
     def get(self, key: str) -> bytes:
         """Returns what was written under `key`, which must be there. `StoreUnreachable` if that fails."""
-        name = self._prefix + key
+        name = self.prefix + key
         return self._watch.ask(lambda store: store.get(name), self._seconds)
 
 

@@ -26,7 +26,6 @@ from penstock.process_states import ProcessIdentity
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
-from penstock.runtime.transport.background_gathers import PatientGather
 from penstock.runtime.transport.default_groups import call_at_meeting, make_default_group
 from penstock.runtime.transport.descriptor_limits import require_descriptors
 from penstock.runtime.transport.distributed_transport import DistributedTransport
@@ -34,7 +33,7 @@ from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.launches import launched_rank
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.run_keys import agree_on_key
-from penstock.runtime.transport.store_gathers import StoreGather
+from penstock.runtime.transport.store_gathers import PatientGather, StoreGather
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
@@ -81,8 +80,8 @@ class SingleProcess:
     def enter(self, place: str) -> None:
         """Does nothing: there are no other processes."""
 
-    def gather_beside(self, timeout_seconds: float) -> PatientGather:
-        return PatientGather(None, 0, 1, board=None, timeout_seconds=timeout_seconds)
+    def gather_beside(self, timeout_seconds: float) -> None:
+        return None
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         self._numbers[topic] = numbers
@@ -130,7 +129,7 @@ class Processes:
         self.watch: StoreWatch | None = self._board.watch
         """The thread that calls the store of these processes; None for a single process."""
         self._timeout = Timeout(self._board, timeout_seconds)
-        self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
+        self._gather = StoreGather("", self.rank, range(self.processes), self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
         try:
             identities = self.gather(astuple(ProcessIdentity.own()), _MEETING)
@@ -208,13 +207,12 @@ class Processes:
         """Notes that the main thread is in `place`, for the errors of other processes; empty outside the pipeline."""
         self._board.watch.doing = place, time.monotonic()
 
-    def gather_beside(self, timeout_seconds: float) -> PatientGather:
-        """Makes a `gather` for another thread, whose calls wait at most `timeout_seconds`. Every process makes as many,
-        in the same order.
+    def gather_beside(self, timeout_seconds: float) -> PatientGather | None:
+        """Makes a `gather` for another thread, whose calls wait at most `timeout_seconds`; None for a single process.
+        Every process makes as many, in the same order.
         """
-        store = WatchedStore(self._board.watch, f"gather beside {self._gathers}/", timeout_seconds)
-        self._gathers += 1
-        return PatientGather(store, self.rank, self.processes, board=self._board, timeout_seconds=timeout_seconds)
+        name, self._gathers = f"beside {self._gathers}/", self._gathers + 1
+        return PatientGather(name, self.rank, range(self.processes), Timeout(self._board, timeout_seconds))
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
