@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import TransportError
-from penstock.runtime.transport.launches import launched_rank
+from penstock.runtime.transport.default_groups import launched_rank
 
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 VARIABLES = (

@@ -1,15 +1,32 @@
-"""The default group of ``torch.distributed``, made of the environment that ``torchrun`` and its like set.
+"""How the processes of a job meet: in the environment of ``torchrun`` or its like, at a store, and in a default group.
 
 ``init_process_group`` waits for the other processes for half an hour, and does not tell which of them are missing. So
 the processes first meet at the store: each writes that it is there, and waits for the others as long as the user
 allows.
+
+torchrun's agent keeps one store for all attempts of a job (torch 2.11 to 2.13), and torch uses the same keys in each.
+So after a restart a process finds the addresses of dead processes, and connects to them until its timeout. Here the
+ranks of an attempt agree on a name which no other attempt has, and put it before all keys. They cannot count attempts:
+those of several hosts disagree about it, and an attempt may end before all have begun. So each draws a token of its
+own:
+
+  1. Rank 0 publishes its token. Every other rank answers it with its own.
+  2. When all have answered, rank 0 publishes their tokens under its own.
+  3. A rank goes on when its token is among those that are published under rank 0's. Before that it may have read, and
+     answered, the token of an earlier rank 0; then it reads again.
 """
 
+import fcntl
+import json
 import os
 import socket
+import struct
 import time
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import TypeVar
 
 import torch
@@ -18,16 +35,75 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.attempts import attempt_store, shares_store
-from penstock.runtime.transport.descriptor_limits import descriptor_error
-from penstock.runtime.transport.launches import START, read_number
-from penstock.runtime.transport.network_interfaces import choose_interface
+from penstock.runtime.transport.failures import descriptor_error
 from penstock.runtime.transport.timeouts import run_bounded
+from penstock.torch_internals.distributed import INTERFACE
 
 T = TypeVar("T")
+
+_START = "Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process"
+"""What to do about a variable that is missing."""
+
+_TASKS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "FLUX_JOB_SIZE": "FLUX_TASK_RANK",
+}
+"""By the variable with the number of tasks that srun, mpirun or flux has started, the one with the number of the task.
+In an allocation in which one process is started the first is missing or 1."""
+_TERMINAL = "SLURM_PTY_PORT"
+"""Set by ``srun --pty``: only its first task has the terminal, and the others end."""
 _POLL_SECONDS = 0.02
 _STORE_TIMEOUT = timedelta(minutes=10)
 """How long calls of the finished group may wait at the store; NCCL's of the user's, for example."""
+_NEWEST = "penstock/newest attempt"
+_READ_ADDRESS = 0x8915
+"""Linux's request for the address of an interface."""
+
+
+def launched_rank() -> tuple[int, int]:
+    """The rank of this process and the number of processes, by ``RANK`` and ``WORLD_SIZE``; (0, 1) without both.
+
+    `TransportError` if one of them is missing or is no such number, and if another launcher has started several tasks
+    and neither is set: each would train alone.
+    """
+    if not os.environ.get("RANK") and not os.environ.get("WORLD_SIZE"):
+        _refuse_tasks()
+        return 0, 1
+    processes = _read_number("WORLD_SIZE", 1, None)
+    if processes == 1 and not os.environ.get("RANK"):
+        return 0, 1
+    return _read_number("RANK", 0, processes - 1), processes
+
+
+def _read_number(name: str, least: int, most: int | None) -> int:
+    """The environment variable `name`. `TransportError` unless it is a number from `least` to `most`."""
+    text = os.environ.get(name, "").strip()
+    if text.isascii() and text.isdecimal() and least <= int(text[:9]) and (most is None or int(text[:9]) <= most):
+        return int(text[:9])
+    numbers = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    both = ", ".join(f"{key}={os.environ[key]}" for key in ("RANK", "WORLD_SIZE") if key in os.environ)
+    raise TransportError(
+        f"the environment variable {name}: expected a whole number {numbers}, found {repr(text) if text else 'none'} "
+        f"({both}). {_START}; unset RANK and WORLD_SIZE for a training of one process"
+    )
+
+
+def _refuse_tasks() -> None:
+    """Raises `TransportError` if this process is one of several tasks."""
+    if os.environ.get(_TERMINAL):
+        return
+    for size, number in _TASKS.items():
+        tasks, task = os.environ.get(size, ""), os.environ.get(number, "")
+        if tasks.isdecimal() and int(tasks[:9]) > 1 and task:
+            raise TransportError(
+                f"this process is task {task} of the {tasks} that a launcher has started ({number}, {size}), and RANK "
+                "and WORLD_SIZE are not set: expected ranks of one training, found tasks that would train alone each. "
+                f"Start one torchrun per host, or set RANK=${number}, WORLD_SIZE=${size}, MASTER_ADDR (task 0's "
+                "host) and MASTER_PORT in every task. For a training of its own in each task, set WORLD_SIZE=1"
+            )
 
 
 def make_default_group(rank: int, processes: int, timeout_seconds: float) -> None:
@@ -36,14 +112,14 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
 
     `TransportError` if the environment has no address to meet at, or if ranks do not come within `timeout_seconds`.
     """
-    host, port = os.environ.get("MASTER_ADDR", ""), read_number("MASTER_PORT", 1, 65535)
+    host, port = os.environ.get("MASTER_ADDR", ""), _read_number("MASTER_PORT", 1, 65535)
     if not host:
-        raise TransportError(f"the environment variable MASTER_ADDR: expected the host of rank 0, found none. {START}")
+        raise TransportError(f"the environment variable MASTER_ADDR: expected the host of rank 0, found none. {_START}")
     # Under torchrun its agent holds the store; otherwise rank 0 does.
-    serves = rank == 0 and not shares_store()
+    serves = rank == 0 and not _shares_store()
     deadline = time.monotonic() + timeout_seconds
 
-    holder = "torchrun" if shares_store() else "rank 0, which holds the store"
+    holder = "torchrun" if _shares_store() else "rank 0, which holds the store"
     if not serves:
         _wait_until_listening(
             host, port, deadline, lambda cause: _absence(f"{holder} at {host}:{port}", timeout_seconds, cause)
@@ -56,10 +132,10 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
     # The connection has the same time limit. If both ended at once, the thread of the call could come back while the
     # interpreter ends, and torch would abort the process.
     store: Store = call_at_meeting(connect, deadline + 2.0, timeout_seconds, lambda: f"{holder} at {host}:{port}")
-    if shares_store():
+    if _shares_store():
         shared = store
         store = call_at_meeting(
-            lambda: attempt_store(shared, rank, processes, deadline),
+            lambda: _attempt_store(shared, rank, processes, deadline),
             deadline + 1.0,
             timeout_seconds,
             lambda: f"an answer of the store at {host}:{port}",
@@ -79,7 +155,7 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
         raise _absence(f"rank {', '.join(map(str, late))}", timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store.set_timeout(_STORE_TIMEOUT)
-    choose_interface(host, port)
+    _choose_interface(host, port)
     own: Store = PrefixStore("default_pg", store)
     call_at_meeting(
         lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=processes),
@@ -130,3 +206,90 @@ def _absence(who: str, seconds: float, cause: str = "") -> TransportError:
         "It was not started, ended before, or is still busy before it builds its pipeline: look at its log, or pass a "
         f"larger timeout_seconds=.{cause}"
     )
+
+
+def _shares_store() -> bool:
+    """Whether torchrun gives all attempts of this job one store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _attempt_store(store: Store, rank: int, ranks: int, deadline: float) -> Store:
+    """The keys of this attempt in the `store` of all attempts. Collective.
+
+    `TransportError` if the others do not come before `deadline`, in seconds of ``time.monotonic``.
+    """
+    name = _lead(store, ranks, deadline) if rank == 0 else _follow(store, rank, deadline)
+    return PrefixStore(f"attempt {name}", store)
+
+
+def _lead(store: Store, ranks: int, deadline: float) -> str:
+    token = uuid.uuid4().hex
+    store.set(_NEWEST, token)
+    answers = [_answer(token, rank) for rank in range(1, ranks)]
+    while not store.check(answers):
+        missing = [rank for rank in range(1, ranks) if not store.check([_answer(token, rank)])]
+        _sleep(deadline, f"rank 0 waited for rank(s) {', '.join(map(str, missing))}")
+    store.set(_began(token), json.dumps([token, *(store.get(answer).decode() for answer in answers)]))
+    return token
+
+
+def _follow(store: Store, rank: int, deadline: float) -> str:
+    own, answered = uuid.uuid4().hex, ""
+    while True:
+        if store.check([_NEWEST]):
+            token = store.get(_NEWEST).decode()
+            if token != answered:
+                # An earlier process of this rank may have answered the same rank 0, which then does not know this one.
+                store.set(_answer(token, rank), own)
+                answered = token
+            if store.check([_began(token)]) and own in json.loads(store.get(_began(token))):
+                return token
+        _sleep(deadline, f"rank {rank} waited for rank 0")
+
+
+def _answer(token: str, rank: int) -> str:
+    return f"penstock/answer {token}/{rank}"
+
+
+def _began(token: str) -> str:
+    return f"penstock/began {token}"
+
+
+def _sleep(deadline: float, waiting: str) -> None:
+    if time.monotonic() > deadline:
+        run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        raise TransportError(
+            f"joining the processes of attempt {run} of this job: {waiting} until the timeout. Expected all "
+            "processes of torchrun to build their pipeline, found that some did not: look at their logs"
+        )
+    time.sleep(_POLL_SECONDS)
+
+
+def _choose_interface(host: str, port: int) -> None:
+    """Sets `INTERFACE` to the interface over which this process reaches `host`, where Gloo would choose one that no
+    other host reaches.
+
+    Gloo takes the address that the host's own name stands for. On many machines that is 127.0.0.1, since a line of
+    ``/etc/hosts`` says so, and processes of two hosts then try to connect to themselves.
+    """
+    own = ""
+    with suppress(OSError):
+        own = socket.gethostbyname(socket.gethostname())
+    if os.environ.get(INTERFACE) or (own and not ip_address(own).is_loopback):
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent.
+        probe.connect((host, port))
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if not ip_address(address).is_loopback and _address_of(name, probe) == address:
+                os.environ[INTERFACE] = name
+                return
+
+
+def _address_of(interface: str, asking: socket.socket) -> str:
+    """The IPv4 address of `interface`; empty if there is none, or on another system than Linux."""
+    with suppress(OSError):
+        answer = fcntl.ioctl(asking.fileno(), _READ_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""

@@ -11,10 +11,11 @@ Invariants of this file:
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -33,8 +34,7 @@ from penstock.runtime.transport.backend_selection import (
     warn_of_many_communicators,
     warn_of_shared_gpus,
 )
-from penstock.runtime.transport.connection_rounds import arrange
-from penstock.runtime.transport.descriptor_limits import require_descriptors
+from penstock.runtime.transport.failures import require_descriptors
 from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
@@ -53,6 +53,7 @@ from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Channel, Edge
 
+T = TypeVar("T")
 _AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
 _AnyOutbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
 _AnySum: TypeAlias = GlooSum | NcclSum
@@ -245,3 +246,21 @@ class Endpoints:
         made.rehearse()
         self._watch(agreement.context, made, group)
         return made
+
+
+def arrange(connections: Iterable[T], members: Callable[[T], Iterable[Hashable]]) -> list[list[T]]:
+    """Arranges `connections` in rounds, in none of which two connections share a member. Each connection goes to the
+    first round in which all of its `members` are free.
+
+    Processes that make their connections round by round cannot wait for each other in a circle.
+    """
+    rounds: list[list[T]] = []
+    busy: defaultdict[Hashable, set[int]] = defaultdict(set)
+    for connection in connections:
+        taken = set[int]().union(*(busy[member] for member in members(connection)))
+        chosen = next(number for number in range(len(taken) + 1) if number not in taken)
+        for member in members(connection):
+            busy[member].add(chosen)
+        rounds.extend([] for _ in range(chosen + 1 - len(rounds)))
+        rounds[chosen].append(connection)
+    return rounds

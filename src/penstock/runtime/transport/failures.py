@@ -7,6 +7,9 @@ cannot write: a connection that breaks without a word is all the evidence there 
 system's word.
 """
 
+import errno
+import os
+import resource
 import sys
 import threading
 import time
@@ -20,7 +23,6 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
 from penstock.process_states import ProcessIdentity, ProcessState
-from penstock.runtime.transport.descriptor_limits import descriptor_error
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
 from penstock.runtime.transport.wait_observers import WaitObserver
@@ -37,6 +39,8 @@ _LINGER_SECONDS = 2.0
 """How long a rank that has reported a failure stays for those that have not read it."""
 _LONGEST_LINGER = 5.0
 """How many times as long it stays for those that are known to run, on a machine that may be busy."""
+_SPARE = 8
+"""The number of files that Gloo opens beside a connection to each rank, and some more."""
 
 
 class FailureBoard:
@@ -231,6 +235,42 @@ def explained(error: BaseException, stage: int) -> BaseException:
         f"the connection to another process of stage {stage} broke in a collective of PyTorch's: that process failed, "
         f"died or left the training loop earlier. Look at its log. torch.distributed says: {error}"
     )
+
+
+def descriptor_error(context: str, error: BaseException) -> TransportError | None:
+    """The error for `context`, in which `error` was raised, if this process may open no more files; else None.
+
+    PyTorch then says anything: that the other end has closed the connection, or that an address cannot be resolved.
+    """
+    if os.strerror(errno.EMFILE) not in str(error):
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as refusal:
+            if refusal.errno != errno.EMFILE:
+                return None
+        else:
+            return None
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return TransportError(
+        f"this process may open no more files ({context}): expected room for the sockets and files of the connections "
+        f"to other ranks, found a limit of {limit}, which it has reached. Raise the limit (ulimit -n, here up to "
+        f"{'any number' if most == resource.RLIM_INFINITY else most}), or close what is open. The call says: {error}"
+    )
+
+
+def require_descriptors(connections: int) -> None:
+    """Raises the `RuntimeError` of a failed call if this process may not open the files of that number of connections.
+    Gloo would find that out in a thread of its own, where it ends the process.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(connections + _SPARE):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise RuntimeError(f"{connections} connections: {error}") from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -26,11 +26,9 @@ from penstock.process_states import ProcessIdentity
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
-from penstock.runtime.transport.default_groups import call_at_meeting, make_default_group
-from penstock.runtime.transport.descriptor_limits import require_descriptors
+from penstock.runtime.transport.default_groups import call_at_meeting, launched_rank, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
-from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.launches import launched_rank
+from penstock.runtime.transport.failures import FailureBoard, require_descriptors
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import PatientGather, StoreGather
