@@ -14,7 +14,7 @@ Invariants of this file:
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,34 +23,6 @@ from penstock.runtime.devices.accelerators import Accelerator, Event, Layout, St
 
 Staged: TypeAlias = tuple[Sequence[Tensor], Event]
 """Tensors, and the event after which they hold their values."""
-
-
-class Staging(Protocol):
-    """Moves tensors between a device and the host."""
-
-    separate_memory: bool
-    """Whether the device has memory of its own."""
-
-    def enter_thread(self) -> None:
-        """Makes this object usable from this thread. A thread calls it before anything else here."""
-
-    def host_memory(self, layout: Layout) -> Tensor:
-        """Allocates host memory to receive in."""
-
-    def to_host(self, tensors: Sequence[Tensor]) -> Staged:
-        """Starts to copy `tensors` to the host. Called on the computing thread."""
-
-    def to_device(self, tensors: Sequence[Tensor]) -> Staged:
-        """Starts to copy `tensors`, which are in `host_memory`, to the device. Called on any thread."""
-
-    def in_place(self, tensors: Sequence[Tensor]) -> Staged:
-        """Returns `tensors` with an event recorded on the current stream, so that another stream can wait for them."""
-
-    def wait_for(self, staged: Staged) -> Sequence[Tensor]:
-        """Returns the tensors, and makes the current stream wait until they hold their values."""
-
-    def follow(self, staged: Staged) -> None:
-        """Makes later work of the current stream come after `staged`, which `to_host` returned. Does not block."""
 
 
 class _CompletedEvent:
@@ -75,7 +47,7 @@ NOTHING_STAGED = on_host(())
 
 
 class HostStaging:
-    """Passes tensors through that are on the host anyway."""
+    """Passes tensors through that are on the host anyway. Its methods are those of `DeviceStaging`."""
 
     separate_memory = False
 
@@ -120,6 +92,7 @@ class DeviceStaging:
     """
 
     separate_memory = True
+    """Whether the device has memory of its own."""
 
     def __init__(self, accelerator: Accelerator, check: Callable[[], None] = lambda: None) -> None:
         self._accelerator, self._check = accelerator, check
@@ -133,12 +106,15 @@ class DeviceStaging:
         return self._accelerator.stream()
 
     def enter_thread(self) -> None:
+        """Makes this object usable from this thread. A thread calls it before anything else here."""
         self._accelerator.enter_thread()
 
     def host_memory(self, layout: Layout) -> Tensor:
+        """Allocates host memory to receive in."""
         return self._accelerator.host_memory(layout)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Staged:
+        """Starts to copy `tensors` to the host. Called on the computing thread."""
         accelerator, stream = self._accelerator, self._to_host_stream
         accelerator.wait(stream, accelerator.record_event(accelerator.current()))
         copies = []
@@ -152,6 +128,7 @@ class DeviceStaging:
         return copies, _CheckedEvent(accelerator.record_event(stream), self._check)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
+        """Starts to copy `tensors`, which are in `host_memory`, to the device. Called on any thread."""
         accelerator, stream = self._accelerator, self._to_device_stream
         copies = []
         for tensor in tensors:
@@ -161,9 +138,11 @@ class DeviceStaging:
         return copies, accelerator.record_event(stream)
 
     def in_place(self, tensors: Sequence[Tensor]) -> Staged:
+        """Returns `tensors` with an event recorded on the current stream, so that another stream can wait for them."""
         return tensors, self._accelerator.record_event(self._accelerator.current())
 
     def wait_for(self, staged: Staged) -> Sequence[Tensor]:
+        """Returns the tensors, and makes the current stream wait until they hold their values."""
         tensors, event = staged
         if not tensors:
             return tensors
@@ -175,9 +154,14 @@ class DeviceStaging:
         return tensors
 
     def follow(self, staged: Staged) -> None:
+        """Makes later work of the current stream come after `staged`, which `to_host` returned. Does not block."""
         event = staged[1]
         if isinstance(event, _CheckedEvent):
             self._accelerator.wait(self._accelerator.current(), event.event)
+
+
+Staging: TypeAlias = HostStaging | DeviceStaging
+"""Moves tensors between a device and the host."""
 
 
 def staging_for(device: torch.device, check: Callable[[], None] = lambda: None) -> Staging:

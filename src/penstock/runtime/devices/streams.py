@@ -17,7 +17,7 @@ Invariants of this file:
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,24 +25,8 @@ from torch import Tensor
 from penstock.runtime.devices.accelerators import Accelerator, Event, Stream, accelerator_of
 
 
-class Streams(Protocol):
-    """The streams of the ranks of one process."""
-
-    def on(self, rank: int) -> AbstractContextManager[object]:
-        """Returns a context manager in which this thread computes for `rank`."""
-
-    def ordered_segment(self) -> AbstractContextManager[None]:
-        """Returns a context manager that orders a segment of the schedule with the caller's stream."""
-
-    def order(self, rank: int, sharing: Sequence[int]) -> "UpdateOrder | None":
-        """Makes the order between the updates of a stage that `rank` holds and the computation that uses it. `sharing`:
-        the other ranks of this process that hold some of the same weights. None on a device that executes all work in
-        the order of the program.
-        """
-
-
 class _HostStreams:
-    """Ranks that compute on a CPU."""
+    """Ranks that compute on a CPU. The methods are those of `DeviceStreams`."""
 
     def on(self, rank: int) -> AbstractContextManager[object]:
         return nullcontext()
@@ -65,10 +49,12 @@ class DeviceStreams:
         self._orders: list[UpdateOrder] = []
 
     def on(self, rank: int) -> AbstractContextManager[object]:
+        """Returns a context manager in which this thread computes for `rank`."""
         return self._accelerator.on(self._own[rank]) if self._own else nullcontext()
 
     @contextmanager
     def ordered_segment(self) -> Iterator[None]:
+        """Returns a context manager that orders a segment of the schedule with the caller's stream."""
         accelerator = self._accelerator
         caller = accelerator.current()
         if self._own:
@@ -87,6 +73,10 @@ class DeviceStreams:
                 order.forget()
 
     def order(self, rank: int, sharing: Sequence[int]) -> "UpdateOrder | None":
+        """Makes the order between the updates of a stage that `rank` holds and the computation that uses it. `sharing`:
+        the other ranks of this process that hold some of the same weights. None on a device that executes all work in
+        the order of the program.
+        """
         made = UpdateOrder(self._accelerator, self._updates, [self._own[other] for other in sharing])
         self._orders.append(made)
         return made
@@ -145,6 +135,10 @@ class UpdateOrder:
         self._accelerator.wait(self._accelerator.current(), event)
         for _ in made:
             self._pending.popleft()
+
+
+Streams: TypeAlias = _HostStreams | DeviceStreams
+"""The streams of the ranks of one process."""
 
 
 def streams_for(device: torch.device, ranks: Iterable[int]) -> Streams:

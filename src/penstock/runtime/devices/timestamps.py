@@ -10,7 +10,7 @@ predictions and open timelines hold references; none of them has to release anyt
 
 import time
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -33,26 +33,8 @@ Timestamp: TypeAlias = float | _EventTimestamp
 """Seconds of ``time.perf_counter``, or a position in a stream."""
 
 
-class Timer(Protocol):
-    """Takes and reads timestamps."""
-
-    def now(self) -> Timestamp:
-        """A timestamp of now; on a device, of the end of all work that is in this thread's current stream."""
-
-    def passed(self, timestamp: Timestamp) -> bool:
-        """Whether the timestamp has been reached."""
-
-    def seconds(self, start: Timestamp, stop: Timestamp) -> float:
-        """The seconds between two timestamps. Blocks until both have been reached."""
-
-    def to_host_seconds(self, timestamps: Sequence[Timestamp]) -> list[float]:
-        """Converts timestamps to seconds of ``time.perf_counter``. Blocks until the work in this thread's current
-        stream is done.
-        """
-
-
 class HostTimer:
-    """Reads the host's clock."""
+    """Reads the host's clock. The methods are those of `DeviceTimer`."""
 
     now = staticmethod(time.perf_counter)
 
@@ -75,6 +57,7 @@ class DeviceTimer:
         """Events of dropped timestamps. Threads pop and append them, both atomic operations."""
 
     def now(self) -> _EventTimestamp:
+        """A timestamp of the end of all work that is in this thread's current stream."""
         try:
             event: Event | None = self._free.pop()
         except IndexError:
@@ -82,19 +65,28 @@ class DeviceTimer:
         return _EventTimestamp(self._accelerator.record_timed_event(event), self._free)
 
     def passed(self, timestamp: Timestamp) -> bool:
+        """Whether the timestamp has been reached."""
         return cast(_EventTimestamp, timestamp).event.query()
 
     def seconds(self, start: Timestamp, stop: Timestamp) -> float:
+        """The seconds between two timestamps. Blocks until both have been reached."""
         begun, ended = cast(_EventTimestamp, start).event, cast(_EventTimestamp, stop).event
         begun.synchronize()
         ended.synchronize()
         return self._accelerator.seconds(begun, ended)
 
     def to_host_seconds(self, timestamps: Sequence[Timestamp]) -> list[float]:
+        """Converts timestamps to seconds of ``time.perf_counter``. Blocks until the work in this thread's current
+        stream is done.
+        """
         now = self.now()
         now.event.synchronize()
         host = time.perf_counter()
         return [host - self.seconds(timestamp, now) for timestamp in timestamps]
+
+
+Timer: TypeAlias = HostTimer | DeviceTimer
+"""Takes and reads timestamps."""
 
 
 def timer_for(device: torch.device) -> Timer:
