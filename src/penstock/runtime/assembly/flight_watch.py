@@ -30,7 +30,7 @@ from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.thread_stacks import SignalStacks, stacks_of_threads
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.flight_recorder import FlightRecorder, Position
-from penstock.runtime.transport.wait_observers import WaitObserver
+from penstock.runtime.transport.failures import WaitObserver
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 

@@ -115,7 +115,7 @@ def publish(directory: Path, last: str) -> None:
     An interruption before the end leaves what is not yet moved in `.weights.new`.
     """
     for path in (directory / PARTIAL).iterdir():
-        _write_through(path)
+        write_through(path)
     new, index, replaced = directory / NEW, directory / INDEX, directory / REPLACED
     # An interruption may have left shards that no index in the directory names any more.
     left = _shards_of(new / INDEX) + _shards_of(replaced)
@@ -134,7 +134,7 @@ def publish(directory: Path, last: str) -> None:
     for path in sorted(new.iterdir(), key=lambda path: (path.name == last, path.name)):
         path.replace(directory / path.name)
     new.rmdir()
-    _write_through(directory)
+    write_through(directory)
 
 
 def _header(entries: Sequence[StoredEntry]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _shards_of(index: Path) -> list[str]:
     return [name for name in sorted(names) if name.endswith(".safetensors")]
 
 
-def _write_through(path: Path) -> None:
+def write_through(path: Path) -> None:
     """Waits until `path` is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

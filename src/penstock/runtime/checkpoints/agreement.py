@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.errors import CheckpointError, TransportError
-from penstock.runtime.checkpoints.stored_tensors import Damaged
+from penstock.runtime.checkpoints.manifests import Damaged
 
 T = TypeVar("T")
 

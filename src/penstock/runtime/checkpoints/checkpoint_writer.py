@@ -23,21 +23,19 @@ from torch import Tensor
 
 from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index
+from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index, write_through
 from penstock.runtime.checkpoints.agreement import Ranks, explained
-from penstock.runtime.checkpoints.manifests import write_manifest
-from penstock.runtime.checkpoints.retention import Retention
+from penstock.runtime.checkpoints.manifests import bytes_of, write_manifest
 from penstock.runtime.checkpoints.step_directories import (
     MANIFEST,
+    Retention,
     begin,
     check_target,
     discard,
     file_name,
     publish,
     recover,
-    write_through,
 )
-from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.plain_values import Json, name_of, type_named
 

@@ -23,8 +23,8 @@ from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
-from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.stage_states import StageStates
+from penstock.runtime.checkpoints.step_directories import Retention
 from penstock.runtime.checkpoints.training_state import TrainingState
 from penstock.runtime.engine.engine import Engine, parameters_of
 from penstock.runtime.parameters.optimizer_steps import Updater

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.arguments import is_count
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.stored_tensors import StoredTensor, read_value
+from penstock.runtime.checkpoints.manifests import StoredTensor, read_value
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.recipes import Recipe

@@ -19,9 +19,12 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.arguments import is_count
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.safetensors_files import write_through
 
 MANIFEST = "manifest.json"
 LOCK = ".penstock-lock"
@@ -149,19 +152,40 @@ def remove(path: Path) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The last `keep` checkpoints stay (all, if it is None), and those whose step `keep_every` divides."""
+
+    keep: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and not is_count(value, 1):
+                raise CheckpointError(f"{name}={value!r}: expected a whole number of at least 1, or None. Give one")
+
+    def apply(self, run: Path, saved: int) -> None:
+        """Removes from `run` what need not stay after step `saved`. An error here is only logged.
+
+        Later steps, from a run that was given up, count as older than `saved`.
+        """
+        if self.keep is None:
+            return
+        steps = steps_in(run)
+        order = sorted(steps, key=lambda found: (found[0] <= saved, found[0]), reverse=True)
+        for step, path in order[self.keep :]:
+            if self.keep_every is None or step % self.keep_every:
+                try:
+                    remove(path)
+                except OSError as error:
+                    logging.getLogger("penstock").warning("%s could not be removed: %s", path, error)
+
+
 def discard(written: Path) -> None:
     """Removes `written`, of which no checkpoint will be; an error is left to the next `recover`."""
     with suppress(OSError):
         _clear(written)
-
-
-def write_through(path: Path) -> None:
-    """Waits until `path` is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _clear(directory: Path) -> None:

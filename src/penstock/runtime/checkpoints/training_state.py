@@ -23,7 +23,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.gathered_tensors import held_tensors
 from penstock.runtime.checkpoints.histories import check_history, open_history, updates_of
-from penstock.runtime.checkpoints.stored_tensors import StoredTensor, read_value
+from penstock.runtime.checkpoints.manifests import StoredTensor, read_value
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import assign, distributed_like, whole

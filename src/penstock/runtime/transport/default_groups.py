@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from typing import TypeVar
 
@@ -121,9 +122,7 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
 
     holder = "torchrun" if _shares_store() else "rank 0, which holds the store"
     if not serves:
-        _wait_until_listening(
-            host, port, deadline, lambda cause: _absence(f"{holder} at {host}:{port}", timeout_seconds, cause)
-        )
+        _wait_until_listening(host, port, deadline, partial(_absence, f"{holder} at {host}:{port}", timeout_seconds))
 
     def connect() -> TCPStore:
         limit = timedelta(seconds=timeout_seconds)
@@ -131,14 +130,14 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
 
     # The connection has the same time limit. If both ended at once, the thread of the call could come back while the
     # interpreter ends, and torch would abort the process.
-    store: Store = call_at_meeting(connect, deadline + 2.0, timeout_seconds, lambda: f"{holder} at {host}:{port}")
+    store: Store = call_at_meeting(connect, deadline + 2.0, timeout_seconds, f"{holder} at {host}:{port}")
     if _shares_store():
         shared = store
         store = call_at_meeting(
             lambda: _attempt_store(shared, rank, processes, deadline),
             deadline + 1.0,
             timeout_seconds,
-            lambda: f"an answer of the store at {host}:{port}",
+            f"an answer of the store at {host}:{port}",
         )
     keys = [f"came/{other}" for other in range(processes)]
     met = PrefixStore("penstock", store)
@@ -150,7 +149,7 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
             time.sleep(_POLL_SECONDS)
         return [other for other, key in enumerate(keys) if not met.check([key])]
 
-    late = call_at_meeting(meet, deadline + 1.0, timeout_seconds, lambda: f"an answer of the store at {host}:{port}")
+    late = call_at_meeting(meet, deadline + 1.0, timeout_seconds, f"an answer of the store at {host}:{port}")
     if late:
         raise _absence(f"rank {', '.join(map(str, late))}", timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -161,7 +160,7 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
         lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=processes),
         deadline + timeout_seconds,
         timeout_seconds,
-        lambda: "one of the other ranks, all of which had come before",
+        "one of the other ranks, all of which had come before",
     )
 
 
@@ -183,21 +182,21 @@ def _wait_until_listening(host: str, port: int, deadline: float, absence: Callab
             return
 
 
-def call_at_meeting(work: Callable[[], T], deadline: float, timeout_seconds: float, awaited: Callable[[], str]) -> T:
+def call_at_meeting(work: Callable[[], T], deadline: float, timeout_seconds: float, awaited: str) -> T:
     """Returns ``work()``, which waits for `awaited`. `TransportError` at `deadline`, in seconds of ``time.monotonic``,
     or if the call fails.
     """
 
     def check() -> None:
         if time.monotonic() > deadline:
-            raise _absence(awaited(), timeout_seconds)
+            raise _absence(awaited, timeout_seconds)
 
     try:
         return run_bounded(work, "meeting", check)
     except RuntimeError as error:
         if (own := descriptor_error("meeting the other ranks", error)) is not None:
             raise own from error
-        raise _absence(awaited(), timeout_seconds, f" torch.distributed says: {error}") from error
+        raise _absence(awaited, timeout_seconds, f" torch.distributed says: {error}") from error
 
 
 def _absence(who: str, seconds: float, cause: str = "") -> TransportError:

@@ -25,7 +25,6 @@ from penstock.errors import PenstockError, TransportError
 from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
-from penstock.runtime.transport.wait_observers import WaitObserver
 
 _ANSWER_SECONDS = 1.0
 """How long a rank that knows of a failure waits for a store that has been silent."""
@@ -41,6 +40,20 @@ _LONGEST_LINGER = 5.0
 """How many times as long it stays for those that are known to run, on a machine that may be busy."""
 _SPARE = 8
 """The number of files that Gloo opens beside a connection to each rank, and some more."""
+
+
+class WaitObserver:
+    """Sees what this process waits for. This one does nothing; the transport does not know what another one does."""
+
+    def waiting(self, context: str, peers: Sequence[int]) -> None:
+        """Called every fraction of a second while this process waits in `context` for one of `peers`."""
+
+    def failing(self, reason: str) -> None:
+        """Called when the pipeline of this process has failed. `reason`: the error and the place."""
+
+    def explain(self) -> str:
+        """Called before the error of a timeout is raised. Returns the end of its message; it may take seconds."""
+        return ""
 
 
 class FailureBoard:

@@ -3,7 +3,10 @@
 A call of a store blocks until the server of the store has answered. If the process of the server stands still, that is
 never, and the call cannot be interrupted. So the other threads do not call the store: they ask this thread, and stop
 waiting for its answer when they like. In between, the thread looks in the store for a failure of another rank, and
-writes a sign of life of its own.
+writes a sign of life of its own, with what this rank does.
+
+On one host the operating system knows more of a rank: whether its process is stopped or has ended, also where a child
+of it keeps its connections open.
 
 Invariants of this file:
   1. The thread has a connection of its own, and makes no call that waits for another rank.
@@ -14,15 +17,16 @@ Invariants of this file:
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.rank_states import RankState
 
 T = TypeVar("T")
 
@@ -34,12 +38,58 @@ _LOOK_SECONDS = 0.25
 """How often the thread looks for a failure."""
 _LIFE_SECONDS = 1.0
 """How often it writes a sign of life."""
+_STILL_SECONDS = 3.0
+"""Without a new sign of life for this long, a rank stands still."""
 _JOIN_SECONDS = 1.0
 """How long a call of the store may take that is under way when the thread is to end."""
 
 
 class StoreUnreachable(RuntimeError):
     """The store has not answered in time, or its process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """A rank as its last sign of life shows it."""
+
+    beat: float
+    """Differs from sign to sign."""
+    place: str
+    """Where its main thread was: in a step, in a save."""
+    place_seconds: float
+    """For how long, when it wrote this."""
+    left: bool
+    """Whether it takes part no longer: it closed its pipeline, or its script ended."""
+    done: str
+    """How far it came: after step 4."""
+    seen: float = 0.0
+    """When this process saw this sign first, by its own clock."""
+
+    def fields(self) -> dict[str, Any]:
+        """What a rank writes of itself, as a plain value."""
+        return {name: value for name, value in asdict(self).items() if name != "seen"}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], before: "RankState | None") -> "RankState":
+        """The state that a rank wrote. `before`: the state at the last look."""
+        known = before is not None and before.beat == fields["beat"]
+        return cls(**fields, seen=before.seen if before is not None and known else time.monotonic())
+
+    def describe(self, process: ProcessIdentity | None) -> str:
+        """What the rank does, as the end of a sentence about it. `process`: its process, if that is known."""
+        silent = time.monotonic() - self.seen
+        place = self.place or "outside the pipeline"
+        last = f"its last sign of life came {silent:.1f} s ago, {place}"
+        if self.left:
+            return "has left: it closed its pipeline, or its script has ended"
+        state = ProcessState.UNKNOWN if process is None else process.state()
+        if state is ProcessState.GONE:
+            return "was killed (out of memory?) or crashed: its process has ended"
+        if state is ProcessState.STOPPED:
+            return f"stands still: its process is stopped (SIGSTOP, a debugger?), {last}"
+        if silent > _STILL_SECONDS:
+            return f"stands still, or its host does: {last}"
+        return f"is at work, {place} for {self.place_seconds + silent:.1f} s"
 
 
 class StoreWatch:

@@ -28,14 +28,13 @@ from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.default_groups import call_at_meeting, launched_rank, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
-from penstock.runtime.transport.failures import FailureBoard, require_descriptors
+from penstock.runtime.transport.failures import FailureBoard, WaitObserver, require_descriptors
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import PatientGather, StoreGather
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
-from penstock.runtime.transport.wait_observers import WaitObserver
 
 T = TypeVar("T")
 Groups: TypeAlias = Iterable[tuple[int, ...]]
@@ -119,7 +118,7 @@ class Processes:
             lambda: common.add(f"worlds of {self.rank}", 1),
             time.monotonic() + timeout_seconds,
             timeout_seconds,
-            lambda: "an answer of the store of the default process group",
+            "an answer of the store of the default process group",
         )
         self._store = PrefixStore(f"{number}", common)
         self._transports = self._gathers = 0
