@@ -16,7 +16,6 @@ Invariants of this file:
 import ctypes
 import math
 import os
-import struct
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.transport.plain_values import decode_plain, encode_plain, name_of
 from penstock.runtime.transport.transport import Edge, Message
 
 MOST_HEADER_BYTES = 2**22
@@ -38,37 +38,6 @@ _MISSING = b"\xfd\x7f"
 """The bytes that fill a missing gradient: a NaN in each type of two, four or eight bytes, with a payload of our own."""
 _MISSING_START_BYTES = 8
 """How many of its first bytes make a missing gradient known."""
-_MARK = b"penstock"
-"""Every header begins with these bytes, so that the numbers of a message are not taken for one."""
-_COUNT = struct.Struct("<I")
-_TENSOR = struct.Struct("<BBB")
-"""Of each tensor: its dtype, whether it requires a gradient, and its number of dimensions. Its sizes and its order in
-memory follow. Tensors that are None have only a dtype, zero.
-"""
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.complex32,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
-"""A header names a dtype by its position here, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,66 +174,51 @@ class ReceivedKinds:
 
 def write_specs(specs: Specs, edge: Edge) -> bytes:
     """Returns the text of a header, which `parse_specs` reads. `TransportError` for a dtype that cannot be sent."""
-    parts = [_MARK, _COUNT.pack(len(specs))]
     for spec in specs:
-        if spec is None:
-            parts.append(b"\0")
-            continue
-        if spec.dtype not in _DTYPES:
+        if spec is not None and not _can_send(spec.dtype):
             raise TransportError(
-                f"{edge}: a tensor of {spec.dtype} cannot be sent: expected one of {', '.join(map(str, _DTYPES))}. "
-                "Convert it in the layer before the cut"
+                f"{edge}: a tensor of {spec.dtype} cannot be sent: expected numbers or truth values. Convert it in the "
+                "layer before the cut"
             )
-        parts.append(_TENSOR.pack(1 + _DTYPES.index(spec.dtype), spec.requires_grad, len(spec.shape)))
-        parts.append(struct.pack(f"<{len(spec.shape)}q", *spec.shape) + bytes(spec.order))
-    return b"".join(parts)
+    return encode_plain([spec and (spec.shape, spec.dtype, spec.requires_grad, spec.order) for spec in specs])
 
 
 def parse_specs(header: bytes, edge: Edge) -> Specs:
     """Reads what `write_specs` has written. `TransportError` if it is anything else, or larger than this host."""
     try:
-        if not header.startswith(_MARK):
-            raise ValueError(f"it begins with {header[:8].hex() or 'nothing'}")
-        (count,) = _COUNT.unpack_from(header, len(_MARK))
-        specs, position, total = list[Spec | None](), len(_MARK) + _COUNT.size, 0
-        for _ in range(count):
-            spec, position = _parse_spec(header, position)
-            specs.append(spec)
-            total += 0 if spec is None else spec.nbytes
-        if position != len(header):
-            raise ValueError(f"{len(header) - position} bytes behind its last tensor")
+        specs = tuple([None if row is None else _parse_spec(*row) for row in decode_plain(header)])
+        total = sum(spec.nbytes for spec in specs if spec is not None)
         if total > _MOST_BYTES:
             raise ValueError(f"tensors of {total} bytes together, on a host of {_MOST_BYTES}")
-    except (struct.error, ValueError, IndexError) as error:
+    except (TransportError, TypeError, ValueError) as error:
         raise TransportError(
             f"{edge}: expected a header with the shapes of a message's tensors, found {len(header)} bytes that are "
             f"none: {error}. Either the ranks make different calls, so that one reads what was sent for something "
             "else: call the same methods of the Pipeline on every rank, in the same order. Or the ranks run different "
             "versions of Penstock, or another program writes to this connection: see docs/trust.md"
         ) from error
-    return tuple(specs)
+    return specs
 
 
-def _parse_spec(header: bytes, position: int) -> tuple[Spec | None, int]:
-    """The tensor that is described at `position`, and the position behind it. An error of Python's if there is none."""
-    if header[position] == 0:
-        return None, position + 1
-    code, requires_grad, dimensions = _TENSOR.unpack_from(header, position)
-    position += _TENSOR.size
-    if code > len(_DTYPES) or requires_grad > 1 or dimensions > _MOST_DIMENSIONS:
-        raise ValueError(f"a tensor of dtype {code} with gradient flag {requires_grad} and {dimensions} dimensions")
-    sizes = struct.unpack_from(f"<{dimensions}q", header, position)
-    position += 8 * dimensions
-    order = tuple(header[position : position + dimensions])
-    dtype = _DTYPES[code - 1]
-    if sorted(order) != list(range(dimensions)):
-        raise ValueError(f"{order} as the order of {dimensions} dimensions in memory")
+def _parse_spec(shape: object, dtype: object, requires_grad: object, order: object) -> Spec:
+    """The tensor that a header describes so. `ValueError` or `TypeError` if there is none."""
+    if not (isinstance(shape, torch.Size) and isinstance(dtype, torch.dtype) and isinstance(order, tuple)):
+        raise ValueError(f"{shape!r:.80}, {dtype!r:.80} and {order!r:.80} as shape, dtype and order of a tensor")
+    if not _can_send(dtype) or not isinstance(requires_grad, bool) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {dtype} with gradient flag {requires_grad!r:.80} and {len(shape)} dimensions")
+    if sorted(order) != list(range(len(shape))) or any(type(dimension) is not int for dimension in order):
+        raise ValueError(f"{order!r:.80} as the order of {len(shape)} dimensions in memory")
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"a gradient of {dtype}")
     # Strides are products of sizes, in which a size of zero counts as one.
-    if min(sizes, default=0) < 0 or math.prod(max(size, 1) for size in sizes) * dtype.itemsize > _MOST_BYTES:
-        raise ValueError(f"a tensor of {sizes} numbers of {dtype}, on a host of {_MOST_BYTES} bytes")
-    return Spec.ordered(torch.Size(sizes), dtype, bool(requires_grad), order), position + dimensions
+    if min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) * dtype.itemsize > _MOST_BYTES:
+        raise ValueError(f"a tensor of {tuple(shape)} numbers of {dtype}, on a host of {_MOST_BYTES} bytes")
+    return Spec.ordered(shape, dtype, requires_grad, order)
+
+
+def _can_send(dtype: torch.dtype) -> bool:
+    """Whether `dtype` is one of numbers that need no more data, such as the scales of quantized ones."""
+    return not name_of(dtype).startswith(("q", "bits"))
 
 
 def assemble(specs: Specs, arrived: Iterable[Tensor]) -> Message:
