@@ -44,7 +44,7 @@ from penstock.progress import progress_line
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import local_device
 from penstock.runtime.transport.collective_errors import gather_results
-from penstock.runtime.transport.endpoints import arrange
+from penstock.runtime.transport.distributed_transport import arrange
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.endpoints import arrange
+from penstock.runtime.transport.distributed_transport import arrange
 from penstock.runtime.transport.transport import Edge, LoopbackTransport
 from support.jobs.transport_jobs import (
     close_before_it_comes,

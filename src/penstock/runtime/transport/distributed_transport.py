@@ -1,29 +1,70 @@
-"""The transport between the processes of ``torch.distributed``, over the selected backend of each edge."""
+"""The transport between the processes of ``torch.distributed``, over the selected backend of each edge.
+
+Invariants of this file:
+  1. A rank makes exactly the communicators that it is a member of, in an order that is the same on all ranks.
+  2. NCCL connects two ranks when a communicator is first used for a kind of operation, and both hosts block until that
+     is done. During training that would happen at a different time on every rank, and ranks that each wait for a third
+     one could deadlock. So every communicator is used right after it is made, in that same order, for all kinds of
+     operations that it will be used for.
+"""
 
 import atexit
 import os
 import sys
+import threading
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.devices.accelerators import accelerator_of
+from penstock.runtime.devices.communicators import Communicator, Members, break_gloo, connect_gloo
 from penstock.runtime.devices.process_hooks import hooks_allowed
-from penstock.runtime.transport.endpoints import Endpoints
-from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.devices.staging import HostStaging, staging_for
+from penstock.runtime.transport.backend_selection import (
+    SHARED_MEMORY,
+    Backend,
+    DeviceInfo,
+    ctas_per_message,
+    device_info_of,
+    select_backends,
+    sums_over_nccl,
+    warn_of_many_communicators,
+    warn_of_shared_gpus,
+)
+from penstock.runtime.transport.failures import FailureBoard, require_descriptors
+from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
+from penstock.runtime.transport.gloo.senders import GlooOutbox
+from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
-from penstock.runtime.transport.nccl.endpoints import NcclInbox
+from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.send_notices import SendNotices
+from penstock.runtime.transport.nccl.watchdog import Watchdog
+from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.run_keys import RunKey
-from penstock.runtime.transport.shared_memory.handshake import Gather
+from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
+from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
+from penstock.runtime.transport.shared_memory.ring_buffers import can_share
+from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.store_watch import WatchedStore
-from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
-from penstock.runtime.transport.transport import ALL_RECEIVES, Edge, PendingMessage, SumKinds
+from penstock.runtime.transport.timeouts import GRACE_SECONDS, POLL_SECONDS, Timeout
+from penstock.runtime.transport.transport import ALL_RECEIVES, Channel, Edge, PendingMessage, SumKinds
+
+T = TypeVar("T")
+_AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
+_AnyOutbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
+_AnySum: TypeAlias = GlooSum | NcclSum
 
 _WAKE_SECONDS = 2.0
 """How long a thread may take to end whose connection is broken."""
+_SHUTDOWN_SECONDS = 30.0
+"""How long the other ranks may take to reach the shutdown."""
 
 
 class DistributedTransport:
@@ -50,23 +91,34 @@ class DistributedTransport:
         *,
         key: RunKey,
     ) -> None:
+        self._rank, self._device, self._store, self._notes = rank, device, store, notes
         self._timeout = Timeout(board, timeout_seconds)
-        self._endpoints = Endpoints(rank, ranks, device, store, timeout=self._timeout, notes=notes)
-        self._endpoints.connect(tuple(edges), tuple(groups), gather, key)
-        self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
-        self._sums = self._endpoints.sums
+        self._accelerator = accelerator_of(device)
+        self._watchdog = Watchdog(self._timeout, self._accelerator.enter_thread if self._accelerator else lambda: None)
+        self._notices = SendNotices(notes, ranks)
+        self._staging = staging_for(device, self._watchdog.check)
+        """One staging for all messages through the host: a GPU has few streams."""
+        self._flusher = Flusher()
+        self._outboxes: dict[Edge, _AnyOutbox] = {}
+        self._inboxes: dict[Edge, _AnyInbox] = {}
+        self._sums: dict[tuple[int, ...], _AnySum] = {}
+        self._breaks: list[Callable[[], None]] = []
+        """Ends the operations of a communicator between hosts each."""
+        self._shutdowns: list[Callable[[], None]] = []
+        """Releases the communicators between devices, in the order in which they were made."""
+        self._connect_all(tuple(edges), tuple(groups), gather, key)
         if hooks_allowed():
             atexit.register(self._leave)
 
     def begin_segment(self) -> None:
-        self._endpoints.notices.begin_segment()
+        self._notices.begin_segment()
 
     def ahead(self, edge: Edge) -> int:
         match self._inboxes[edge]:
             case GlooInbox():
                 # A sender must ask the receiver about each message whose receive is not posted.
                 return 8
-            case NcclInbox() if self._endpoints.notices.announcing:
+            case NcclInbox() if self._notices.announcing:
                 # NCCL is given only receives whose messages are announced, so posting all of them costs nothing.
                 return ALL_RECEIVES
             case _:
@@ -75,7 +127,7 @@ class DistributedTransport:
                 return 1
 
     def overlaps(self) -> bool:
-        first_steps = self._endpoints.notices.announcing
+        first_steps = self._notices.announcing
         return not (first_steps and any(isinstance(made, NcclSum) for made in self._sums.values()))
 
     def send(self, edge: Edge, kind: Hashable, message: Sequence[Tensor | None]) -> None:
@@ -94,13 +146,13 @@ class DistributedTransport:
         return self._sums[group].add(kind, tensor)
 
     def check(self) -> None:
-        self._endpoints.watchdog.look()
+        self._watchdog.look()
 
     def flush(self) -> None:
-        self._endpoints.watchdog.check()
+        self._watchdog.check()
         for edge, outbox in self._outboxes.items():
             while not outbox.flushed(POLL_SECONDS):
-                self._endpoints.watchdog.check()
+                self._watchdog.check()
                 self._timeout.board.check()
                 if outbox.error is not None:
                     raise self._timeout.connection_error(str(edge), (edge.target,), outbox.error)
@@ -134,14 +186,178 @@ class DistributedTransport:
         ended = [endpoint.join(max(0.0, deadline - time.monotonic())) for endpoint in endpoints]
         if not all(ended):
             # A thread that still waits for a message does so because of a failure.
-            self._endpoints.break_connections(_WAKE_SECONDS)
-        self._endpoints.flusher.close()
-        if failed or not all(ended) or not self._endpoints.shutdown():
-            self._endpoints.watchdog.abort()
-        self._endpoints.watchdog.close()
-        if self._endpoints.threads():
+            self._break_connections()
+        self._flusher.close()
+        if failed or not all(ended) or not self._shutdown():
+            self._watchdog.abort()
+        self._watchdog.close()
+        if self._threads():
             return False
         # A communicator between devices that did not end would be waited for when it is dropped.
-        if all(ended) or self._endpoints.accelerator is None:
-            self._endpoints.release()
+        if all(ended) or self._accelerator is None:
+            for ends in (self._outboxes, self._inboxes, self._sums, self._breaks):
+                ends.clear()
+            self._notices.release()
         return True
+
+    def _connect_all(
+        self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather, key: RunKey
+    ) -> None:
+        rank = self._rank
+        shares = can_share() and self._device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
+        peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
+        local_peers = connect_local_peers(peers - {rank}, rank, gather, key if shares else None)
+        # The edges are the same on all ranks, so their positions name them.
+        mine = [n for n, edge in enumerate(edges) if rank == edge.source and edge.target in local_peers]
+        gathered = gather((mine, tuple(device_info_of(self._device))))
+        devices = [DeviceInfo(*info) for _, info in gathered]
+        shared = {edges[number] for numbers, _ in gathered for number in numbers}
+        warn_of_shared_gpus(devices, rank)
+        chosen = select_backends(edges, devices, shared)
+        for connections in arrange(chosen, lambda edge: (edge.source, edge.target)):
+            for edge in connections:
+                if rank in (edge.source, edge.target):
+                    self._connect(edge, chosen[edge], local_peers)
+        local_peers.close()
+        for disjoint in arrange(groups, lambda ranks: ranks):
+            for ranks in disjoint:
+                if rank in ranks:
+                    self._sums[ranks] = self._sum(ranks, sums_over_nccl(ranks, devices))
+        warn_of_many_communicators(len(self._shutdowns), rank)
+        self._watchdog.start()
+
+    def _threads(self) -> list[threading.Thread]:
+        """The threads that wait for Gloo, or may do so."""
+        ends = [*self._outboxes.values(), *self._inboxes.values(), *self._sums.values()]
+        known = [end.thread for end in ends if isinstance(end, GlooInbox | GlooOutbox | GlooSum)]
+        return [thread for thread in known if thread is not None and thread.is_alive()]
+
+    def _break_connections(self) -> None:
+        """Ends all operations over Gloo, and waits for a while until the threads that wait for them end."""
+        for end in self._breaks:
+            end()
+        deadline = time.monotonic() + _WAKE_SECONDS
+        for thread in self._threads():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _shutdown(self) -> bool:
+        """Releases the communicators between devices, together with the other ranks. Returns whether all ranks came."""
+        if not self._shutdowns:
+            return True
+        thread = threading.Thread(target=self._release_in_order, name="penstock shutdown", daemon=True)
+        thread.start()
+        thread.join(_SHUTDOWN_SECONDS)
+        return not thread.is_alive()
+
+    def _release_in_order(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.enter_thread()
+        while self._shutdowns:
+            self._shutdowns.pop(0)()
+
+    def _members(self, name: str, ranks: Sequence[int]) -> Members:
+        seconds = self._timeout.timeout_seconds + GRACE_SECONDS
+        return Members(f"penstock {name}", tuple(sorted(ranks)), self._rank, self._store, seconds)
+
+    def _gloo(self, members: Members) -> Communicator:
+        """Makes a communicator on the host. That waits for all members."""
+        peers, connecting = [member for member in members.ranks if member != self._rank], f"connecting {members.name}"
+        self._timeout.run(partial(require_descriptors, len(peers)), connecting, peers)
+        group = self._timeout.run(lambda: connect_gloo(members), connecting, peers)
+        self._breaks.append(partial(break_gloo, group, members.group_rank(peers[0])))
+        return group
+
+    def _connect(self, edge: Edge, backend: Backend, local_peers: LocalPeers) -> None:
+        """Makes this process's endpoint of `edge`."""
+        sends = edge.source == self._rank
+        if backend is Backend.MEMORY:
+            if sends:
+                self._outboxes[edge] = SharedOutbox(SentKinds(edge), local_peers, self._flusher)
+            else:
+                self._inboxes[edge] = SharedInbox(ReceivedKinds(edge), local_peers, self._timeout)
+            return
+        members = self._members(str(edge), (edge.source, edge.target))
+        peer = members.group_rank(edge.target if sends else edge.source)
+        if backend is Backend.NCCL:
+            self._connect_nccl(edge, members, peer)
+        elif sends:
+            staging = HostStaging() if edge.channel == Channel.CALLS else self._staging
+            sent = SentKinds(edge, on_host=not staging.separate_memory)
+            self._outboxes[edge] = GlooOutbox(sent, self._gloo(members), peer, staging)
+        else:
+            # Reports are read on the host. A reader that needs one on the device copies it there.
+            staging = HostStaging() if edge.channel in (Channel.CALLS, Channel.REPORTS) else self._staging
+            self._inboxes[edge] = GlooInbox(ReceivedKinds(edge), self._gloo(members), peer, staging, self._timeout)
+
+    def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
+        assert self._accelerator is not None, "NCCL was chosen without a GPU"
+        group = self._accelerator.communicator(members, ctas_per_message())
+        options = EndpointOptions(
+            edge=edge,
+            group=group,
+            peer=peer,
+            accelerator=self._accelerator,
+            notices=self._notices,
+            timeout=self._timeout,
+            check=self._watchdog.check,
+        )
+        endpoint: NcclOutbox | NcclInbox
+        if edge.source == self._rank:
+            endpoint = self._outboxes[edge] = NcclOutbox(options)
+        else:
+            endpoint = self._inboxes[edge] = NcclInbox(options)
+        endpoint.rehearse(torch.zeros(1, device=self._device))
+        self._watch(str(edge), endpoint, group)
+
+    def _watch(self, context: str, endpoint: NcclOutbox | NcclInbox | NcclSum, group: Communicator) -> None:
+        assert self._accelerator is not None
+        failure = self._accelerator.failure
+        self._watchdog.watch(context, endpoint, group.abort, lambda: failure(group))
+        self._shutdowns.append(group.shutdown)
+
+    def _wait_in_first_steps(self, context: str, peers: Sequence[int], is_done: Callable[[], bool]) -> None:
+        """In the first steps, waits until an operation that was started with `peers` is done."""
+
+        def can_go_on() -> bool:
+            self._watchdog.check()
+            return not self._notices.announcing or is_done() or self._notices.poll()
+
+        self._timeout.wait_for(can_go_on, context, peers)
+
+    def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> _AnySum:
+        agreement = Agreement(StoreGather(f"{self._notes.prefix}sum {ranks} ", self._rank, ranks, self._timeout))
+        members = self._members(agreement.context, ranks)
+        if not over_nccl or self._accelerator is None:
+            ordered_sum = OrderedSum(ranks, self._gloo(members), self._rank)
+            return GlooSum(ordered_sum, agreement, self._staging, self._timeout)
+        group = self._accelerator.communicator(members, 2 * ctas_per_message())
+        made = NcclSum(
+            OrderedSum(ranks, group, self._rank),
+            agreement,
+            self._device,
+            self._accelerator,
+            self._staging,
+            self._watchdog.check,
+            partial(self._wait_in_first_steps, agreement.context, agreement.peers),
+        )
+        made.rehearse()
+        self._watch(agreement.context, made, group)
+        return made
+
+
+def arrange(connections: Iterable[T], members: Callable[[T], Iterable[Hashable]]) -> list[list[T]]:
+    """Arranges `connections` in rounds, in none of which two connections share a member. Each connection goes to the
+    first round in which all of its `members` are free.
+
+    Processes that make their connections round by round cannot wait for each other in a circle.
+    """
+    rounds: list[list[T]] = []
+    busy: defaultdict[Hashable, set[int]] = defaultdict(set)
+    for connection in connections:
+        taken = set[int]().union(*(busy[member] for member in members(connection)))
+        chosen = next(number for number in range(len(taken) + 1) if number not in taken)
+        for member in members(connection):
+            busy[member].add(chosen)
+        rounds.extend([] for _ in range(chosen + 1 - len(rounds)))
+        rounds[chosen].append(connection)
+    return rounds
