@@ -16,14 +16,13 @@ from penstock.errors import CheckpointError
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import shared_names
 from penstock.runtime.checkpoints.agreement import Ranks
-from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves
+from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves, StageStates
 from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, agree_on_target, write
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
-from penstock.runtime.checkpoints.stage_states import StageStates
 from penstock.runtime.checkpoints.step_directories import Retention
 from penstock.runtime.checkpoints.training_state import TrainingState
 from penstock.runtime.engine.engine import Engine, parameters_of

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
@@ -80,16 +81,7 @@ class HostCopier:
             self._thread = Thread(target=self._serve, name="penstock-copies", daemon=True)
             self._thread.start()
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result = work(*arguments)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._work.put(run)
+        self._work.put(partial(fulfil, future, partial(work, *arguments)))
         return future
 
     def recycle(self, copies: Sequence[Tensor]) -> None:
@@ -121,6 +113,14 @@ def _done() -> "Future[None]":
     future: Future[None] = Future()
     future.set_result(None)
     return future
+
+
+def fulfil(future: "Future[T]", work: Callable[[], T]) -> None:
+    """Has ``work()`` decide the result of `future`."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.devices.host_copies import fulfil
 from penstock.runtime.transport.failures import FailureBoard, name_ranks
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ def run_bounded(work: Callable[[], T], context: str, check: Callable[[], None]) 
     raises; the thread then stays in the call. `context` names the thread.
     """
     done = Future[T]()
-    threading.Thread(target=_fulfil, args=(done, work), name=f"penstock {context}", daemon=True).start()
+    threading.Thread(target=fulfil, args=(done, work), name=f"penstock {context}", daemon=True).start()
     while True:
         try:
             return done.result(POLL_SECONDS)
@@ -123,10 +124,3 @@ def run_bounded(work: Callable[[], T], context: str, check: Callable[[], None]) 
             if done.done():
                 raise
             check()
-
-
-def _fulfil(done: "Future[T]", work: Callable[[], T]) -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:
-        done.set_exception(error)
