@@ -196,15 +196,22 @@ def test_shapes_between_tensor_parallel_stages_are_read_as_they_were_written(sha
     assert decode_shapes(encode_shapes(sent)) == sent
 
 
-@given(st.lists(st.one_of(st.integers(-3, 5), st.integers(-(2**63), 2**63 - 1)), max_size=12))
-def test_all_numbers_are_such_shapes_or_refused(numbers: list[int]) -> None:
-    code = torch.tensor(numbers, dtype=torch.int64)
+@given(st.lists(ROWS | VALUES | st.lists(st.integers(-2, 5)).map(torch.Size), max_size=3).map(tuple) | VALUES)
+def test_all_values_are_such_shapes_or_refused(value: Any) -> None:
+    code = torch.frombuffer(bytearray(encode_plain(value)), dtype=torch.uint8)
     try:
         shapes = decode_shapes(code)
     except TransportError as error:
-        assert "expected the shapes of a message between tensor-parallel stages, found [" in str(error)
+        assert "expected the shapes of a message between tensor-parallel stages, found " in str(error)
     else:
         assert torch.equal(encode_shapes(shapes), code)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 2)])
+def test_the_numbers_of_a_message_are_no_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    with pytest.raises(TransportError, match="cannot be read"):
+        decode_shapes(torch.ones(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ _LEFT = re.compile(r"\.penstock-(?:saving|removed)-[0-9a-f]{16}")
 _FILE = re.compile(r"(?:model|state)-\d{5,}\.safetensors")
 
 
-def _step_name(step: int) -> str:
-    """The name of the directory of `step`."""
-    return f"step-{step:06d}"
-
-
 def step_of(name: str) -> int | None:
     """The step whose directory has the name `name`; None if it is no such name."""
     match = _STEP.fullmatch(name)
@@ -126,7 +121,7 @@ def publish(written: Path, step: int) -> Path:
     """Gives the directory `written` the name of `step`, in place of an older checkpoint of the same step."""
     write_through(written)
     run = written.parent
-    target = run / _step_name(step)
+    target = run / f"step-{step:06d}"
     replaced = run / f".penstock-replaced-{step:06d}-{secrets.token_hex(8)}"
     if os.path.lexists(target):
         if not _only_ours(target):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.device_meshes import processes_of
+from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 
@@ -226,27 +227,20 @@ def _slice_size(elements: int, size: int) -> int:
 
 
 def encode_shapes(shapes: _Shapes) -> Tensor:
-    """The number of dimensions of every tensor and their sizes; -1 for None."""
-    numbers: list[int] = []
-    for shape in shapes:
-        numbers += [-1] if shape is None else [len(shape), *shape]
-    return torch.tensor(numbers, dtype=torch.int64)
+    """`shapes` as bytes, which `decode_shapes` reads."""
+    return torch.frombuffer(bytearray(encode_plain(shapes)), dtype=torch.uint8)
 
 
 def decode_shapes(code: Tensor) -> _Shapes:
     """Reads what `encode_shapes` made. `TransportError` if it made no such thing."""
-    numbers, shapes, position = code.tolist(), list[torch.Size | None](), 0
-    while position < len(numbers):
-        count, position = numbers[position], position + 1
-        shape = numbers[position : position + max(count, 0)]
-        if count < -1 or len(shape) < count or min(shape, default=0) < 0:
-            raise TransportError(
-                f"expected the shapes of a message between tensor-parallel stages, found {numbers[:16]}. The ranks "
-                "make different calls: call the same methods of the Pipeline on every rank, in the same order"
-            )
-        shapes.append(None if count < 0 else torch.Size(shape))
-        position += len(shape)
-    return tuple(shapes)
+    shapes = decode_plain(bytes(code.detach().reshape(-1).view(torch.uint8).tolist()))
+    kinds = (torch.Size, type(None))
+    if type(shapes) is tuple and all(isinstance(shape, kinds) and min(shape or (), default=0) >= 0 for shape in shapes):
+        return shapes
+    raise TransportError(
+        f"expected the shapes of a message between tensor-parallel stages, found {shapes!r:.80}. The ranks make "
+        "different calls: call the same methods of the Pipeline on every rank, in the same order"
+    )
 
 
 def _fingerprint(tensor: Tensor | None) -> Tensor:
