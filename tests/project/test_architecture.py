@@ -168,8 +168,7 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.runtime.parameters.fsdp_gradients": 1,
     "penstock.runtime.parameters.gradient_buckets": 1,
     "penstock.runtime.transport.backend_selection": 1,
-    "penstock.runtime.transport.distributed_transport": 1,
-    "penstock.runtime.transport.endpoints": 1,
+    "penstock.runtime.transport.distributed_transport": 2,
     "penstock.runtime.transport.message_headers": 1,
     "penstock.runtime.transport.nccl.all_reduce": 1,
     "penstock.runtime.transport.tensor_parallel_transport": 1,
@@ -214,7 +213,7 @@ def test_imports_follow_the_flow() -> None:
 @pytest.mark.parametrize(
     ("module", "target"),
     [
-        ("penstock.runtime.devices.streams", "penstock.runtime.transport.endpoints"),
+        ("penstock.runtime.devices.streams", "penstock.runtime.transport.distributed_transport"),
         ("penstock.runtime.transport.nccl.endpoints", "penstock.runtime.engine.worker"),
         ("penstock.runtime.execution.executor", "penstock.runtime.transport.transport"),
         ("penstock.runtime.execution.executor", "penstock.runtime.parameters.weight_versions"),
