@@ -54,7 +54,7 @@ class StoreGather:
             raise self._timeout.connection_error(context, self.others, error) from error
 
     def _exchange(self, data: bytes, number: int, context: str) -> Sequence[Any]:
-        keys, (entry, data) = self._keys(number), _entry_of(data)
+        keys, entry = self._keys(number), _entry_of(data)
         written, self._written = self._written, self._write(keys[self.rank], number, entry, data)
         self._wait(keys, context)
         entries = self._ask(lambda store: [store.get(key) for key in keys.values()])
@@ -109,7 +109,9 @@ class StoreGather:
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
         """The ranks whose `keys` are not written."""
-        return [rank for rank, key in keys.items() if not self._ask(lambda store, key=key: store.check([key]))]
+        if not keys:
+            return []
+        return list(self._ask(lambda store: [rank for rank, key in keys.items() if not store.check([key])]))
 
     def _ask(self, call: Any) -> Any:
         """What the store answers. Raises like `_check` if another rank fails, or the store does not answer."""
@@ -169,15 +171,16 @@ class PatientGather(StoreGather):
         self._timeout.board.check_processes(self.others, context)
         since, limit = self._hurried_at if self._number == 1 else began, self._timeout.timeout_seconds
         if since is not None and time.monotonic() - max(since, began) > limit:
+            awaited = f"rank(s) {self._missing(keys)}" if keys else "an answer of the store"
             raise TransportError(
-                f"rank {self.rank} has waited {limit:.0f} s for rank(s) {self._missing(keys)} in {context}: expected "
-                "all ranks to save together. Look at their logs, or raise timeout_seconds"
+                f"rank {self.rank} has waited {limit:.0f} s for {awaited} in {context}: expected all ranks to save "
+                "together. Look at their logs, or raise timeout_seconds"
             )
 
 
-def _entry_of(data: bytes) -> tuple[bytes, bytes]:
+def _entry_of(data: bytes) -> bytes:
     """What is written for `data`: itself if it is short, else its digest."""
-    return (b"=" + data if len(data) <= _WHOLE_BYTES else hashlib.sha256(data).hexdigest().encode()), data
+    return b"=" + data if len(data) <= _WHOLE_BYTES else hashlib.sha256(data).hexdigest().encode()
 
 
 def _getter(key: str) -> Any:
