@@ -41,6 +41,22 @@ def test_a_recipe_in_several_processes(pool: Pool, recipe: str) -> None:
         assert_equal(reference(case, recipe), outcome)
 
 
+def test_the_function_that_makes_an_optimizer_may_make_its_scheduler() -> None:
+    made: list[torch.optim.lr_scheduler.LRScheduler] = []
+
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        made.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        return optimizer
+
+    x = torch.ones(2, 3)
+    with penstock.Pipeline(nn.Linear(3, 3), x, nn.MSELoss(), build, stages=1) as pipe:
+        pipe.step(x, x)
+        made[0].step()
+
+        assert pipe.step(x, x).lr[0] == pytest.approx(0.01)
+
+
 def test_a_plain_loop_with_the_same_scheduler_gives_the_same_numbers() -> None:
     case = Case("perceptron", "gpipe", 2, 1)
     model, options = case.build(), case.options

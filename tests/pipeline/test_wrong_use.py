@@ -76,6 +76,10 @@ class Unfit(torch.optim.SGD):
         return closure()
 
 
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Named like the one of PyTorch, which needs a process group."""
+
+
 def parts(optimizer: torch.optim.Optimizer) -> Any:
     return StepLR(optimizer, 1)
 
@@ -148,6 +152,7 @@ PIPELINES = [
     option(optimizer=lambda parameters: sgd([*parameters, FOREIGN]))("1 other(s) in SGD", "shape (3,)"),
     option(optimizer=lambda parameters: torch.optim.LBFGS(parameters))("LBFGS", "Use another"),
     option(optimizer=lambda parameters: Unfit(parameters, lr=0.1))("Unfit", "closure"),
+    option(optimizer=lambda parameters: ZeroRedundancyOptimizer(parameters))("of this process alone", "fully_shard"),
     option(lr_scheduler=5)("takes (optimizer)", "found 5", "StepLR(optimizer, step_size=100)"),
     option(lr_scheduler=StepLR(sgd(build().parameters()), 1))("takes (optimizer)", "StepLR"),
     option(lr_scheduler=StepLR)("takes (optimizer)", "StepLR"),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MethodType
 from typing import TypeAlias
 
 import torch
@@ -83,10 +84,18 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: Collection[int]) -
     only.
     """
     kind = type(optimizer).__name__
-    if not function((), "").accepts(optimizer.step):
+    # Of the class: a scheduler has put a function of its own in the place of the method.
+    if not function((), "").accepts(MethodType(type(optimizer).step, optimizer)):
         raise PenstockError(
             f"optimizer=: expected an optimizer whose step() needs no arguments, found {kind}, which computes the loss "
             "again by a closure: a pipeline cannot run forwards within an update. Use another optimizer"
+        )
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        # Its processes would wait for each other in step(), each for weights of other shapes.
+        raise PenstockError(
+            f"optimizer=: expected an optimizer that steps the parameters of this process alone, found {kind}, which "
+            "shares those of all processes out. Use the optimizer_class that it wraps, and parallelize= with "
+            "fully_shard for optimizer states that replicas share"
         )
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if foreign:
