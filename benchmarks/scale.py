@@ -33,7 +33,7 @@ IMPORTED_TORCH = time.perf_counter()
 
 import penstock  # noqa: E402
 from penstock.errors import PenstockError  # noqa: E402
-from penstock.runtime.assembly.connections import edges_of  # noqa: E402
+from penstock.runtime.assembly.started_engines import edges_of  # noqa: E402
 from penstock.scheduling import METHODS, Schedule  # noqa: E402
 from penstock.values.plans import schedule  # noqa: E402
 

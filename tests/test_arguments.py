@@ -116,9 +116,9 @@ def test_dataclasses_and_functions_state_their_rules_in_one_table() -> None:
     assert repr(Value(three, "a")).endswith("(size=3, name='a')")
     with pytest.raises(PlanError, match=r"^size: expected a whole number, 1 or more, found 0 in a file: give one$"):
         Value(0, "a")
-    assert check_arguments("f", {"name": "a", "size": 2, "other": 5}, rules) == {"size": 2, "name": "a"}
+    assert check_arguments("f", rules, size=three, name="a") == {"size": 3, "name": "a"}
     with pytest.raises(PenstockError, match=r"^f\(name=\): expected one of a, found 'b'"):
-        check_arguments("f", {"name": "b", "size": 2}, rules)
+        check_arguments("f", rules, name="b", size=2)
 
 
 class Unprintable:

@@ -13,12 +13,12 @@ from typing import Any
 
 import penstock
 from penstock import pipeline
-from penstock.runtime.assembly import stages, started_engines
+from penstock.runtime.assembly import scheduled_plans, started_engines
 
 PARTS: dict[tuple[ModuleType, str], str] = {
     (pipeline, "capture_for_training"): "capture",
-    (stages, "make_schedule"): "schedule",
-    (stages, "verify"): "verify",
+    (scheduled_plans, "make_schedule"): "schedule",
+    (scheduled_plans, "verify"): "verify",
     (pipeline, "check_agreement"): "agreement",
     (started_engines, "buffered_stages"): "buffers",
     (started_engines, "connect"): "connections",

@@ -69,28 +69,31 @@ class Rule(Generic[Value]):
 
 
 def check_arguments(
-    where: str,
-    given: Mapping[str, object],
-    rules: Mapping[str, Rule[Any]],
-    error: type[PenstockError] = PenstockError,
+    where: str, rules: Mapping[str, Rule[Any]], error: type[PenstockError] = PenstockError, /, **arguments: object
 ) -> dict[str, Any]:
-    """The values of the arguments in `rules` as they are used, out of `given`, which may hold others (``locals()``).
+    """The `arguments` of the function `where`, as they are used. Each has one of the `rules`, under its own name.
 
-    `where`: the function. Raises `error` for the first that its rule does not accept.
+    Raises `error` for the first that its rule does not accept.
     """
-    return {name: rule.check(f"{where}({name}=)", given[name], error) for name, rule in rules.items()}
+    return {name: rules[name].check(f"{where}({name}=)", value, error) for name, value in arguments.items()}
 
 
 def check_fields(
-    value: object, rules: Mapping[str, Rule[Any]], error: type[PenstockError] = PenstockError, within: str = ""
+    value: object,
+    rules: Mapping[str, Rule[Any]],
+    error: type[PenstockError] = PenstockError,
+    within: str = "",
+    *,
+    function: str = "",
 ) -> None:
     """Checks the fields of the dataclass `value`, from its ``__post_init__``, and puts what is used in their place.
 
-    The error names the field only, since a file that is read says its own name and path before it.
+    The error names the field, as an argument of `function` if there is one. A file that is read says its own name and
+    path before it.
     """
     for name, rule in rules.items():
         found = getattr(value, name)
-        used = rule.check(name, found, error, within)
+        used = rule.check(f"{function}({name}=)" if function else name, found, error, within)
         if used is not found:
             object.__setattr__(value, name, used)
 

@@ -1,20 +1,20 @@
-"""``plan="auto"``: measures the model and the links, plans, and gives every rank the same plan.
+"""The plan of a pipeline: the user's, one by the weights of the layers, or the fastest one (``plan="auto"``).
 
-All processes measure the model at the same time, since those of one host share its caches, memory and clock, and will
-train at the same time, too. The seconds are scaled to what layers take together. Rank 0 plans by its own measurement,
-and sends the plan to all: two profiles never agree exactly.
+Rank 0 weighs, measures and plans, and tells all ranks: a model whose work depends on the data may do other work on
+another rank's sample, and no two measurements agree exactly. Where layers are measured, so are the devices of all
+ranks: a slow one gets fewer layers.
 
-The plan uses all ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that
-flushes, since a planner must not change which gradients a step applies. For the same reason replicas do not split
-microbatches of a model with BatchNorm, whose statistics would be those of a share of the microbatch.
-
-All ranks measure how fast their devices are. A slow one gets fewer layers. Every process is a rank, so that no device
-is left out; where that would be faster, the log says so.
+For ``plan="auto"`` all processes measure the model at the same time, since those of one host share its caches, memory
+and clock, and will train at the same time, too. The seconds are scaled to what layers take together. The plan uses all
+ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that flushes, since a
+planner must not change which gradients a step applies. For the same reason replicas do not split microbatches of a
+model with BatchNorm, whose statistics would be those of a share of the microbatch. Every process is a rank, so that no
+device is left out; where that would be faster, the log says so.
 """
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 
 from penstock.capturing.chain import LayerChain, require_cuts
 from penstock.capturing.export.guards import takes_statistics
+from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.planners import plan as plan_on
@@ -31,46 +32,22 @@ from penstock.profiling.device_speeds import measure_speeds
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
 from penstock.profiling.training_loops import as_in_training, measure_rounds
-from penstock.runtime.assembly.stages import make_schedule
-from penstock.runtime.transport.collective_errors import gather_results
+from penstock.runtime.assembly.captured_models import CapturedModel
+from penstock.runtime.assembly.pipeline_options import Balance, PipelineOptions, PlanOptions
+from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, choose_plan, make_schedule, schedule_plan
+from penstock.runtime.transport.collective_errors import agreed, gather_results
 from penstock.runtime.transport.worlds import World
-from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.training.wire_codecs import WireDtype
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
+from penstock.values.layer_weights import LayerWeights
 from penstock.values.plan_stages import Stage, ranks_text
 from penstock.values.plans import Plan, Prediction, require_schedule
 from penstock.values.profiles import LayerProfile, Profile
 
 _WORTH_SAYING = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The arguments that the user has fixed; None leaves one to the planner."""
-
-    schedule: ScheduleDefinition | str | None = None
-    microbatches: int | None = None
-    stages: int | None = None
-    vertical_sync: bool = False
-    whole_backwards: bool = False
-    """Whether the stages cannot split a backward."""
-    autocast: torch.dtype | None = None
-    """The type that the model will compute in under autocast."""
-    wire_dtype: WireDtype | None = None
-    """How stages will send each other tensors."""
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], *, whole_backwards: bool) -> "Choices":
-        """What the arguments of `Pipeline` that were `given` by name have fixed; others among them do not matter."""
-        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(**named, whole_backwards=whole_backwards)
-
-    def stages_per_rank(self, ranks: int) -> int:
-        """The stages that each of `ranks` ranks is to hold."""
-        return require_schedule(self.schedule or DEFAULT_SCHEDULE).layout.default_stages_per_rank(self.stages, ranks)
+_log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,47 +59,89 @@ class AutoPlan:
     cluster: Cluster
 
 
-def plan_automatically(
-    plan: str,
-    choices: Choices,
-    *,
-    world: World,
-    chain: LayerChain,
-    sample: tuple[Any, ...] | dict[str, Any],
-    device: torch.device,
-) -> AutoPlan:
+def plan_pipeline(
+    options: PipelineOptions, world: World, captured: CapturedModel
+) -> tuple[ScheduledPlan, AutoPlan | None]:
+    """The plan that `options` want for the `captured` model, with its schedule; and what ``plan="auto"`` measured.
+
+    Collective. An error on one rank is raised on all.
+    """
+    plan, automatic = options.plan.plan_for(world.processes), None
+    weights = weigh_layers(options, world, captured, planned=plan is not None)
+    if isinstance(plan, str):
+        automatic = plan_automatically(plan, options, world, captured)
+        plan = automatic.plan
+    with agreed(world, "while it read its plan"):
+        chosen = choose_plan(plan, options.plan, weights, world.processes)
+        planned = schedule_plan(chosen, captured.chain, options, world)
+    if plan is None and world.rank == 0:
+        _log_shares(planned.plan, weights, options.plan.balance)
+    return planned, automatic
+
+
+def weigh_layers(options: PipelineOptions, world: World, captured: CapturedModel, *, planned: bool) -> LayerWeights:
+    """What each layer weighs by ``balance=``, the same on all ranks. Collective. `planned`: there is a plan, so the
+    weights are not read. An error on one rank is raised on all.
+    """
+    balance, chain, sample = options.plan.balance, captured.chain, options.model.sample
+    autocast = options.recipe.autocast
+
+    def work() -> Sequence[float]:
+        equal = [1.0] * len(chain.layers)
+        if planned or world.rank != 0:
+            return equal
+        match balance:
+            case "work":
+                return _estimate(chain, captured.device) or equal
+            case "measured":
+                if any(parameter.is_meta for parameter in chain.parameters.values()):
+                    raise PlanError(
+                        "balance='measured' and the model is on the meta device, where nothing can be measured: use "
+                        "balance='work', which needs no weights, or pass a plan"
+                    )
+                return [layer.seconds for layer in measure(chain, sample, autocast=autocast, progress=False).layers]
+            case "layers":
+                return equal
+
+    weights = gather_results(world, "while it weighed the layers", work)[0]
+    measured = balance == "measured" and not planned
+    return LayerWeights(tuple(weights), measure_speeds(world, chain, sample, autocast) if measured else ())
+
+
+def plan_automatically(plan: str, options: PipelineOptions, world: World, captured: CapturedModel) -> AutoPlan:
     """The fastest plan for the processes of `world`, the same on all. Collective.
 
-    A single process has as many ranks as `choices` gives it stages (half as many where a rank holds two), and instant
+    A single process has as many ranks as `options` give it stages (half as many where a rank holds two), and instant
     links between them. An error on one rank is raised on all.
     """
+    chain, sample, autocast = captured.chain, options.model.sample, options.recipe.autocast
     if plan != "auto":
         raise PlanError(
             f"plan=: expected a penstock.Plan or 'auto', found {plan!r}: load a file with penstock.Plan.load({plan!r})"
         )
     if world.processes > 1:
-        cluster = measure_links(world, device)
+        cluster = measure_links(world, captured.device)
     else:
-        per_rank = choices.stages_per_rank(1)
-        cluster = Cluster.uniform(max(1, (choices.stages or 1) // per_rank), math.inf)
+        per_rank = _stages_per_rank(options.plan, 1)
+        cluster = Cluster.uniform(max(1, (options.plan.stages or 1) // per_rank), math.inf)
 
     context = "while it measured the model and planned"
     profiles: list[Profile] = []
 
     def measure_layers() -> None:
-        profiles.append(measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype))
+        profiles.append(measure(chain, sample, autocast=autocast, wire_dtype=options.recipe.wire_dtype))
 
     gather_results(world, context, measure_layers)
     # All begin together: a process that measures while the others are done has the host to itself.
-    rounds = gather_results(world, context, lambda: measure_rounds(profiles[0], chain, sample, choices.autocast))
-    if speeds := measure_speeds(world, chain, sample, choices.autocast):
+    rounds = gather_results(world, context, lambda: measure_rounds(profiles[0], chain, sample, autocast))
+    if speeds := measure_speeds(world, chain, sample, autocast):
         cluster = cluster.with_kinds([DeviceKind(speed=speed) for speed in speeds])
 
     def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         if world.rank != 0:
             return None
         profile = as_in_training(profiles[0], rounds)
-        made = fastest_plan(profile, cluster, chain, choices)
+        made = fastest_plan(profile, cluster, chain, options.plan, options.whole_backwards)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.
         named = made.schedule if isinstance(made.schedule, str) else None
@@ -133,7 +152,7 @@ def plan_automatically(
     made = gather_results(world, context, work)[0]
     assert made is not None
     values, measured = made
-    values["schedule"] = values["schedule"] or choices.schedule
+    values["schedule"] = values["schedule"] or options.plan.schedule
     values["stages"] = tuple(Stage(*stage) for stage in values["stages"])
     values["predicted"] = values["predicted"] and Prediction(**values["predicted"])
     measured["layers"] = tuple(LayerProfile(**layer) for layer in measured["layers"])
@@ -141,40 +160,48 @@ def plan_automatically(
     return AutoPlan(Plan(**values), Profile(**measured), cluster)
 
 
-def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices: Choices) -> Plan:
-    """The fastest plan by `penstock.plan` that runs on all devices of `cluster`.
+def fastest_plan(
+    profile: Profile, cluster: Cluster, chain: LayerChain, wanted: PlanOptions, whole_backwards: bool = False
+) -> Plan:
+    """The fastest plan by `penstock.plan` that runs on all devices of `cluster`. `whole_backwards`: the stages cannot
+    split a backward.
 
     If there is none, raises the error of the simplest plan.
     """
-    require_cuts(len(chain.layers), choices.stages or 1)
-    flushes = choices.schedule is None and not choices.vertical_sync
+    require_cuts(len(chain.layers), wanted.stages or 1)
+    flushes = wanted.schedule is None and not wanted.vertical_sync
     search = partial(
         plan_on,
         profile,
         cluster,
-        microbatches=choices.microbatches,
+        microbatches=wanted.microbatches,
         synchronous=flushes,
-        vertical_sync=choices.vertical_sync,
-        whole_backwards=choices.whole_backwards and choices.schedule is None,
+        vertical_sync=wanted.vertical_sync,
+        whole_backwards=whole_backwards and wanted.schedule is None,
     )
-    per_rank = choices.stages_per_rank(cluster.devices)
+    per_rank = _stages_per_rank(wanted, cluster.devices)
     whole = any(takes_statistics(layer.module) for layer in chain.layers)
     # All planners, and if the best plan splits microbatches that must stay whole, the one that never does.
-    for planner in (None, PlannerName.PIPEDREAM.value) if choices.stages is None else ():
+    for planner in (None, PlannerName.PIPEDREAM.value) if wanted.stages is None else ():
         with suppress(PlanError, ScheduleError):
             # Under `torchrun` every process is a rank.
-            made = search(schedule=choices.schedule, planner=planner, every_device=True)
+            made = search(schedule=wanted.schedule, planner=planner, every_device=True)
             make_schedule(made, chain)
             if not (whole and made.routing == "split"):
-                _advise(made, cluster, lambda: search(schedule=choices.schedule))
+                _advise(made, cluster, lambda: search(schedule=wanted.schedule))
                 return made
     made = search(
-        schedule=DEFAULT_SCHEDULE if flushes else choices.schedule,
-        stages=choices.stages or cluster.devices * per_rank,
+        schedule=DEFAULT_SCHEDULE if flushes else wanted.schedule,
+        stages=wanted.stages or cluster.devices * per_rank,
         stages_per_rank=per_rank,
     )
     make_schedule(made, chain)
     return made
+
+
+def _stages_per_rank(wanted: PlanOptions, ranks: int) -> int:
+    """The stages that each of `ranks` ranks is to hold."""
+    return require_schedule(wanted.schedule or DEFAULT_SCHEDULE).layout.default_stages_per_rank(wanted.stages, ranks)
 
 
 def _advise(made: Plan, cluster: Cluster, search: Callable[[], Plan]) -> None:
@@ -187,10 +214,34 @@ def _advise(made: Plan, cluster: Cluster, search: Callable[[], Plan]) -> None:
     gain = free.predicted.samples_per_second / made.predicted.samples_per_second - 1
     if gain > _WORTH_SAYING:
         left = sorted(set(range(cluster.devices)) - set(free.devices or range(free.ranks)))
-        logging.getLogger("penstock").warning(
+        _log.warning(
             "the plan uses all %d ranks, since each is a process. Without %s it would be %.0f%% faster by the "
             "simulator: start fewer processes, without the slow devices",
             made.ranks,
             ranks_text(left),
             100 * gain,
         )
+
+
+def _log_shares(plan: Plan, weights: LayerWeights, balance: Balance) -> None:
+    """Says in the log of ``penstock`` what share of the weight each stage of `plan` has."""
+    total = sum(weights) or 1.0
+    shares = [
+        f"layers [{stage.start}, {stage.stop}) {sum(weights.layers[stage.start : stage.stop]) / total:.1%}"
+        for stage in plan.stages
+    ]
+    kind = {"work": "estimated work", "layers": "layers", "measured": "measured seconds"}[balance]
+    _log.info("stages by %s: %s", kind, ", ".join(shares))
+    if weights.speeds:
+        speeds = ", ".join(f"{speed:.2f}" for speed in weights.speeds)
+        _log.info("the ranks are not equally fast (rank 0 is 1): %s", speeds)
+
+
+def _estimate(chain: LayerChain, device: torch.device) -> Sequence[float] | None:
+    found = estimate_seconds(chain, device)
+    if found is None:
+        _log.warning(
+            "no layer runs an operator of PyTorch's, so their work is not known: stages get equal numbers of layers. "
+            "balance='measured' measures the layers"
+        )
+    return found

@@ -346,7 +346,17 @@ def loader(
     ``collate_fn`` and others. Raises `PenstockError` for a dataset without indices, for an epoch without a batch, and
     for a last batch that is too small.
     """
-    used = check_arguments("loader", locals(), _RULES)
+    used = check_arguments(
+        "loader",
+        _RULES,
+        dataset=dataset,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        reads=reads,
+        microbatches=microbatches,
+    )
     for name in options:
         if name not in _OPTIONS:
             raise PenstockError(
@@ -354,8 +364,8 @@ def loader(
                 f"({', '.join(_OPTIONS)}), found {name}={text_of(options[name])}: {suggestion(name, _OPTIONS)}Leave it "
                 "out"
             )
-    rules = {name: rule for name, rule in _OPTION_RULES.items() if name in options}
-    options |= check_arguments("loader", options, rules)
+    checked = {name: value for name, value in options.items() if name in _OPTION_RULES}
+    options |= check_arguments("loader", _OPTION_RULES, **checked)
     return Batches(**used, options=options)
 
 

@@ -14,12 +14,11 @@ from typing import Any, Literal, Self, overload
 import torch
 from torch import Tensor, nn
 
-from penstock.autoplans import AutoPlan, Choices, plan_automatically
+from penstock.autoplans import AutoPlan, plan_pipeline
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.outside_state import OutsideState
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
-from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.reporting.straggler_source import StragglerSource
@@ -27,15 +26,20 @@ from penstock.runtime.assembly.advice import Advised
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.failure_guard import FailureGuard, collective
-from penstock.runtime.assembly.first_batch import Check, FirstBatch
+from penstock.runtime.assembly.first_batch import FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.hints import give_hints, remind_to_drain
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
-from penstock.runtime.assembly.pipeline_arguments import check_pipeline, plan_arguments, planned_anew
-from penstock.runtime.assembly.restrictions import needs_whole_backwards
-from penstock.runtime.assembly.stages import check_schedule, choose_plan
+from penstock.runtime.assembly.pipeline_options import (
+    Balance,
+    Check,
+    ModelOptions,
+    PipelineOptions,
+    PlanOptions,
+    RunOptions,
+)
 from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.assembly.step_conditions import StepConditions
 from penstock.runtime.assembly.weight_exports import export_weights
@@ -47,11 +51,10 @@ from penstock.runtime.batches.sample_mismatches import explained_mismatches
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
-from penstock.runtime.checkpoints.resumption import plan_for, resume_training
+from penstock.runtime.checkpoints.resumption import resume_training
 from penstock.runtime.engine.engine import parameters_of
 from penstock.runtime.execution.recomputation import Recompute
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
-from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -152,8 +155,6 @@ class Pipeline(Advised):
     auto_plan: AutoPlan | None = None
     """What ``plan="auto"`` measured on all ranks, and the plan that it made; None with another plan."""
     required_inputs: RequiredInputs
-    _rebuilt = False
-    """Whether it is built in place of one with another plan, from a checkpoint of that."""
 
     def __init__(
         self,
@@ -189,109 +190,135 @@ class Pipeline(Advised):
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._given = given = {name: value for name, value in locals().items() if name != "self"}
-        recipe, seed = Recipe.of(given), check_pipeline(given)
-        compiled, parallelized = bool(compile), parallelize is not None
+        self._build(
+            PipelineOptions(
+                ModelOptions(model, sample, init_fn),
+                Recipe(
+                    loss_fn,
+                    optimizer,
+                    autocast=autocast,
+                    loss_scale=loss_scale,
+                    clip_grad_norm=clip_grad_norm,
+                    lr_scheduler=lr_scheduler,
+                    scale_learning_rates=scale_learning_rates,
+                    loss_weight=loss_weight,
+                    version_dtype=version_dtype,
+                    update_hooks=update_hooks,
+                    on_nonfinite=on_nonfinite,
+                    wire_dtype=wire_dtype,
+                ),
+                PlanOptions(
+                    plan=plan,
+                    schedule=schedule,
+                    microbatches=microbatches,
+                    stages=stages,
+                    balance=balance,
+                    vertical_sync=vertical_sync,
+                    tensor_parallel=tensor_parallel,
+                    skips=skips,
+                    recompute=recompute,
+                ),
+                RunOptions(
+                    compile=compile,
+                    parallelize=parallelize,
+                    seed=seed,
+                    check=check,
+                    resume=resume,
+                    timeout_seconds=timeout_seconds,
+                ),
+            )
+        )
+
+    def _build(self, options: PipelineOptions, *, again: bool = False) -> None:
+        """Builds the pipeline, in the five steps of docs/architecture.md.
+
+        `again`: in place of itself with another plan, to go on from its own checkpoint.
+        """
         inject_here()
-        self._world: World = join_world(check_timeout(timeout_seconds))
-        self._guarded, self._recipe, self._model, self._sample = FailureGuard(self._world), recipe, model, sample
-        self._opened = open_resources(self, self._world)
+        recipe, run = options.recipe, options.run
+        self._options = options
+        self._world: World = join_world(check_timeout(run.timeout_seconds))
+        self._guarded, self._opened = FailureGuard(self._world), open_resources(self, self._world)
         with self._guarded("building the pipeline"):
-            check_options(self._world, recipe, {**given, "seed": seed})
-            plan = plan_for(plan, self._world)
-            captured = capture_for_training(
-                self._world, model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
-            )
-            self._chain, self._device = captured.chain, captured.device
-            weights = weigh_layers(
-                balance,
-                planned=plan is not None,
-                world=self._world,
-                chain=self._chain,
-                sample=sample,
-                device=self._device,
-                autocast=autocast,
-            )
-            if isinstance(plan, str):
-                choices = Choices.of(given, whole_backwards=needs_whole_backwards(compiled, parallelized, recompute))
-                self.auto_plan = plan_automatically(
-                    plan, choices, world=self._world, chain=self._chain, sample=sample, device=self._device
-                )
-                plan = self.auto_plan.plan
-            with agreed(self._world, "while it read its plan"):
-                chosen = choose_plan(plan, weights=weights, processes=self._world.processes, **plan_arguments(given))
-                self.plan, granularities, self.schedule = check_schedule(
-                    chosen, self._chain, recompute=recompute, recipe=recipe, skips=skips, compiled=compiled
-                )
-                """The plan and the schedule that run."""
-                self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
-                self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
-            check_agreement(self._world, self.plan, self._chain, self.schedule, weights=not self._rebuilt)
-            if plan is None and self._world.rank == 0:
-                log_shares(self.plan, weights, balance)
-            self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
-            self._parallel_stages = parallel = parallelize_stages(
-                parallelize,
+            check_options(self._world, options)
+            # 1. The model becomes a chain of layers.
+            captured = capture_for_training(self._world, options)
+            self._device = captured.device
+            # 2. The plan has a schedule, which is the same on all ranks.
+            planned, self.auto_plan = plan_pipeline(options, self._world, captured)
+            self.plan, self.schedule = planned.plan, planned.schedule
+            """The plan and the schedule that run."""
+            held = held_stages(self.plan, self.schedule, planned.ranks)
+            self.required_inputs = find_inputs(captured.chain, held)
+            check_agreement(self._world, self.plan, captured.chain, self.schedule, weights=not again)
+            # 3. to 5. This process gets its layers, is connected with the others, and builds stages and workers.
+            self._parallel_stages = parallelize_stages(
+                run.parallelize,
                 self._world,
-                chain=self._chain,
+                chain=captured.materialize(self._world, held, run.seed),
                 plan=self.plan,
                 schedule=self.schedule,
-                timeout_seconds=timeout_seconds,
+                timeout_seconds=run.timeout_seconds,
                 masters=recipe.keeps_masters(self.schedule.guarantees.delays),
             )
-            self._chain = captured.compile(parallel.chain, self.plan, granularities)
-            self._first_batch: FirstBatch | None = None
-            if check != "off" and not self._rebuilt:
-                reads_target = self.required_inputs.target
-                self._first_batch = FirstBatch(given, captured, recipe, self.schedule, reads_target)
-            self._splitter = BatchSplitter(self._chain, self.schedule, self.required_inputs, recipe, parallel.in_step)
+            self._chain = captured.compile(self._parallel_stages.chain, self.plan, planned.granularities)
             self._engine, self._updater = start_engine(
                 self._world,
-                self.plan,
+                planned,
                 self._chain,
-                self.schedule,
                 recipe,
-                ranks=self._ranks,
-                parallel=parallel,
-                granularities=granularities,
+                parallel=self._parallel_stages,
                 device=self._device,
-                seed=seed,
-                timeout_seconds=timeout_seconds,
+                seed=run.seed,
+                timeout_seconds=run.timeout_seconds,
                 opened=self._opened,
             )
             self.optimizers = self._updater.optimizers
             """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
-            # What closes the pipeline must not keep it alive.
-            guarded, engine = self._guarded, self._engine
-            self._checkpoints = checkpoints = make_checkpoints(
-                self._world,
-                engine,
-                recipe,
-                self._updater,
-                plan=self.plan,
-                chain=self._chain,
-                drain=partial(guarded.run, "in a drain", engine.drain),
-                parallelized=parallelized,
-                timeout_seconds=timeout_seconds,
-            )
-            self._opened.callback(lambda: checkpoints.close(guarded.failed))
-            self._guarded.all_refuse = self._engine.calls.refuse
-            self._guarded.undo_with(self._engine.discard, self.schedule)
-            trains = check_optimizers(self._world, self.optimizers, self._parameters(), self._updater.schedulers)
-            self._conditions = StepConditions(model, trains)
-            self._drain_reminder = remind_to_drain(self, self._engine, self._world.rank)
-            self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
-            give_hints(model, self.schedule, self._world.rank)
-            self._outside = OutsideState(model, self._chain)
-            self._opened.callback(watch_flight(self._world, self.plan, engine.recorder, guarded, self._device))
-            known = self.auto_plan.profile if self.auto_plan else None
-            self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
-            self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
-        back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None
-        claims = None if self._rebuilt else checkpoints.claims
-        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back, claims=claims)
-        if resume is not None:
+            self._first_batch: FirstBatch | None = None
+            if run.check != "off" and not again:
+                self._first_batch = FirstBatch(options, captured, self.schedule, self.required_inputs.target)
+            self._prepare_calls()
+        back = None
+        if recipe.on_nonfinite == "rollback":
+            back = partial(self._checkpoints.go_back, guarded=self._guarded)
+        claims = None if again else self._checkpoints.claims
+        self._resumption = resume_training(self, run.resume, self._world, run.timeout_seconds, back, claims=claims)
+        if run.resume is not None:
             self._opened.callback(self._resumption.close)
+
+    def _prepare_calls(self) -> None:
+        """Makes what the calls of the user need beside the engine, and what watches over them."""
+        model, world = self._options.model, self._world
+        # What closes the pipeline must not keep it alive.
+        guarded, engine = self._guarded, self._engine
+        self._checkpoints = checkpoints = make_checkpoints(
+            world,
+            engine,
+            self._options.recipe,
+            self._updater,
+            plan=self.plan,
+            chain=self._chain,
+            drain=partial(guarded.run, "in a drain", engine.drain),
+            parallelized=self._options.run.parallelize is not None,
+            timeout_seconds=self._options.run.timeout_seconds,
+        )
+        self._opened.callback(lambda: checkpoints.close(guarded.failed))
+        guarded.all_refuse = engine.calls.refuse
+        guarded.undo_with(engine.discard, self.schedule)
+        self._splitter = BatchSplitter(
+            self._chain, self.schedule, self.required_inputs, self._options.recipe, self._parallel_stages.in_step
+        )
+        trains = check_optimizers(world, self.optimizers, self._parameters(), self._updater.schedulers)
+        self._conditions = StepConditions(model.modules, trains)
+        self._drain_reminder = remind_to_drain(self, engine, world.rank)
+        self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=model.sample)
+        give_hints(model.modules, self.schedule, world.rank)
+        self._outside = OutsideState(model.model, self._chain)
+        self._opened.callback(watch_flight(world, self.plan, engine.recorder, guarded, self._device))
+        known = self.auto_plan.profile if self.auto_plan else None
+        self._straggler_source = StragglerSource(self._chain, self.plan, self._device, world, known)
+        self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, world)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -302,8 +329,15 @@ class Pipeline(Advised):
         if self._parallel_stages.modules and self.plan.ranks > self.plan.tensor_parallel:
             found = "the layers are spread over processes: expected one stage without replicas. Measure with stages=1"
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")
-        measured = partial(profile_layers, autocast=self._recipe.autocast, wire_dtype=self._recipe.wire_dtype)
-        return measured(self._chain, self._sample, iterations=iterations, warmup=warmup, progress=progress)
+        return profile_layers(
+            self._chain,
+            self._options.model.sample,
+            autocast=self._options.recipe.autocast,
+            wire_dtype=self._options.recipe.wire_dtype,
+            iterations=iterations,
+            warmup=warmup,
+            progress=progress,
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -441,11 +475,10 @@ class Pipeline(Advised):
         """
         plan = self._straggler_source.recut(self.timeline(8), profile)
         if apply is not None and checked_path(apply) and plan.stages != self.plan.stages:
-            given = planned_anew(self._given, plan)
+            options = self._options.replanned(plan)
             saved, own = self.save(apply), self._checkpoints.own
             self.close()
-            self._rebuilt = True
-            Pipeline.__init__(self, **given)
+            self._build(options, again=True)
             self._checkpoints.continue_from(own, saved, self._guarded)
         return plan
 
@@ -459,7 +492,7 @@ class Pipeline(Advised):
     @property
     def loss_scale(self) -> float | None:
         """The present scale of the loss, by the last message to this process; None without ``loss_scale``."""
-        return None if self._recipe.loss_scale is None else self._engine.loss_scale()
+        return None if self._options.recipe.loss_scale is None else self._engine.loss_scale()
 
     @property
     def skipped_updates(self) -> int:
@@ -555,7 +588,7 @@ class Pipeline(Advised):
         self.drain()
         # Not guarded: an error reaches all processes here, and the training can go on after it.
         held = hold(self._chain, self._checkpoints.training.held, self._world)
-        export_weights(self._model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
+        export_weights(self._options.model.model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
         """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
@@ -597,3 +630,10 @@ class Pipeline(Advised):
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return parameters_of(self._engine.stages)
+
+
+def build_pipeline(options: PipelineOptions) -> Pipeline:
+    """The pipeline that `Pipeline` makes of `options` as arguments."""
+    pipe = Pipeline.__new__(Pipeline)
+    pipe._build(options)
+    return pipe

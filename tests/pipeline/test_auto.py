@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.autoplans import Choices, fastest_plan
+from penstock.autoplans import fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.guards import takes_statistics
+from penstock.runtime.assembly.pipeline_options import PlanOptions
 from penstock.runtime.batches.batch_run import ActionTiming
 from penstock.runtime.devices.timestamps import HostTimer
 from penstock.runtime.engine.prediction_check import make_prediction_check
@@ -89,7 +90,7 @@ def test_microbatches_with_statistics_stay_whole() -> None:
         chain = capture(subject.build(), subject.sample)
         even = profile(*[1.0] * len(chain.layers))
         # A single microbatch keeps both devices busy only if they split it.
-        plans[name] = fastest_plan(even, Cluster.uniform(2, math.inf), chain, Choices(microbatches=1))
+        plans[name] = fastest_plan(even, Cluster.uniform(2, math.inf), chain, PlanOptions(microbatches=1))
 
     assert plans["perceptron"].routing == "split"
     assert plans["normalized"].routing != "split"
@@ -141,19 +142,19 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     # Replicas would sum gradients for longer than they compute; what crosses a cut costs nothing.
     slow = Cluster.uniform(2, 0.001)
 
-    assert fastest_plan(even, links, chain, Choices(microbatches=2)).replicas == (2,)
-    assert fastest_plan(even, slow, chain, Choices(microbatches=2)).schedule in ("interleaved", "zb-v")
+    assert fastest_plan(even, links, chain, PlanOptions(microbatches=2)).replicas == (2,)
+    assert fastest_plan(even, slow, chain, PlanOptions(microbatches=2)).schedule in ("interleaved", "zb-v")
     # 3 microbatches do not deal out; the other schedules that flush are equally fast here, and one byte apart.
-    assert fastest_plan(even, links, chain, Choices(microbatches=3)).schedule in ("gpipe", "1f1b-flush", "spp")
-    assert fastest_plan(even, links, chain, Choices(microbatches=2, stages=2)).schedule == "1f1b-flush"
-    assert fastest_plan(even, links, chain, Choices(schedule="2bw", microbatches=2)).schedule == "2bw"
-    assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), slow, chain, Choices("gpipe")).stages[0].stop == 4
-    assert fastest_plan(even, slow, chain, Choices(microbatches=4)).schedule == "zb-v"
-    assert fastest_plan(even, slow, chain, Choices(microbatches=4, whole_backwards=True)).schedule == "interleaved"
+    assert fastest_plan(even, links, chain, PlanOptions(microbatches=3)).schedule in ("gpipe", "1f1b-flush", "spp")
+    assert fastest_plan(even, links, chain, PlanOptions(microbatches=2, stages=2)).schedule == "1f1b-flush"
+    assert fastest_plan(even, links, chain, PlanOptions(schedule="2bw", microbatches=2)).schedule == "2bw"
+    assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), slow, chain, PlanOptions(schedule="gpipe")).stages[0].stop == 4
+    assert fastest_plan(even, slow, chain, PlanOptions(microbatches=4)).schedule == "zb-v"
+    assert fastest_plan(even, slow, chain, PlanOptions(microbatches=4), whole_backwards=True).schedule == "interleaved"
     # More devices than layers: some have replicas.
-    assert fastest_plan(even, Cluster.uniform(9, math.inf), chain, Choices()).ranks == 9
+    assert fastest_plan(even, Cluster.uniform(9, math.inf), chain, PlanOptions()).ranks == 9
     with pytest.raises(penstock.PlanError):
-        fastest_plan(even, Cluster.uniform(2, math.inf, memory_bytes=1.0), chain, Choices())
+        fastest_plan(even, Cluster.uniform(2, math.inf, memory_bytes=1.0), chain, PlanOptions())
 
 
 def planned(

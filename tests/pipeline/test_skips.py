@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock.capturing import capture
 from penstock.capturing.crossings import crossings_of
-from penstock.runtime.assembly.connections import edges_of
-from penstock.runtime.assembly.stages import make_schedule
+from penstock.runtime.assembly.scheduled_plans import make_schedule
+from penstock.runtime.assembly.started_engines import edges_of
 from penstock.runtime.transport.transport import Edge
 from support.processes import Pool
 from support.skip_models import Run, build_web, count_tensors, run_pipeline, run_reference, run_several

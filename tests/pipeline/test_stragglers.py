@@ -10,7 +10,8 @@ from torch import nn
 from penstock.doctor.stragglers import SlowPart
 from penstock.errors import CheckpointError, PenstockError
 from penstock.pipeline import Pipeline
-from penstock.runtime.assembly.pipeline_arguments import planned_anew
+from penstock.runtime.assembly.pipeline_options import ModelOptions, PipelineOptions, PlanOptions, RunOptions
+from penstock.training.recipes import Recipe
 from penstock.values import Plan
 from support.jobs.straggler_jobs import LAYERS, STEPS, apply_cut, find_and_recut, train_with_cut
 from support.processes import Pool
@@ -71,8 +72,11 @@ def test_a_new_cut_is_applied_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_whose_modules_a_hook_has_changed_is_not_cut_anew() -> None:
+    trained, recipe = ModelOptions([nn.Linear(4, 4)], (torch.zeros(2, 4),)), Recipe(nn.MSELoss(), torch.optim.SGD)
+    options = PipelineOptions(trained, recipe, PlanOptions(), RunOptions(parallelize=lambda stage_module, mesh: None))
+
     with pytest.raises(PenstockError, match=r"replan\(apply=\): expected a pipeline without parallelize="):
-        planned_anew({"parallelize": print}, Plan.uniform(2, 2))
+        options.replanned(Plan.uniform(2, 2))
 
 
 def test_what_is_no_directory_is_refused_before_anything_is_saved() -> None:

@@ -67,9 +67,8 @@ FLOW = {
         training runtime.transport runtime.assembly""",
     "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.transport
         runtime.batches runtime.engine""",
-    "layer_weights": "errors arguments values capturing profiling runtime.transport",
     "testing": "errors scheduling runtime.batches runtime.engine",
-    "pipeline": """errors arguments values doctor timelines autoplans layer_weights scheduling scheduling.verification
+    "pipeline": """errors arguments values doctor timelines autoplans scheduling scheduling.verification
         capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
     "rehearsing": """errors arguments torch_internals values scheduling scheduling.orders capturing training oracle
@@ -219,7 +218,7 @@ def test_imports_follow_the_flow() -> None:
         ("penstock.runtime.execution.executor", "penstock.runtime.parameters.weight_versions"),
         ("penstock.runtime.parameters.weight_versions", "penstock.runtime.execution.executor"),
         ("penstock.runtime.batches.results", "penstock.runtime.parameters.weight_versions"),
-        ("penstock.runtime.engine.worker", "penstock.runtime.assembly.stages"),
+        ("penstock.runtime.engine.worker", "penstock.runtime.assembly.started_engines"),
         ("penstock.profiling.profiler", "penstock.runtime.checkpoints.checkpoints"),
         ("penstock.values.plans", "penstock.timelines.timelines"),
         ("penstock.scheduling.orders.gpipe", "penstock.scheduling.verification.verifier"),

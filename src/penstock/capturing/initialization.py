@@ -69,7 +69,7 @@ def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device
     order of the model; others keep their values. Raises `PenstockError` naming what `init_fn` left unwritten.
     """
     check_model(model, "initialize")
-    seed = check_arguments("initialize", locals(), _RULES)["seed"]
+    seed = check_arguments("initialize", _RULES, init_fn=init_fn, seed=seed)["seed"]
     place_on = read_device("initialize(device=)", device)
     root = rooted(model)
     tensors = named_tensors(root)

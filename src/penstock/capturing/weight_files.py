@@ -87,7 +87,7 @@ def load_weights(path: str | Path, *, rename: Rename | None = None, missing: Ini
     Needs the package ``safetensors`` (the extra ``hub``).
     """
     PATH.check("load_weights(path=)", path, CheckpointError)
-    check_arguments("load_weights", locals(), _RULES)
+    check_arguments("load_weights", _RULES, rename=rename, missing=missing)
     return _WeightFiles(Path(path), rename, missing)
 
 

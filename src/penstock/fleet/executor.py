@@ -46,7 +46,14 @@ class FleetExecutor:
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`directory`: has the state, and a folder for each job. `report`: takes a line for every event."""
-        check_arguments("FleetExecutor", locals(), _RULES, PlanError)
+        check_arguments(
+            "FleetExecutor",
+            _RULES,
+            PlanError,
+            round_seconds=round_seconds,
+            grace_seconds=grace_seconds,
+            most_failures=most_failures,
+        )
         for model, command in zip(fleet.jobs, fleet.commands, strict=True):
             if command is None:
                 raise PlanError(

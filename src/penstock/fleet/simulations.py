@@ -77,7 +77,9 @@ def simulate_fleet(
     away. `ideal`: no rounds; each job runs at exactly its share at any time, and no device is taken away. `record`:
     keep all leases, for pictures.
     """
-    check_arguments("simulate_fleet", locals(), _RULES, PlanError)
+    check_arguments(
+        "simulate_fleet", _RULES, PlanError, round_seconds=round_seconds, reset_rounds=reset_rounds, seed=seed
+    )
     given = restart_seconds
     restarts = dict(given) if isinstance(given, Mapping) else {kind.name: given for kind in kinds}
     for kind in kinds:

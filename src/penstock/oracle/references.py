@@ -133,9 +133,30 @@ def reference_train(
 
     Sources: [PipeDream 2019, sections 3.2 and 3.3], [PipeDream-2BW 2021, section 3.1], [SPP 2022, section III].
     """
-    recipe = Recipe.of(locals())
+    recipe = Recipe(
+        loss_fn,
+        optimizer,
+        autocast=autocast,
+        loss_scale=loss_scale,
+        clip_grad_norm=clip_grad_norm,
+        lr_scheduler=lr_scheduler,
+        scale_learning_rates=scale_learning_rates,
+        loss_weight=loss_weight,
+        version_dtype=version_dtype,
+        update_hooks=update_hooks,
+        on_nonfinite=on_nonfinite,
+        wire_dtype=wire_dtype,
+    )
     check_model(model, "reference_train")
-    stages, microbatches, vertical_sync, seed, _ = check_arguments("reference_train", locals(), _RULES).values()
+    stages, microbatches, vertical_sync, seed, balance = check_arguments(
+        "reference_train",
+        _RULES,
+        stages=stages,
+        microbatches=microbatches,
+        vertical_sync=vertical_sync,
+        seed=seed,
+        balance=balance,
+    ).values()
     drain_after = frozenset(_MINIBATCH.check("drain_after", each) for each in entries("drain_after", drain_after))
     plan = _PLAN.check("reference_train(plan=)", plan, PlanError)
     device = first_device(model)

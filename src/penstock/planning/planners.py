@@ -90,8 +90,15 @@ def plan(
     Raises `PlanError` for options that contradict each other, and if nothing fits in memory: then the error says what
     would be enough.
     """
-    given = {"epoch_samples": epoch_samples, "deadline_seconds": deadline_seconds}
-    check_arguments("plan", {"cluster": cluster, "progress": progress, **given}, _RULES, PlanError)
+    check_arguments(
+        "plan",
+        _RULES,
+        PlanError,
+        cluster=cluster,
+        progress=progress,
+        epoch_samples=epoch_samples,
+        deadline_seconds=deadline_seconds,
+    )
     constraints = PlanConstraints(
         planner=planner,
         schedule=schedule,
@@ -110,9 +117,9 @@ def plan(
         every_device=every_device,
     )
     if isinstance(profile, Transformer):
-        if any(value is not None for value in given.values()):
+        if epoch_samples is not None or deadline_seconds is not None:
             raise PlanError(
-                f"{', '.join(given)}: expected a profile, found a transformer: profile a model of its shape"
+                "epoch_samples, deadline_seconds: expected a profile, found a transformer: profile a model of its shape"
             )
         return _plan_transformer(profile, cluster, constraints)
     profiles = add_sizes(_check_profiles(join_profiles(profile)), microbatch_sizes)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.doors import capture
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages
-from penstock.runtime.assembly.stages import make_schedule
+from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, make_schedule
 from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.batches.microbatches import split
 from penstock.runtime.engine.engine import Engine
@@ -94,13 +94,10 @@ def _stepper(chain: LayerChain, inputs: Tensor, target: Tensor, count: int, open
 def _engine(plan: Plan, chain: LayerChain, opened: ExitStack) -> Engine:
     engine, _ = start_engine(
         SingleProcess(),
-        plan,
+        ScheduledPlan(plan, make_schedule(plan, chain), granularities={}, ranks=(0,)),
         chain,
-        make_schedule(plan, chain),
         Recipe(F.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.0)),
-        ranks=(0,),
         parallel=ParallelStages(chain, {}),
-        granularities={},
         device=torch.device("cpu"),
         seed=0,
         timeout_seconds=_PROCESS_SECONDS,

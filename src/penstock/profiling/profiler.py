@@ -76,9 +76,8 @@ Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Makes the context in which a forward and its loss are computed."""
 
 
+_COUNT = integer(1).but("give one, or leave it out for the default")
 _RULES: Mapping[str, Rule[Any]] = {
-    "iterations": integer(1).but("give one, or leave it out for the default"),
-    "warmup": integer(1).but("give one, or leave it out for the default"),
     "loss_fn": function(("output", "target"), "pass one such as torch.nn.functional.cross_entropy").optional,
     "autocast": AUTOCAST,
     "progress": FLAG.optional,
@@ -124,7 +123,9 @@ def profile(
     Raises `CaptureError` for a model that cannot be captured, and `ProfileError`, with the layer's name, where a layer
     fails on the sample or an argument is out of range.
     """
-    iterations, warmup, *_ = check_arguments("profile", locals(), _RULES, ProfileError).values()
+    iterations = _COUNT.check("profile(iterations=)", iterations, ProfileError)
+    warmup = _COUNT.check("profile(warmup=)", warmup, ProfileError)
+    check_arguments("profile", _RULES, ProfileError, loss_fn=loss_fn, autocast=autocast, progress=progress, name=name)
     codec = read_wire_dtype(wire_dtype, "profile(wire_dtype=)")
     if not isinstance(model, LayerChain):
         check_model(model, "profile")

@@ -98,7 +98,7 @@ def rehearse(
     Returns what was compared. Raises `RehearsalError` with the first difference, its likely cause and the way out, and
     the errors of `Pipeline`. The model, the generators of random numbers and the optimizers stay as they are.
     """
-    check_arguments("rehearse", locals(), _RULES)
+    check_arguments("rehearse", _RULES, steps=steps, accumulation=accumulation)
     with kept_generators():
         setup, seen = _widest(read_setup(model, batches, steps, arguments))
         cut = any(isinstance(inputs, Microbatches) for inputs, _ in setup.batches)

@@ -44,8 +44,8 @@ def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None
     `minibatches`: how many steps of a schedule are drawn, with the drain; by default `default_minibatches`. It is
     ignored for a timeline. Raises `ScheduleError` if a number is invalid.
     """
-    given = {"schedule_or_timeline": schedule_or_timeline, "width": width}
-    width = check_arguments("render", given, _RULES, ScheduleError)["width"]
+    given = check_arguments("render", _RULES, ScheduleError, schedule_or_timeline=schedule_or_timeline, width=width)
+    width = given["width"]
     match schedule_or_timeline:
         case Schedule():
             return _render_schedule(schedule_or_timeline, default_minibatches(schedule_or_timeline, minibatches), width)

@@ -96,8 +96,14 @@ class StatsSource:
         """The statistics of steps of `speed`; None if there are none. The other arguments are those of
         `Pipeline.stats`.
         """
-        given = {"tokens_per_sample": tokens_per_sample, "flops_per_sample": flops_per_sample, "peak_flops": peak_flops}
-        given = check_arguments("stats", {**given, "all_ranks": all_ranks}, _RULES)
+        check_arguments(
+            "stats",
+            _RULES,
+            tokens_per_sample=tokens_per_sample,
+            flops_per_sample=flops_per_sample,
+            peak_flops=peak_flops,
+            all_ranks=all_ranks,
+        )
         own = _Local(
             speed.items / speed.seconds if speed is not None and speed.items is not None else None,
             speed.idle_share if speed is not None else None,

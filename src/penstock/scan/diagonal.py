@@ -30,7 +30,8 @@ def diagonal_recurrence(decay: Tensor, inputs: Tensor, first: Tensor | None = No
     Raises:
         PenstockError: `decay` does not broadcast to `inputs`, or `first` is not a step of it.
     """
-    check_arguments("diagonal_recurrence", locals(), {"decay": TENSOR, "inputs": TENSOR, "first": TENSOR.optional})
+    rules = {"decay": TENSOR, "inputs": TENSOR, "first": TENSOR.optional}
+    check_arguments("diagonal_recurrence", rules, decay=decay, inputs=inputs, first=first)
     try:
         decays = decay.expand_as(inputs)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ machines that multiply many matrices at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -80,7 +80,10 @@ def _is_device(name: object) -> bool:
         return False
 
 
-_DEVICE: Rule[str] = Rule("a type of device of PyTorch's", _is_device, str, "give one such as 'cpu' or 'cuda'")
+_RULES: Mapping[str, Rule[Any]] = {
+    **dict.fromkeys(("steps", "batch", "width", "gates"), integer(1)),
+    "device": Rule("a type of device of PyTorch's", _is_device, str, "give one such as 'cpu' or 'cuda'"),
+}
 
 
 def machine_of(device: str) -> Machine:
@@ -111,8 +114,7 @@ def estimate(
     `gates`: 1 for `ScanRNN`, 3 for `ScanGRU`. `machine`: by default that of `device`, see `MACHINES`. Raises
     `PenstockError` for numbers below 1.
     """
-    counted = dict.fromkeys(("steps", "batch", "width", "gates"), integer(1))
-    check_arguments("estimate", locals(), {**counted, "device": _DEVICE})
+    check_arguments("estimate", _RULES, steps=steps, batch=batch, width=width, gates=gates, device=device)
     known = machine or machine_of(device)
     # The products of all steps with the weights: once for the states, and once for the parameters.
     product = steps * batch * gates * 2 * width**2 / known.flops_per_second

@@ -170,7 +170,8 @@ def _empty(like: Any, length: int) -> Any:
 
 
 def _check(gradient: Tensor, jacobians: Tensor, entering: Tensor | None) -> None:
-    check_arguments("scan", locals(), {"gradient": TENSOR, "jacobians": TENSOR, "entering": TENSOR.optional})
+    rules = {"gradient": TENSOR, "jacobians": TENSOR, "entering": TENSOR.optional}
+    check_arguments("scan", rules, gradient=gradient, jacobians=jacobians, entering=entering)
     batch, width = (*gradient.shape, 0, 0)[:2]
     if gradient.dim() != 2 or jacobians.dim() != 4 or jacobians.shape[1:] != (batch, width, width):
         raise PenstockError(

@@ -68,8 +68,7 @@ def simulate(
 
     Raises `PlanError` if plan, profile and cluster do not match, and `ScheduleError` if the schedule cannot run.
     """
-    given = {"schedule_or_plan": schedule_or_plan, "profile": profile, "cluster": cluster}
-    check_arguments("simulate", given, _RULES, PlanError)
+    check_arguments("simulate", _RULES, PlanError, schedule_or_plan=schedule_or_plan, profile=profile, cluster=cluster)
     match schedule_or_plan:
         case Plan():
             plan, simulated = schedule_or_plan, planned_schedule(schedule_or_plan, profile)

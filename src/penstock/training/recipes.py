@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,11 +80,6 @@ class Recipe:
         read_hooks(self.update_hooks)
         check_on_nonfinite(self.on_nonfinite)
         read_wire_dtype(self.wire_dtype)
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Recipe":
-        """The recipe that the arguments `given` by name ask for; others among them (``locals()``) do not matter."""
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
 
     @property
     def hooks(self) -> tuple[UpdateHook, ...]:

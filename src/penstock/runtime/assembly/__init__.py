@@ -1,4 +1,4 @@
-"""Assembly: builds stages from a model and a plan, and writes their checkpoints.
+"""Assembly: builds stages from a model and a plan, and guards the calls.
 
-May import all other rooms of the runtime. Start reading in ``stages.py``.
+May import all other rooms of the runtime. Start reading in ``started_engines.py``.
 """

@@ -14,30 +14,29 @@ from torch import nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import PenstockError, PlanError
+from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import format_programs
 from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
-from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 from penstock.values.plans import schedule as schedule_of
 
-_COMPARED = ("seed", "compile", "recompute", "balance", "check", "timeout_seconds")
-"""The arguments of `Pipeline` that all ranks must be given alike, beside those of the recipe and of the plan."""
 
+def check_options(world: World, options: PipelineOptions) -> None:
+    """Raises `PenstockError` on every rank if the ranks were given different `options`. Collective.
 
-def check_options(world: World, recipe: Recipe, arguments: Mapping[str, Any]) -> None:
-    """Raises `PenstockError` on every rank if the ranks were given different options: those of `recipe`, or others
-    among the `arguments` of `Pipeline`. Collective.
-
-    A function is compared by whether it is given, since ranks may define it in different places.
+    A function is compared by whether it is given, since ranks may define it in different places. Plans are compared by
+    `check_agreement`.
     """
-    given = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
+    recipe, run = options.recipe, options.run
+    given: dict[str, object] = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
     del given["optimizer"]
     given["loss_fn"] = "penstock.model_loss" if recipe.reads_model_loss else "a function"
-    given.update({name: arguments[name] for name in _COMPARED})
+    given |= {"balance": options.plan.balance, "recompute": options.plan.recompute, "seed": run.seed}
+    given |= {"compile": run.compile, "check": run.check, "timeout_seconds": run.timeout_seconds}
     mine = {name: _describe(value) for name, value in given.items()}
     for rank, other in enumerate(world.gather(mine, "while they compared their options")):
         for name, value in mine.items():

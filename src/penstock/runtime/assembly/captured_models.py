@@ -5,13 +5,12 @@ times, so one rank makes the checks for all where all have captured the same cha
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.chain_checks import UncheckedChain
@@ -20,6 +19,7 @@ from penstock.capturing.doors import capture_unchecked
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.errors import CaptureError
+from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.execution.compilation import compile_chain, read_compilation
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.collective_errors import agreed, gather_results
@@ -66,24 +66,16 @@ class CapturedModel:
             return self.weightless.materialize(layers, self.init_fn, seed or 0)
 
 
-def capture_for_training(
-    world: World,
-    model: nn.Module | Sequence[nn.Module],
-    sample: Any,
-    *,
-    init_fn: InitFn | None,
-    recipe: Recipe,
-    compile: bool | Mapping[str, Any] = False,
-    parallelized: bool = False,
-) -> CapturedModel:
-    """Captures `model` with `sample`, in the types of `recipe`. Collective.
+def capture_for_training(world: World, options: PipelineOptions) -> CapturedModel:
+    """Captures the model of `options` with its sample, in the types of the training. Collective.
 
-    A model on the meta device needs `init_fn`; any other model must not have it. `compile`: False, True or the
-    arguments of `torch.compile`; excludes `parallelized` stages. Raises on every rank what it raises on one.
+    A model on the meta device needs ``init_fn=``; any other model must not have it. Raises on every rank what it raises
+    on one.
     """
-    weightless = None
+    model, sample, init_fn = options.model.model, options.model.sample, options.model.init_fn
+    recipe, weightless = options.recipe, None
     with agreed(world, "while it captured the model"):
-        compilation = read_compilation(compile, parallelized)
+        compilation = read_compilation(options.run.compile, parallelized=options.run.parallelize is not None)
         if asks_for_weights(model, init_fn):
             weightless = capture_weightless(model, sample)
             device, unchecked = weightless.device, UncheckedChain(weightless.chain)

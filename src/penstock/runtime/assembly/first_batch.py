@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from penstock.capturing.sequential import is_plain_sequential
 from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import CaptureError
 from penstock.runtime.assembly.captured_models import CapturedModel
+from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.engine.call_agreement import CallAgreement
 from penstock.runtime.transport.worlds import World
@@ -39,8 +40,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import IGNORED, compute_loss
 from penstock.training.recipes import Recipe
-
-Check: TypeAlias = Literal["warn", "strict", "off"]
 
 _Model: TypeAlias = Callable[[Copies, Mapping[str, Tensor]], Any]
 """Takes copies of its modules, and the inputs by name."""
@@ -61,23 +60,23 @@ _MOST_SECONDS = 5.0
 
 
 class FirstBatch:
-    """The comparison of the first batch of a pipeline that was built with the arguments `given` by name, of which
-    `recipe` has those of the training. `reads_target`: whether this process has the last stage.
+    """The comparison of the first batch of a pipeline of `options`. `reads_target`: whether this process has the last
+    stage.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], captured: CapturedModel, recipe: Recipe, schedule: Schedule, reads_target: bool
+        self, options: PipelineOptions, captured: CapturedModel, schedule: Schedule, reads_target: bool
     ) -> None:
-        self._model: nn.Module | Sequence[Any] = given["model"]
-        self._chain, self._device, self._recipe = captured.chain, captured.device, recipe
-        self._strict, self._reads_target = given["check"] == "strict", reads_target
+        self._model = options.model.model
+        self._chain, self._device, self._recipe = captured.chain, captured.device, options.recipe
+        self._strict, self._reads_target = options.run.check == "strict", reads_target
         placement = schedule.placement
         self._slices = max(map(len, placement.stages)) if placement.split else 1
         self._skipped = ""
         """Why there can be no comparison."""
         if captured.weightless is not None:
             self._skipped = "its weights were made for parts of it (init_fn=)"
-        elif given["parallelize"] is not None or captured.communicates:
+        elif options.run.parallelize is not None or captured.communicates:
             self._skipped = "it needs several processes for a forward"
 
     def compare(self, microbatches: Sequence[Microbatch], world: World, calls: CallAgreement) -> None:

@@ -14,12 +14,11 @@ from penstock.runtime.engine.engine import Engine
 from penstock.scheduling.schedules import Schedule
 
 
-def give_hints(model: nn.Module | Sequence[object], schedule: Schedule, rank: int) -> None:
-    """Hints at a model in evaluation mode, and at steps of several updates."""
+def give_hints(modules: Sequence[nn.Module], schedule: Schedule, rank: int) -> None:
+    """Hints at a model whose `modules` are in evaluation mode, and at steps of several updates."""
     if rank != 0:
         return
     log = logging.getLogger("penstock")
-    modules = [model] if isinstance(model, nn.Module) else [layer for layer in model if isinstance(layer, nn.Module)]
     if modules and not any(module.training for module in modules):
         log.warning(
             "the model is in evaluation mode, and its layers will train so: dropout does nothing and BatchNorm uses "

@@ -1,47 +1,62 @@
-"""Starts the engine of a process: connects the ranks, builds the stages, and makes their optimizers and workers."""
+"""Starts the engine of a process: connects the ranks, builds the stages, and makes their optimizers and workers.
 
-from collections.abc import Mapping, Sequence
+An edge costs time when a pipeline starts, and a communicator over a network, so a pair of ranks that never send each
+other messages has none.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache, partial
+from itertools import pairwise
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from penstock.capturing.chain import LayerChain
-from penstock.runtime.assembly.connections import buffered_stages, connect
-from penstock.runtime.assembly.parallelize_hooks import ParallelStages
-from penstock.runtime.assembly.stages import build_stages, counted_parameters, learning_rate_factors
-from penstock.runtime.devices.device_context import make_device_context
+from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.crossings import crossings_of
+from penstock.runtime.assembly.parallelize_hooks import InPlace, ParallelStages, sharded_modules
+from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
+from penstock.runtime.devices.device_context import DeviceContext, make_device_context
+from penstock.runtime.devices.timestamps import Timestamp
+from penstock.runtime.engine.call_agreement import call_edges, comparing_rank
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
+from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.prediction_check import make_prediction_check
-from penstock.runtime.execution.recomputation import Granularity
+from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
+from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.optimizer_steps import Updater
-from penstock.runtime.parameters.weight_versions import ComputeWeights
+from penstock.runtime.parameters.shards import dimensions_of
+from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
+from penstock.runtime.transport.tensor_parallel_transport import connect_tensor_parallel
+from penstock.runtime.transport.transport import Channel, Edge, Transport
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.lowering import partners
 from penstock.scheduling.schedules import Schedule
 from penstock.training.optimizers import make_optimizers
-from penstock.training.recipes import Recipe
+from penstock.training.recipes import Recipe, check_scaled_rates
+from penstock.values.crossings import find_stops, find_way
 from penstock.values.plans import Plan
 
 
 def start_engine(
     world: World,
-    plan: Plan,
+    planned: ScheduledPlan,
     chain: LayerChain,
-    schedule: Schedule,
     recipe: Recipe,
     *,
-    ranks: Sequence[int],
     parallel: ParallelStages,
-    granularities: Mapping[int, Granularity],
     device: torch.device,
     seed: int | None,
     timeout_seconds: float,
     opened: ExitStack,
 ) -> tuple[Engine, Updater]:
-    """The engine over a worker for each of the `ranks` of this process, and what steps their optimizers. Collective.
+    """The engine over a worker for each rank of this process, and what steps their optimizers. Collective.
 
-    `parallel`: the stages that a hook has changed. `granularities`: how stages recompute. What has to be closed is put
-    on `opened`.
+    `parallel`: the stages that a hook has changed. What has to be closed is put on `opened`.
     """
+    plan, schedule = planned.plan, planned.schedule
     transport = connect(
         world,
         schedule,
@@ -52,15 +67,12 @@ def start_engine(
     )
     opened.callback(transport.close)
     opened.callback(world.announce_leave)
-    context = make_device_context(device, ranks, transport.check)
+    context = make_device_context(device, planned.ranks, transport.check)
     delays = schedule.guarantees.delays
     stages = build_stages(
-        plan,
+        planned,
         chain,
-        schedule,
-        ranks=ranks,
         transport=transport,
-        granularities=granularities,
         modules=parallel.modules,
         compute_weights=[ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays],
         context=context,
@@ -81,3 +93,221 @@ def start_engine(
     )
     check = make_prediction_check(plan, schedule.flushes, world, context.timer)
     return Engine(schedule, stages, workers, transport, check=check, context=context, seed=seed), updater
+
+
+def buffered_stages(
+    world: World, plan: Plan, chain: LayerChain, schedule: Schedule, modules: Mapping[int, StageModule]
+) -> frozenset[int]:
+    """The replicated stages whose modules have buffers. `modules`: those of this process that a hook has changed.
+    Collective if there are replicas.
+    """
+    replicated = [stage for stage, ranks in enumerate(schedule.placement.stages) if len(ranks) > 1]
+    if not replicated:
+        return frozenset()
+    mine = set()
+    for index in replicated:
+        stage = plan.stages[index]
+        module = modules[index] if index in modules else chain.stage(stage.start, stage.stop)
+        if any(True for _ in module.buffers()):
+            mine.add(index)
+    # A hook may have added buffers to a stage in the processes that hold it.
+    return frozenset().union(*world.gather(mine, "while they compared the buffers of replicas"))
+
+
+def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
+    """The edges that messages travel on.
+
+    They lead both ways between neighbour stages and between stages that share weights or a skip, if a microbatch or a
+    gradient goes that way; from the last stage to every rank; both ways between the first rank of the last stage and
+    every other one; and from the first replica of each stage in `buffered` to the others.
+    """
+    stages = schedule.placement.stages
+    edges: dict[Edge, None] = {}
+    for here, there in (*pairwise(stages), *((stages[a], stages[b]) for a, b in schedule.skips)):
+        for one, other in _partners(here, there, schedule.placement.split):
+            edges.update({Edge(one, other): None, Edge(other, one): None})
+    for group in schedule.ties:
+        for ranks in zip(*(stages[stage] for stage in group), strict=True):
+            edges.update({Edge(here, there): None for here in ranks for there in ranks})
+    edges.update({Edge(last, rank, Channel.REPORTS): None for last in stages[-1] for rank in range(schedule.ranks)})
+    edges.update({Edge(stages[stage][0], rank, Channel.BUFFERS): None for stage in buffered for rank in stages[stage]})
+    edges.update(dict.fromkeys(call_edges(schedule.ranks, comparing_rank(stages[-1]))))
+    return tuple(edge for edge in edges if edge.source != edge.target)
+
+
+def _partners(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
+    """The pairs of replicas of neighbour stages between which some microbatch passes."""
+    if split:
+        return [(one, other) for one in here for other in there]
+    rounds = math.lcm(len(here), len(there))
+    return [(here[k % len(here)], there[k % len(there)]) for k in range(rounds)]
+
+
+def connect(
+    world: World,
+    schedule: Schedule,
+    *,
+    buffered: Collection[int],
+    device: torch.device,
+    timeout_seconds: float,
+    tp_group: dist.ProcessGroup | None,
+) -> Transport:
+    """The transport between the ranks of `schedule`. Collective.
+
+    `buffered`: the stages whose replicas share buffers. `tp_group`: the processes of this rank, if they are several.
+    """
+    edges, groups = edges_of(schedule, sorted(buffered)), _groups_of(schedule)
+    return connect_tensor_parallel(
+        world, edges, device=device, timeout_seconds=timeout_seconds, groups=groups, tp_group=tp_group
+    )
+
+
+def _groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that sum gradients: for each replicated stage its ranks in replica order. Each group once."""
+    return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))
+
+
+def _reroute(module: StageModule, index: int, schedule: Schedule, plan: Plan, chain: LayerChain) -> None:
+    """Changes which values the module of stage `index` receives and sends, by the skips of `schedule`."""
+    if not schedule.skips:
+        return
+    sources: dict[str, int] = {}
+    targets = dict.fromkeys(module.sent, 1) if index == schedule.stages - 1 else {}
+    for crossing in crossings_of(chain):
+        way = find_way(find_stops(crossing, starts_of(plan)), schedule.skips)
+        if index in way:
+            position = way.index(index)
+            if position > 0:
+                sources[crossing.name] = index - way[position - 1]
+            if position + 1 < len(way):
+                targets[crossing.name] = way[position + 1] - index
+    module.reroute(sources, targets)
+
+
+def counted_parameters(plan: Plan, chain: LayerChain) -> dict[int, dict[str, nn.Parameter]]:
+    """By stage, the trained parameters that no earlier stage uses: its share of a norm over all stages."""
+    counted: dict[int, dict[str, nn.Parameter]] = {index: {} for index in range(len(plan.stages))}
+    for name, parameter in distinct_parameters(chain.parameters).items():
+        first = min(chain.readers[name], default=None)
+        if first is not None and parameter.requires_grad:
+            (index,) = (index for index, stage in enumerate(plan.stages) if stage.start <= first < stage.stop)
+            counted[index][name] = parameter
+    return counted
+
+
+def _stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Parameter]:
+    """The parameters that `module` uses, each once, under its first name in the model."""
+    used = {id(parameter) for parameter in module.parameters()}
+    return {name: p for name, p in distinct_parameters(chain.parameters).items() if id(p) in used}
+
+
+def build_stages(
+    planned: ScheduledPlan,
+    chain: LayerChain,
+    *,
+    transport: Transport,
+    modules: Mapping[int, StageModule],
+    compute_weights: Sequence[ComputeWeights],
+    context: DeviceContext,
+) -> dict[int, dict[int, LocalStage]]:
+    """The stages of this process by its ranks, both ascending. `modules`: those that a hook has changed.
+    `compute_weights`: by stage, the weights that its forwards read.
+
+    The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
+    """
+    plan, schedule, ranks = planned.plan, planned.schedule, planned.ranks
+    shared = tied_parameters(plan, chain)
+    firsts: dict[int, LocalStage] = {}
+    shared_weights: dict[str, VersionedWeights] = {}
+    tied = Sharers()
+    for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
+        start, stop = plan.stages[index].start, plan.stages[index].stop
+        module = modules[index] if index in modules else chain.stage(start, stop)
+        _reroute(module, index, schedule, plan, chain)
+        module.differentiable = chain.differentiable
+        parameters = _stage_parameters(chain, module)
+        weights = VersionedWeights(
+            module,
+            parameters,
+            schedule.versions(index),
+            lent={name: shared_weights[name] for name in parameters if name in shared_weights},
+            sharers=tied if any(name in shared for name in parameters) else None,
+            compute_weights=compute_weights[index],
+            swapped=bool(sharded_modules(module)),
+        )
+        # The first of the stages in a process that share a weight updates it.
+        for name in parameters:
+            if name in shared:
+                shared_weights.setdefault(name, weights)
+        firsts[index] = LocalStage(
+            weights,
+            evaluation=partial(InPlace, weights)
+            if index in modules
+            else cache(partial(_evaluation, chain, start, stop)),
+            ties={
+                partner: tuple(name for name, sharing in shared.items() if index in sharing and partner in sharing)
+                for partner in partners(index, schedule.ties)
+            },
+        )
+    stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in ranks}
+    for rank, own in stages.items():
+        for index in schedule.stages_of(rank):
+            first, group = firsts[index], schedule.placement.stages[index]
+            owner = next(member for member in group if member in stages)
+            weights = first.weights if rank == owner else first.weights.replica()
+            late = {name for names in first.ties.values() for name in names}
+            reducer = None
+            if len(group) > 1:
+                reducer = _reducer(
+                    weights,
+                    transport,
+                    group=group,
+                    rank=rank,
+                    stage=index,
+                    late=late,
+                    now=context.timer.now,
+                )
+            others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
+            own[index] = LocalStage(
+                weights,
+                evaluation=first.evaluation,
+                ties=first.ties,
+                reducer=reducer,
+                recomputes=planned.granularities.get(index),
+                order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
+            )
+    return stages
+
+
+def _reducer(
+    weights: VersionedWeights,
+    transport: Transport,
+    *,
+    group: tuple[int, ...],
+    rank: int,
+    stage: int,
+    late: Collection[str],
+    now: Callable[[], Timestamp],
+) -> Reducer:
+    trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
+    if modules := sharded_modules(weights.stage):
+        whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
+        return ShardedReducer(
+            transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
+        )
+    return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
+
+
+def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
+    return chain.evaluation().stage(start, stop)
+
+
+def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
+    """By stage of the ranks `local`, r / r0 if rates are `scaled` with the microbatches of an update, else 1.
+
+    Raises `PlanError` if they are to be scaled under a schedule whose stages all update at once.
+    """
+    check_scaled_rates(scaled, schedule.definition.updates_per_microbatch, schedule.name)
+    sizes = schedule.guarantees.microbatches_per_update
+    stages = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
+    return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in stages}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,10 @@ from penstock.runtime.parameters.model_claims import ModelClaim
 
 
 class StepConditions:
-    """The conditions for steps of a pipeline on `model`. `trains`: whether any process trains a parameter."""
+    """The conditions for steps of a pipeline on `modules`. `trains`: whether any process trains a parameter."""
 
-    def __init__(self, model: nn.Module | Sequence[Any], trains: bool) -> None:
-        layers = [model] if isinstance(model, nn.Module) else model
-        self._claim = ModelClaim(layer for layer in layers if isinstance(layer, nn.Module))
+    def __init__(self, modules: Sequence[nn.Module], trains: bool) -> None:
+        self._claim = ModelClaim(modules)
         self._trains, self._averaged = trains, False
 
     @contextmanager

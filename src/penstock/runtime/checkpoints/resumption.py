@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, SupportsFloat
 
-from penstock.errors import CheckpointError, PenstockError, PlanError
+from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
@@ -30,7 +30,6 @@ from penstock.runtime.checkpoints.step_directories import check_target, recover,
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.stop_agreements import StopAgreement
 from penstock.runtime.transport.worlds import World
-from penstock.values.plans import Plan
 
 MOST_RETURNS = 3
 """How often a training goes back to the same step before it gives up."""
@@ -119,22 +118,6 @@ class Preemption:
             self._give_back()
             os.kill(os.getpid(), number)
         self._agreement.ask(number)
-
-
-def plan_for(plan: Plan | str | Callable[[int], Plan] | None, world: World) -> Plan | str | None:
-    """`plan`, or what it returns for the processes of `world` if it is a function.
-
-    `PlanError` if it returns something else than a plan.
-    """
-    if not callable(plan):
-        return plan
-    made = plan(world.processes)
-    if not isinstance(made, Plan):
-        raise PlanError(
-            f"plan= is a function: expected that it returns a penstock.Plan for {world.processes} process(es), found "
-            f'{made!r:.100}. Return one, or pass plan="auto" or no plan'
-        )
-    return made
 
 
 class Resumption:

@@ -1,0 +1,177 @@
+"""The arguments of `Pipeline`, which explains them, as values: what is trained, how it is planned, and how it runs.
+
+`Recipe` has those of the training. Each value is checked when it is made. Values that only make sense together are
+checked where they meet: a plan and a schedule in `choose_plan`, for one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import nn
+
+from penstock.arguments import FLAG, SEED, Rule, check_fields, choice, function, instance, integer
+from penstock.capturing.initialization import InitFn
+from penstock.capturing.model_kinds import check_model
+from penstock.capturing.weightless import is_weightless
+from penstock.errors import PenstockError, PlanError
+from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.execution.recomputation import Recompute
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.skips import SkipChoice
+from penstock.training.recipes import Recipe
+from penstock.values.plans import MICROBATCHES, Plan, require_schedule
+
+Balance: TypeAlias = Literal["work", "layers", "measured"]
+"""What stages have equal amounts of: estimated work, layers, or measured seconds."""
+Check: TypeAlias = Literal["warn", "strict", "off"]
+
+
+def _is_plan(value: object) -> bool:
+    """Whether `value` is a plan, a text, or a function that makes the plan for the processes that are there."""
+    return isinstance(value, Plan | str) or (callable(value) and not isinstance(value, type))
+
+
+_MODEL_RULES: Mapping[str, Rule[Any]] = {
+    "init_fn": function(
+        ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
+    ).optional,
+}
+_PLAN_RULES: Mapping[str, Rule[Any]] = {
+    "plan": Rule(
+        "a penstock.Plan or 'auto'",
+        _is_plan,
+        lambda value: value,
+        "make one with penstock.plan or Plan.uniform, or read one with penstock.Plan.load(path)",
+    ).optional,
+    "schedule": instance(
+        (ScheduleDefinition, str),
+        "the name of a schedule or a ScheduleDefinition",
+        f"give one such as {DEFAULT_SCHEDULE}",
+    ).optional,
+    "microbatches": MICROBATCHES.optional,
+    "stages": integer(1).optional,
+    "tensor_parallel": integer(1).optional,
+    "vertical_sync": FLAG,
+    "skips": choice(get_args(SkipChoice)),
+    "balance": choice(get_args(Balance)),
+}
+_RUN_RULES: Mapping[str, Rule[Any]] = {
+    "parallelize": function(
+        ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
+    ).optional,
+    "check": choice(get_args(Check)),
+    "seed": SEED.but("give one such as 0, or None for PyTorch's own stream").optional,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelOptions:
+    """What is trained. Raises `CaptureError` for what is no model."""
+
+    model: nn.Module | Sequence[nn.Module]
+    sample: tuple[Any, ...] | dict[str, Any]
+    init_fn: InitFn | None = None
+
+    def __post_init__(self) -> None:
+        check_model(self.model, "Pipeline")
+        check_fields(self, _MODEL_RULES, function="Pipeline")
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model, or those of its layers that are modules."""
+        layers = [self.model] if isinstance(self.model, nn.Module) else self.model
+        return [layer for layer in layers if isinstance(layer, nn.Module)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanOptions:
+    """How it is planned; None leaves an option to the plan or the planner. Raises `PlanError`."""
+
+    plan: Plan | str | Callable[[int], Plan] | None = None
+    schedule: ScheduleDefinition | str | None = None
+    microbatches: int | None = None
+    stages: int | None = None
+    balance: Balance = "work"
+    vertical_sync: bool = False
+    tensor_parallel: int | None = None
+    skips: SkipChoice = "auto"
+    recompute: Recompute = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, _PLAN_RULES, PlanError, function="Pipeline")
+        if self.schedule is not None:
+            require_schedule(self.schedule)
+        if self.plan is not None and self.balance != "work":
+            raise PlanError(
+                f"balance={self.balance!r} and plan= are both given: balance= chooses where stages begin, and a plan "
+                "says it. Leave one of them out"
+            )
+
+    def plan_for(self, processes: int) -> Plan | str | None:
+        """`plan`, or what it returns for so many `processes` if it is a function.
+
+        `PlanError` if it returns something else than a plan.
+        """
+        if not callable(self.plan):
+            return self.plan
+        made = self.plan(processes)
+        if not isinstance(made, Plan):
+            raise PlanError(
+                f"plan= is a function: expected that it returns a penstock.Plan for {processes} process(es), found "
+                f'{made!r:.100}. Return one, or pass plan="auto" or no plan'
+            )
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunOptions:
+    """How it runs."""
+
+    compile: bool | Mapping[str, Any] = False
+    parallelize: Parallelize | None = None
+    seed: int | None = 0
+    check: Check = "warn"
+    resume: str | Path | None = None
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, _RUN_RULES, function="Pipeline")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelineOptions:
+    """All arguments of a pipeline."""
+
+    model: ModelOptions
+    recipe: Recipe
+    plan: PlanOptions
+    run: RunOptions
+
+    def __post_init__(self) -> None:
+        if self.recipe.on_nonfinite == "rollback" and self.run.resume is None:
+            raise PenstockError(
+                "on_nonfinite='rollback' goes back to the newest checkpoint in the directory resume=: expected a "
+                "directory, found None. Pass resume=directory, and save there, or pass on_nonfinite='skip'"
+            )
+
+    @property
+    def whole_backwards(self) -> bool:
+        """Whether schedules that split backwards are refused by `check_schedule`, or may be because a hook of
+        `parallelize=` shards modules.
+        """
+        return bool(self.run.compile) or self.run.parallelize is not None or self.plan.recompute == "layers"
+
+    def replanned(self, plan: Plan) -> "PipelineOptions":
+        """The same with `plan` in place of what chose one. `PenstockError` if the model cannot be built on again."""
+        if self.run.parallelize is not None:
+            raise PenstockError(
+                "replan(apply=): expected a pipeline without parallelize=, found one: its hook has changed the modules "
+                "in place, and cannot be called on them again. Save, build model and Pipeline anew with plan=, and load"
+            )
+        # In a single process all weights are there by now.
+        init_fn = self.model.init_fn if is_weightless(self.model.model) else None
+        chosen = PlanOptions(plan, skips=self.plan.skips, recompute=self.plan.recompute)
+        return replace(self, model=replace(self.model, init_fn=init_fn), plan=chosen)

@@ -1,0 +1,234 @@
+"""The plan that runs and its schedule, chosen from the options of a pipeline.
+
+The plan is checked here, once, so that a wrong plan or an unsupported combination ends with an error instead of a
+hang.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from penstock.capturing.chain import LayerChain, require_cuts
+from penstock.capturing.crossings import crossings_of
+from penstock.errors import PlanError
+from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions
+from penstock.runtime.execution.recomputation import Granularity, choose_granularities
+from penstock.runtime.transport.worlds import World
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.schedule_names import identify, names_of
+from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.skips import SkipChoice, choose_skips
+from penstock.scheduling.verification.verifier import verify
+from penstock.training.recipes import Recipe
+from penstock.training.wire_codecs import sent_bytes
+from penstock.values.crossings import find_hops, find_stops
+from penstock.values.layer_weights import LayerWeights
+from penstock.values.plan_stages import members_of
+from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import schedule as schedule_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledPlan:
+    """A plan with its schedule, both checked."""
+
+    plan: Plan
+    schedule: Schedule
+    granularities: Mapping[int, Granularity]
+    """By stage that recomputes, how."""
+    ranks: tuple[int, ...]
+    """Those of this process."""
+
+
+def choose_plan(plan: Plan | None, wanted: PlanOptions, weights: LayerWeights, processes: int) -> Plan:
+    """The plan to run: `plan` if there is one, else the layers, which weigh `weights`, balanced over the stages that
+    are `wanted` (default: one for every `tensor_parallel` of the `processes`).
+
+    ``stages=`` counts all stages. Where a rank can hold several, it holds ``stages / ranks`` of them, two by default,
+    and always two in a V. Raises `PlanError` if the options contradict each other.
+    """
+    if plan is None:
+        return _balanced_plan(wanted, weights, processes)
+    given = {
+        "schedule": None if wanted.schedule is None else identify(require_schedule(wanted.schedule)),
+        "microbatches": wanted.microbatches,
+        "stages": wanted.stages,
+        "vertical_sync": wanted.vertical_sync or None,
+        "tensor_parallel": wanted.tensor_parallel,
+    }
+    planned = {
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "stages": len(plan.stages),
+        "vertical_sync": plan.vertical_sync,
+        "tensor_parallel": plan.tensor_parallel,
+    }
+    for name, value in given.items():
+        if value is not None and value != planned[name]:
+            raise PlanError(
+                f"{name}={value!r} contradicts the plan, which has {name} {planned[name]!r}: leave {name}= out, or "
+                "change the plan"
+            )
+    return plan
+
+
+def _balanced_plan(wanted: PlanOptions, weights: LayerWeights, processes: int) -> Plan:
+    width = wanted.tensor_parallel or 1
+    ranks = max(1, processes // width)
+    definition = require_schedule(wanted.schedule or DEFAULT_SCHEDULE)
+    per_rank = definition.layout.default_stages_per_rank(wanted.stages, ranks)
+    total = wanted.stages or ranks * per_rank
+    require_cuts(len(weights.layers), total)
+    plan = Plan.balanced(
+        weights.layers,
+        total,
+        definition,
+        microbatches=wanted.microbatches or 1,
+        stages_per_rank=per_rank,
+        vertical_sync=wanted.vertical_sync,
+        speeds=_group_speeds(weights.speeds, ranks, width),
+    )
+    if width > 1:
+        stages = tuple(replace(stage, ranks=members_of(stage.ranks, width)) for stage in plan.stages)
+        plan = replace(plan, stages=stages, tensor_parallel=width)
+    if wanted.stages is not None and 1 < processes != plan.ranks:
+        raise PlanError(
+            f"stages={wanted.stages} needs {plan.ranks} processes, {processes} were started: "
+            "start as many, or leave stages= out for as many stages as there are processes"
+        )
+    return plan
+
+
+def _group_speeds(speeds: Sequence[float], ranks: int, width: int) -> tuple[float, ...]:
+    """The speed of every group of `width` tensor-parallel processes, which is that of its slowest; none if unknown."""
+    if len(speeds) != ranks * width:
+        return ()
+    return tuple(min(speeds[first : first + width]) for first in range(0, len(speeds), width))
+
+
+def check_plan(plan: Plan, chain: LayerChain) -> None:
+    """Raises `PlanError` if `plan` does not fit the model."""
+    if plan.layers != len(chain.layers):
+        require_cuts(len(chain.layers), len(plan.stages))
+        names = ", ".join(layer.name for layer in chain.layers)
+        raise PlanError(
+            f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "
+            "of this model"
+        )
+
+
+def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, world: World) -> ScheduledPlan:
+    """`chosen` with its schedule, as the `options` want it, for the processes of `world`.
+
+    Raises `PlanError` or `ScheduleError` if the plan does not fit the model or the processes, or the schedule breaks a
+    rule or cannot be combined with the options.
+    """
+    plan, granularities = choose_granularities(chosen, options.plan.recompute)
+    check_plan(plan, chain)
+    schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
+    verify(schedule)
+    _check_split_backwards(schedule, bool(options.run.compile), granularities)
+    _check_wire_dtype(options.recipe, plan, chain)
+    return ScheduledPlan(plan, schedule, granularities, world.local(schedule.ranks, plan.tensor_parallel))
+
+
+def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: SkipChoice = "auto") -> Schedule:
+    """The schedule of `plan`, with the stages of this model that share weights. `norms`: whether stages exchange the
+    norms of their gradients. `skips`: which values go directly past stages that do not read them.
+
+    `PlanError` if stages share weights that update at different times or have different numbers of replicas;
+    `ScheduleError` if the plan's numbers do not fit the schedule.
+    """
+    schedule = schedule_of(plan)
+    shared = tied_parameters(plan, chain)
+    if shared and not plan.definition.synchronizes_updates:
+        names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
+        raise PlanError(
+            f"weights are shared across stages: {names}. Under {str(plan.schedule)!r} every stage updates at its own "
+            "time, so the copies would drift apart. Use a flushing schedule "
+            f"({names_of(lambda each: each.flushes)}) or {names_of(lambda each: each.defers_updates)}, untie the "
+            "weights, or plan the layers that share them into one stage"
+        )
+    for name, stages in shared.items():
+        if not schedule.placement.equal(stages):
+            counts = ", ".join(f"stage {stage}: {schedule.placement.replicas(stage)}" for stage in stages)
+            raise PlanError(
+                f"{name} is shared by stages with different numbers of replicas ({counts}): expected equal numbers, "
+                "since replica q of one exchanges its gradients with replica q of the other. Give them equally many "
+                "ranks, or plan the layers that share the weight into one stage"
+            )
+    schedule = replace(schedule, ties=tuple(sorted(set(shared.values()))), norms=norms)
+    return choose_skips(schedule, find_hops(crossings_of(chain), starts_of(plan)), skips)
+
+
+def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
+    """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""
+    if not schedule.guarantees.splits:
+        return
+    if compiled:
+        _refuse(
+            schedule,
+            "compile= makes one function of a stage's backward, which computes both",
+            "Leave compile= out",
+        )
+    layers = [stage for stage, granularity in granularities.items() if granularity == "layers"]
+    if layers:
+        _refuse(
+            schedule,
+            f'recompute="layers" (stages {", ".join(map(str, layers))}) forgets a layer as soon as its gradients are '
+            "there, and would have to compute it a third time for its weights",
+            "Use recompute=True, or a set of stages",
+        )
+
+
+def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:
+    raise PlanError(
+        f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
+        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
+    )
+
+
+def _check_wire_dtype(recipe: Recipe, plan: Plan, chain: LayerChain) -> None:
+    """Raises `PlanError` if ``wire_dtype=`` makes nothing smaller that the stages of `plan` send each other."""
+    codec = recipe.codec
+    if codec is None:
+        return
+    starts = starts_of(plan)
+    crossing = {each.name for each in crossings_of(chain) if len(find_stops(each, starts)) > 1}
+    kinds = {
+        name: kind for layer in chain.layers for name, kind in zip(layer.outputs, layer.output_kinds, strict=False)
+    }
+    known = {name: kinds[name] for name in sorted(crossing & kinds.keys())}
+    if known and not any(sent_bytes(codec, *kind) < sent_bytes(None, *kind) for kind in known.values()):
+        found = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in [*known.items()][:3])
+        raise PlanError(
+            f"wire_dtype={recipe.wire_dtype!r}: expected floating tensors between the stages that it makes smaller, "
+            f"found {found}: leave it out, or give one of fewer bytes, such as penstock.RowInt8()"
+        )
+
+
+def starts_of(plan: Plan) -> Sequence[int]:
+    """The first layer of each stage."""
+    return [stage.start for stage in plan.stages]
+
+
+def tied_parameters(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
+    """The parameters that several stages use, by name, with these stages."""
+    result: dict[str, tuple[int, ...]] = {}
+    for name, parameter in distinct_parameters(chain.parameters).items():
+        layers = chain.readers[name]
+        stages = tuple(
+            index for index, s in enumerate(plan.stages) if any(s.start <= layer < s.stop for layer in layers)
+        )
+        if len(stages) > 1 and parameter.requires_grad:
+            result[name] = stages
+    return result
+
+
+def distinct_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Each parameter once, under its first name."""
+    seen: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        seen.setdefault(id(parameter), name)
+    return {name: parameters[name] for name in seen.values()}
