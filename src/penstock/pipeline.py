@@ -22,27 +22,24 @@ from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.reporting.straggler_source import StragglerSource
-from penstock.runtime.assembly.advice import Advised
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
-from penstock.runtime.assembly.failure_guard import FailureGuard, collective
+from penstock.runtime.assembly.failure_guard import FailureGuard, collective, open_resources
 from penstock.runtime.assembly.first_batch import FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
-from penstock.runtime.assembly.gathered_tensors import hold
-from penstock.runtime.assembly.hints import give_hints, remind_to_drain
-from penstock.runtime.assembly.opened_resources import open_resources
-from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
+from penstock.runtime.assembly.parallelize_hooks import make_own_stages
 from penstock.runtime.assembly.pipeline_options import (
     Balance,
     Check,
     ModelOptions,
+    Parallelize,
     PipelineOptions,
     PlanOptions,
     RunOptions,
 )
 from penstock.runtime.assembly.started_engines import start_engine
-from penstock.runtime.assembly.step_conditions import StepConditions
-from penstock.runtime.assembly.weight_exports import export_weights
+from penstock.runtime.assembly.weight_exports import export_weights, hold
+from penstock.runtime.assembly.wrong_calls import Advised, StepConditions, give_hints, remind_to_drain
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
@@ -252,26 +249,10 @@ class Pipeline(Advised):
             self.required_inputs = find_inputs(captured.chain, held)
             check_agreement(self._world, self.plan, captured.chain, self.schedule, weights=not again)
             # 3. to 5. This process gets its layers, is connected with the others, and builds stages and workers.
-            self._parallel_stages = parallelize_stages(
-                run.parallelize,
-                self._world,
-                chain=captured.materialize(self._world, held, run.seed),
-                plan=self.plan,
-                schedule=self.schedule,
-                timeout_seconds=run.timeout_seconds,
-                masters=recipe.keeps_masters(self.schedule.guarantees.delays),
-            )
-            self._chain = captured.compile(self._parallel_stages.chain, self.plan, planned.granularities)
+            self._own_stages = make_own_stages(options, self._world, captured, planned)
+            self._chain = self._own_stages.chain
             self._engine, self._updater = start_engine(
-                self._world,
-                planned,
-                self._chain,
-                recipe,
-                parallel=self._parallel_stages,
-                device=self._device,
-                seed=run.seed,
-                timeout_seconds=run.timeout_seconds,
-                opened=self._opened,
+                self._world, planned, self._own_stages, recipe, run, device=self._device, opened=self._opened
             )
             self.optimizers = self._updater.optimizers
             """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
@@ -279,9 +260,7 @@ class Pipeline(Advised):
             if run.check != "off" and not again:
                 self._first_batch = FirstBatch(options, captured, self.schedule, self.required_inputs.target)
             self._prepare_calls()
-        back = None
-        if recipe.on_nonfinite == "rollback":
-            back = partial(self._checkpoints.go_back, guarded=self._guarded)
+        back = partial(self._checkpoints.go_back, guarded=self._guarded) if recipe.on_nonfinite == "rollback" else None
         claims = None if again else self._checkpoints.claims
         self._resumption = resume_training(self, run.resume, self._world, run.timeout_seconds, back, claims=claims)
         if run.resume is not None:
@@ -307,7 +286,7 @@ class Pipeline(Advised):
         guarded.all_refuse = engine.calls.refuse
         guarded.undo_with(engine.discard, self.schedule)
         self._splitter = BatchSplitter(
-            self._chain, self.schedule, self.required_inputs, self._options.recipe, self._parallel_stages.in_step
+            self._chain, self.schedule, self.required_inputs, self._options.recipe, self._own_stages.in_step
         )
         trains = check_optimizers(world, self.optimizers, self._parameters(), self._updater.schedulers)
         self._conditions = StepConditions(model.modules, trains)
@@ -326,18 +305,12 @@ class Pipeline(Advised):
         It runs every layer several times and leaves the model as it was. After a `parallelize` hook it is collective,
         for one stage without replicas (`Profile.tensor_parallel`). Raises `PenstockError`.
         """
-        if self._parallel_stages.modules and self.plan.ranks > self.plan.tensor_parallel:
+        if self._own_stages.modules and self.plan.ranks > self.plan.tensor_parallel:
             found = "the layers are spread over processes: expected one stage without replicas. Measure with stages=1"
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")
-        return profile_layers(
-            self._chain,
-            self._options.model.sample,
-            autocast=self._options.recipe.autocast,
-            wire_dtype=self._options.recipe.wire_dtype,
-            iterations=iterations,
-            warmup=warmup,
-            progress=progress,
-        )
+        sample, recipe = self._options.model.sample, self._options.recipe
+        measured = partial(profile_layers, self._chain, sample, autocast=recipe.autocast, wire_dtype=recipe.wire_dtype)
+        return measured(iterations=iterations, warmup=warmup, progress=progress)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

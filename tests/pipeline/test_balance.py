@@ -197,9 +197,7 @@ def test_the_log_says_each_stages_share(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_balance_that_is_none_or_contradicts_a_plan_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"\(balance=\): expected one of work, .*, found 'layer'.*'layers'"
-    ):
+    with pytest.raises(PlanError, match=r"\(balance=\): expected one of work, .*, found 'layer'.*'layers'"):
         make(stages=2, balance="layer")
     plan = penstock.Plan.uniform(10, 2)
     for given in (plan, "auto"):

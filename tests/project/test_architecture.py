@@ -72,7 +72,7 @@ FLOW = {
         capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
     "rehearsing": """errors arguments torch_internals values scheduling scheduling.orders capturing training oracle
-        runtime.transport pipeline""",
+        runtime.transport runtime.assembly pipeline""",
     "fleet": "errors arguments values timelines planning",
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
         training rehearsing fleet""",
@@ -479,6 +479,38 @@ def test_a_call_that_takes_a_written_tuple_apart_is_found(body: str) -> None:
 @pytest.mark.parametrize("body", ["g(*more)", "g(*(a, b, c))", "more = sorted(rest)\n    g(*more)"])
 def test_a_call_that_takes_other_values_apart_is_no_breach(body: str) -> None:
     assert laws.splatted_tuples({"penstock.a": f"def f(more):\n    {body}\n"}, 3) == []
+
+
+ARGUMENTS_OF_OTHERS = [
+    "penstock.data.Batches.__init__(options)",
+    "penstock.rehearsing.trainings._read_options(arguments)",
+    "penstock.runtime.execution.compilation.CompiledStage.__init__(options)",
+    "penstock.runtime.execution.compilation.compile_chain(options)",
+]
+"""Those of `DataLoader` and `torch.compile`, and what a function of the user's returns."""
+
+
+def test_arguments_travel_as_typed_values() -> None:
+    read = sources_where(lambda module: laws.room_of(module, FLOW) != "commands")
+
+    assert sorted(laws.argument_bags(read)) == ARGUMENTS_OF_OTHERS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(a, b):\n    g(locals())",
+        "def f(given: Mapping[str, Any]): ...",
+        "class A:\n    def f(self, *, options: dict[str, object] | None = None): ...",
+    ],
+)
+def test_arguments_in_an_untyped_mapping_are_found(text: str) -> None:
+    assert len(laws.argument_bags({"penstock.a": text})) == 1
+
+
+@pytest.mark.parametrize("text", ["def f(state: Mapping[str, Any]): ...", "def f(options: Mapping[str, int]): ..."])
+def test_other_mappings_are_no_breach(text: str) -> None:
+    assert laws.argument_bags({"penstock.a": text}) == []
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "Flow",
     "Sources",
     "action_readers",
+    "argument_bags",
     "classes_of",
     "complex_functions",
     "count_positional",
@@ -283,6 +284,28 @@ def count_positional(sources: Sources, most: int) -> dict[str, int]:
                 names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
                 found[module] += len([name for name in names if name not in ("self", "cls")]) > most
     return {module: count for module, count in found.items() if count}
+
+
+BAGS = {"arguments", "choices", "given", "named", "options", "settings"}
+"""Names of parameters that take the arguments of something, in an untyped mapping by name."""
+
+
+def argument_bags(sources: Sources) -> list[str]:
+    """Calls of ``locals()``, and the parameters that take arguments in a mapping of unknown values: neither a search
+    for text nor a type checker can follow these.
+    """
+    found = []
+    for module, text in sources.items():
+        for node in ast.walk(parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "locals":
+                found.append(f"{module}: locals()")
+        for name, function in functions_in(text, module):
+            taken = function.args
+            for parameter in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs):
+                kind = ast.unparse(parameter.annotation) if parameter.annotation else ""
+                if parameter.arg in BAGS and re.search(r"(?i)(mapping|dict)\[str, (any|object)\]", kind):
+                    found.append(f"{name}({parameter.arg})")
+    return found
 
 
 def unstated_modules(sources: Sources) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import penstock
 from penstock.capturing.chain import StageModule
-from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.assembly.pipeline_options import Parallelize
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport, connect_tensor_parallel
 from penstock.runtime.transport.transport import Channel, Edge
 from penstock.runtime.transport.worlds import Processes

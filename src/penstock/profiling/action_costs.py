@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.doors import capture
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages
+from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, make_schedule
 from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.batches.microbatches import split
@@ -95,12 +96,10 @@ def _engine(plan: Plan, chain: LayerChain, opened: ExitStack) -> Engine:
     engine, _ = start_engine(
         SingleProcess(),
         ScheduledPlan(plan, make_schedule(plan, chain), granularities={}, ranks=(0,)),
-        chain,
+        ParallelStages(chain, {}),
         Recipe(F.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.0)),
-        parallel=ParallelStages(chain, {}),
+        RunOptions(timeout_seconds=_PROCESS_SECONDS),
         device=torch.device("cpu"),
-        seed=0,
-        timeout_seconds=_PROCESS_SECONDS,
         opened=opened,
     )
     return engine

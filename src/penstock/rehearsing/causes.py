@@ -6,8 +6,7 @@ from enum import Enum
 from torch import Tensor
 
 from penstock.capturing.samples import flatten
-from penstock.rehearsing.setups import Setup
-from penstock.rehearsing.trainings import as_module
+from penstock.rehearsing.trainings import Setup, as_module
 from penstock.torch_internals.modules import is_batch_norm
 from penstock.training.losses import IGNORED
 
@@ -81,12 +80,12 @@ def explain(rung: Rung, kind: str, setup: Setup) -> str:
 
 def _conditions(kind: str, setup: Setup) -> Iterator[str]:
     """What holds for a difference that begins with a value of `kind`, the most special first."""
-    given = setup.fresh()
+    options = setup.fresh()
     labels = [leaf for _, target in setup.batches for leaf in flatten(target)[0] if isinstance(leaf, Tensor)]
-    weighted = getattr(given["loss_fn"], "weight", None) is not None
+    weighted = getattr(options.recipe.loss_fn, "weight", None) is not None
     if setup.remade:
         yield "remade"
-    if any(is_batch_norm(each) and each.training for each in as_module(given["model"]).modules()):
+    if any(is_batch_norm(each) and each.training for each in as_module(options.model.model).modules()):
         yield "batch norm"
     if kind == "loss" and (weighted or any(bool(leaf.eq(IGNORED).any()) for leaf in labels)):
         yield "loss of labels"

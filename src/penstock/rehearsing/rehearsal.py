@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from penstock.capturing.preservation import kept_generators
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, RehearsalError
 from penstock.rehearsing.causes import SIDE_WAYS, Rung, explain
-from penstock.rehearsing.setups import FirstLook, Setup, look, read_setup
 from penstock.rehearsing.training_records import (
     Comparison,
     Difference,
@@ -27,25 +26,48 @@ from penstock.rehearsing.training_records import (
     earliest,
     measure_rounding,
 )
-from penstock.rehearsing.trainings import Batch, train_by_chain, train_by_loop, train_by_pipeline
+from penstock.rehearsing.trainings import (
+    Batch,
+    FirstLook,
+    Setup,
+    look,
+    read_setup,
+    train_by_chain,
+    train_by_loop,
+    train_by_pipeline,
+)
+from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, RunOptions
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.training.user_microbatches import Microbatches
 from penstock.values.plans import Plan, require_schedule
 
 _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
-_LEFT_OUT = ("compile", "parallelize", "tensor_parallel", "init_fn", "on_nonfinite", "resume")
-"""Options of `Pipeline` that rehearsals do without."""
-_OTHER_NUMBERS: Mapping[str, Any] = {
-    "wire_dtype": None,
-    "version_dtype": None,
-    "update_hooks": (),
-    "scale_learning_rates": False,
-    "vertical_sync": False,
-}
-"""Options that change numbers on purpose, left out beside a plain loop: they are judged beside `reference_train`."""
 
-Training: TypeAlias = Callable[[Mapping[str, Any], Sequence[Batch]], TrainingRecord]
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a training is made."""
+
+    train: Callable[[PipelineOptions, Sequence[Batch]], TrainingRecord]
+    plan: PlanOptions
+    seeded: bool = True
+    plain: bool = True
+    """Whether it goes without the options that change numbers on purpose, as a plain loop does. They are judged beside
+    `reference_train`.
+    """
+
+    def options_of(self, given: PipelineOptions) -> PipelineOptions:
+        """The options `given`, but for those that rehearsals do without and those that are other ones on this way."""
+        run = RunOptions(
+            seed=given.run.seed if self.seeded else None,
+            check=given.run.check,
+            timeout_seconds=given.run.timeout_seconds,
+        )
+        recipe = replace(given.recipe, on_nonfinite="raise")
+        if self.plain:
+            recipe = replace(recipe, wire_dtype=None, version_dtype=None, update_hooks=(), scale_learning_rates=False)
+        return PipelineOptions(replace(given.model, init_fn=None), recipe, self.plan, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +122,7 @@ def rehearse(
     """
     check_arguments("rehearse", _RULES, steps=steps, accumulation=accumulation)
     with kept_generators():
-        setup, seen = _widest(read_setup(model, batches, steps, arguments))
+        setup, seen = _widest(read_setup(model, batches, steps, **arguments))
         cut = any(isinstance(inputs, Microbatches) for inputs, _ in setup.batches)
         world = join_world()
         try:
@@ -111,7 +133,7 @@ def rehearse(
 
 def _widest(setup: Setup) -> tuple[Setup, FirstLook]:
     """The training in float64 if the model computes with that, otherwise in its own types; with a first look at it."""
-    model = setup.fresh()["model"]
+    model = setup.fresh().model.model
     if isinstance(model, nn.Module) and is_weightless(model):
         raise PenstockError(
             "rehearse(model=): expected a model with weights, found one on the meta device: pass a small configuration "
@@ -136,8 +158,7 @@ class _Rehearsing:
     world: World
     whole: bool
     """Whether the loop has the whole batch at once."""
-    ways: dict[Rung, tuple[Training, Mapping[str, Any]]] = field(default_factory=dict)
-    """How each training is made, and the arguments that it has in place of the user's."""
+    ways: dict[Rung, _Way] = field(default_factory=dict)
     made: dict[Rung, TrainingRecord] = field(default_factory=dict)
     compared: list[Comparison] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
@@ -166,41 +187,52 @@ class _Rehearsing:
             self._require([Rung.ONE_STAGE, Rung.STAGES], rounding)
         if differs:
             # The oracle takes the plan of the pipeline.
-            self.ways[Rung.DELAYED] = train_by_chain, {"plan": self._record(Rung.AS_GIVEN).plan}
+            self.ways[Rung.DELAYED] = _Way(train_by_chain, PlanOptions(self._record(Rung.AS_GIVEN).plan), plain=False)
             self._require([Rung.DELAYED, Rung.AS_GIVEN], rounding)
         return self._result()
 
-    def _plan_trainings(self, given: Mapping[str, Any]) -> tuple[int, bool]:
+    def _plan_trainings(self, given: PipelineOptions) -> tuple[int, bool]:
         """Sets `ways`. Returns the microbatches of a step, and whether the user's pipeline has other numbers than a
         plain loop on purpose: the others flush, and go without such options.
         """
-        plan: Any = given.get("plan")
-        planned = isinstance(plan, Plan)
-        definition = plan.definition if planned else require_schedule(given.get("schedule") or DEFAULT_SCHEDULE)
-        parts = plan.microbatches if planned else given.get("microbatches") or 1
-        stages = len(plan.stages) if planned else given.get("stages")
-        if stages is None and self.world.processes == 1:
-            stages = 2
-        twin = {**_OTHER_NUMBERS, "plan": None, "stages": stages, "microbatches": parts}
-        twin["schedule"] = definition if definition.flushes else DEFAULT_SCHEDULE
-        one = {**twin, "stages": 1, "schedule": DEFAULT_SCHEDULE}
-        whole, cut = {"microbatches": 1}, {"microbatches": parts}
+        wanted, plan = replace(given.plan, tensor_parallel=None), given.plan.plan
+        stages = wanted.stages or (2 if self.world.processes == 1 else None)
+        definition, parts = require_schedule(wanted.schedule or DEFAULT_SCHEDULE), wanted.microbatches or 1
+        if isinstance(plan, Plan):
+            definition, parts, stages = plan.definition, plan.microbatches, len(plan.stages)
+        else:
+            wanted = replace(wanted, plan=None, stages=stages)
+        schedule = definition if definition.flushes else DEFAULT_SCHEDULE
+        twin = replace(wanted, plan=None, stages=stages, microbatches=parts, schedule=schedule, vertical_sync=False)
+        one = replace(twin, stages=1, schedule=DEFAULT_SCHEDULE)
+        whole, cut = replace(one, microbatches=1), one
+        keeps_plan = wanted.plan is not None and definition.flushes
         self.ways = {
-            Rung.LOOP: (train_by_loop, whole),
-            Rung.AGAIN: (train_by_loop, whole if self.whole else cut),
-            Rung.ACCUMULATION: (train_by_loop, cut),
-            Rung.CHAIN: (train_by_chain, one),
-            Rung.UNSEEDED: (train_by_pipeline, {**one, "seed": None}),
-            Rung.ONE_STAGE: (train_by_pipeline, one),
-            Rung.STAGES: (train_by_pipeline, _OTHER_NUMBERS if planned and definition.flushes else twin),
-            Rung.AS_GIVEN: (train_by_pipeline, {} if planned else {"plan": None, "stages": stages}),
+            Rung.LOOP: _Way(train_by_loop, whole),
+            Rung.AGAIN: _Way(train_by_loop, whole if self.whole else cut),
+            Rung.ACCUMULATION: _Way(train_by_loop, cut),
+            Rung.CHAIN: _Way(train_by_chain, one),
+            Rung.UNSEEDED: _Way(train_by_pipeline, one, seeded=False),
+            Rung.ONE_STAGE: _Way(train_by_pipeline, one),
+            Rung.STAGES: _Way(train_by_pipeline, replace(wanted, vertical_sync=False) if keeps_plan else twin),
+            Rung.AS_GIVEN: _Way(train_by_pipeline, wanted, plain=False),
         }
-        return parts, not definition.flushes or any(given.get(name) for name in _OTHER_NUMBERS)
+        recipe = given.recipe
+        changed = recipe.wire_dtype or recipe.version_dtype or recipe.update_hooks or recipe.scale_learning_rates
+        return parts, bool(changed or wanted.vertical_sync or not definition.flushes)
 
-    def _note_limits(self, given: Mapping[str, Any], parts: int) -> None:
-        left_out = [f"{name}=" for name in _LEFT_OUT if given.get(name)]
+    def _note_limits(self, given: PipelineOptions, parts: int) -> None:
+        unused = {
+            "compile": given.run.compile,
+            "parallelize": given.run.parallelize,
+            "tensor_parallel": given.plan.tensor_parallel,
+            "init_fn": given.model.init_fn,
+            "on_nonfinite": given.recipe.on_nonfinite != "raise",
+            "resume": given.run.resume,
+        }
+        left_out = [f"{name}=" for name, value in unused.items() if value]
         notes = {
-            "the plan that is measured: stages of equal work instead": not isinstance(given.get("plan"), Plan | None),
+            "the plan that is measured: stages of equal work instead": not isinstance(given.plan.plan, Plan | None),
             f"{', '.join(left_out)}, left out": bool(left_out),
             "dropout, switched off": self.setup.drops,
             "the whole batch at once, since the model draws random numbers": self.seen.draws and parts > 1,
@@ -253,10 +285,9 @@ class _Rehearsing:
         return self.made[rung]
 
     def _train(self, rung: Rung, shaken: float = 0.0) -> TrainingRecord:
-        train, changes = self.ways[rung]
+        way = self.ways[rung]
         with _explained(rung):
-            given = {name: value for name, value in self.setup.fresh(shaken).items() if name not in _LEFT_OUT}
-            return train({**given, **changes}, self.setup.batches)
+            return way.train(way.options_of(self.setup.fresh(shaken)), self.setup.batches)
 
 
 @contextmanager

@@ -1,30 +1,171 @@
-"""The trainings of a rehearsal: a plain loop of PyTorch, the chain of layers in one loop, and pipelines.
+"""The trainings of a rehearsal, and fresh copies of all that they train.
 
-Each takes the arguments of `Pipeline` as a dict, whose model it trains in place, and returns what it computed.
+A plain loop of PyTorch, the chain of layers in one loop, and pipelines: each trains the model of its options in place,
+and returns what it computed.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+import copy
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 
+from penstock.arguments import SEED, text_of
 from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.model_kinds import check_model
+from penstock.capturing.module_copies import copied
+from penstock.capturing.preservation import generator_states
 from penstock.capturing.samples import flatten, read_sample
+from penstock.errors import PenstockError
 from penstock.oracle.batches import cut
 from penstock.oracle.references import reference_train
-from penstock.pipeline import Pipeline
+from penstock.pipeline import build_pipeline
 from penstock.rehearsing.training_records import TrainingRecord
+from penstock.runtime.assembly.pipeline_options import ModelOptions, PipelineOptions, PlanOptions, RunOptions
 from penstock.torch_internals.autograd import leaves_behind
+from penstock.torch_internals.dispatch import OperatorMode
+from penstock.torch_internals.pytrees import tree_leaves, tree_map_only
 from penstock.training.losses import amount_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.training.user_microbatches import Microbatches
+from penstock.values.plans import Plan
 
 Batch: TypeAlias = tuple[Any, Any]
 """What `Pipeline.step` takes."""
+Options = TypeVar("Options", ModelOptions, Recipe, PlanOptions, RunOptions)
+
+_OWNED = ("loss_fn", "optimizer", "lr_scheduler", "loss_weight", "update_hooks")
+"""Arguments that may hold the model or state of their own, and are copied with it."""
+_NAMES = {kind: [each.name for each in fields(kind)] for kind in (ModelOptions, Recipe, PlanOptions, RunOptions)}
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """A training that can be begun any number of times."""
+
+    make: Callable[[], PipelineOptions]
+    batches: tuple[Batch, ...]
+    remade: bool
+    """Whether a function of the user's makes them; otherwise they are deep copies."""
+    drops: bool
+    """Whether there is dropout, which fresh copies do without."""
+    widened: bool = False
+    """Whether the copies are float64."""
+
+    def fresh(self, shaken: float = 0.0) -> PipelineOptions:
+        """The options of a training that is about to begin: its weights times 1 + `shaken` or 1 - `shaken`."""
+        _seed(0)
+        options = self.make()
+        module = as_module(options.model.model)
+        if self.widened:
+            module.double()
+            options = replace(options, model=replace(options.model, sample=_widen(options.model.sample)))
+            if isinstance(options.recipe.loss_fn, nn.Module):
+                options.recipe.loss_fn.double()
+        for inner, name in _dropout_rates(module):
+            setattr(inner, name, 0.0)
+        with torch.no_grad():
+            for parameter in module.parameters() if shaken else ():
+                if parameter.is_floating_point():
+                    parameter.mul_(1 + shaken * torch.randn_like(parameter).sign())
+        _seed(1)
+        return options
+
+    def in_float64(self) -> "Setup":
+        """The same with copies in float64."""
+        return replace(self, batches=_widen(self.batches), widened=True)
+
+
+def read_setup(model: Any, batches: Any, steps: int, /, **arguments: Any) -> Setup:
+    """The training that was passed to `rehearse`. Raises `PenstockError` unless it is whole."""
+    remade = callable(model) and not isinstance(model, nn.Module | type)
+
+    def make() -> dict[str, Any]:
+        if remade:
+            made = model()
+            return {**arguments, **(made if isinstance(made, Mapping) else {"model": made})}
+        memo: dict[int, Any] = {}
+        try:
+            own = {"model": copied(model, memo)}
+            own |= {name: copy.deepcopy(arguments[name], memo) for name in _OWNED if name in arguments}
+        except Exception as error:
+            fix = "pass a function that makes the model, and returns all arguments in a dict"
+            raise PenstockError(f"rehearse: copying the model fails with {error!r}: {fix}") from error
+        return {**arguments, **own}
+
+    _seed(0)
+    first = make()
+    check_model(first["model"], "rehearse")
+    found: Any = batches if batches is not None else first.get("batches")
+    if not isinstance(found, Iterable) or isinstance(found, str | Mapping | Tensor):
+        raise _unread(f"batches, found {text_of(found)}")
+    own_target = _read_options(first).recipe.reads_model_loss
+    kept = tuple(_pair(batch, own_target) for batch in islice(found, steps))
+    if not kept:
+        raise PenstockError("rehearse(batches=): expected at least one batch, found none: pass what a step takes")
+    drops = bool(_dropout_rates(as_module(first["model"])))
+    return Setup(lambda: _read_options(make()), kept, remade, drops)
+
+
+def _read_options(arguments: Mapping[str, Any]) -> PipelineOptions:
+    """The options of the pipeline with these arguments, which a function of the user's may have returned."""
+    known = {name for names in _NAMES.values() for name in names}
+    if strange := next((name for name in arguments if name not in known | {"batches"}), ""):
+        raise _unread(f"an argument of Pipeline, found {strange}=")
+    if missing := next((name for name in ("sample", "loss_fn", "optimizer") if name not in arguments), ""):
+        raise _unread(f"{missing}=")
+
+    def chosen(kind: type[Options]) -> Options:
+        return kind(**{name: arguments[name] for name in _NAMES[kind] if name in arguments})
+
+    return PipelineOptions(chosen(ModelOptions), chosen(Recipe), chosen(PlanOptions), chosen(RunOptions))
+
+
+def _unread(expected: str) -> PenstockError:
+    return PenstockError(
+        f"rehearse: expected {expected}: pass rehearse(model, batches, sample=..., loss_fn=..., optimizer=...), with "
+        "the arguments of Pipeline, and pairs (inputs, target) as batches; or a function that returns all in a dict"
+    )
+
+
+def _pair(batch: Any, own_target: bool) -> Batch:
+    if isinstance(batch, Microbatches) or (own_target and not (isinstance(batch, tuple) and batch[1:] == (None,))):
+        return batch, None
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise PenstockError(
+            f"rehearse(batches=): expected pairs (inputs, target), found {text_of(batch)}: give what pipe.step takes"
+        )
+    return batch[0], batch[1]
+
+
+def _widen(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
+
+
+def _dropout_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The attributes of modules in `model` that are rates of dropout above 0."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value
+        if "drop" in name.lower() or (name == "p" and isinstance(module, _DROPOUT))
+    ]
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def as_module(model: Any) -> nn.Module:
@@ -32,11 +173,6 @@ def as_module(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     return nn.ModuleDict({str(index): layer for index, layer in enumerate(model) if isinstance(layer, nn.Module)})
-
-
-def _recipe_of(given: Mapping[str, Any]) -> Recipe:
-    """The options among the arguments `given` to `Pipeline`."""
-    return Recipe(**{name: value for name, value in given.items() if name in Recipe.__dataclass_fields__})
 
 
 def _call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> Any:
@@ -51,15 +187,15 @@ def _call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> 
     return found
 
 
-def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
+def train_by_loop(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
     """The training as a user of PyTorch writes it, with the gradients of microbatches added up."""
-    recipe, module, record = _recipe_of(given), as_module(given["model"]), TrainingRecord()
+    recipe, module, record = options.recipe, as_module(options.model.model), TrainingRecord()
     named = dict(module.named_parameters())
     optimizers = make_optimizers(record.watching(recipe.optimizer), named)
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
     for number, batch in enumerate(batches):
         module.zero_grad()
-        compute_gradients(given, batch, number, record)
+        compute_gradients(options, batch, number, record, parts=options.plan.microbatches or 1)
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(named.values(), recipe.clip_grad_norm)
         for optimizer in optimizers:
@@ -70,11 +206,13 @@ def train_by_loop(given: Mapping[str, Any], batches: Sequence[Batch]) -> Trainin
     return record
 
 
-def compute_gradients(given: Mapping[str, Any], batch: Batch, number: int, record: TrainingRecord) -> None:
-    """The forwards and backwards of step `number`: of ``microbatches=``, or of those that the user has cut."""
-    recipe, model, (inputs, target) = _recipe_of(given), given["model"], batch
-    _, spec = read_sample(given["sample"])
-    count = len(inputs.inputs) if isinstance(inputs, Microbatches) else given["microbatches"]
+def compute_gradients(
+    options: PipelineOptions, batch: Batch, number: int, record: TrainingRecord, *, parts: int
+) -> None:
+    """The forwards and backwards of step `number`: in equal `parts`, or those that the user has cut."""
+    recipe, model, (inputs, target) = options.recipe, options.model.model, batch
+    _, spec = read_sample(options.model.sample)
+    count = len(inputs.inputs) if isinstance(inputs, Microbatches) else parts
     pieces = cut(spec, inputs, target, count, own_target=recipe.reads_model_loss)
     amounts = [amount_of(recipe.loss_weight, piece.target, piece.size) for piece in pieces]
     outputs = []
@@ -100,27 +238,91 @@ def compute_gradients(given: Mapping[str, Any], batch: Batch, number: int, recor
             record.note(number, "output", f"{index}", torch.cat(rows))
 
 
-def train_by_chain(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
-    """The training of the captured chain in one loop, by `reference_train`."""
-    record = TrainingRecord()
-    known = inspect.signature(reference_train).parameters.keys() - {"batches", "optimizer"}
-    options = {name: value for name, value in given.items() if name in known}
-    found = reference_train(batches=batches, optimizer=record.watching(given["optimizer"]), **options)
+def train_by_chain(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
+    """The training of the captured chain in one loop, by `reference_train`: in one stage, or by a plan."""
+    record, recipe, plan = TrainingRecord(), options.recipe, options.plan.plan
+    assert plan is None or isinstance(plan, Plan)
+    found = reference_train(
+        options.model.model,
+        batches,
+        sample=options.model.sample,
+        loss_fn=recipe.loss_fn,
+        optimizer=record.watching(recipe.optimizer),
+        microbatches=options.plan.microbatches or 1,
+        plan=plan,
+        autocast=recipe.autocast,
+        version_dtype=recipe.version_dtype,
+        loss_weight=recipe.loss_weight,
+        loss_scale=recipe.loss_scale,
+        clip_grad_norm=recipe.clip_grad_norm,
+        lr_scheduler=recipe.lr_scheduler,
+        update_hooks=recipe.update_hooks,
+        scale_learning_rates=recipe.scale_learning_rates,
+        wire_dtype=recipe.wire_dtype,
+        seed=SEED.check("rehearse(seed=)", options.run.seed),
+    )
     for number, loss in enumerate(found.losses):
         record.note(number, "loss", "", loss)
-    record.finish(len(batches), dict(as_module(given["model"]).named_parameters()), found.state)
+    record.finish(len(batches), dict(as_module(options.model.model).named_parameters()), found.state)
     return record
 
 
-def train_by_pipeline(given: Mapping[str, Any], batches: Sequence[Batch]) -> TrainingRecord:
+def train_by_pipeline(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
     """The training in a pipeline."""
-    record = TrainingRecord()
-    with Pipeline(**{**given, "optimizer": record.watching(given["optimizer"])}) as pipe:
+    record, recipe = TrainingRecord(), options.recipe
+    watched = replace(options, recipe=replace(recipe, optimizer=record.watching(recipe.optimizer)))
+    with build_pipeline(watched) as pipe:
         results = [pipe.step(inputs, target) for inputs, target in batches]
         pipe.drain()
         for number, result in enumerate(results):
             for name, value in {"": float(result.loss), **result.metrics}.items():
                 record.note(number, "metric" if name else "loss", name, value)
-        record.finish(len(batches), dict(as_module(given["model"]).named_parameters()), pipe.state_dict()["model"])
+        names = dict(as_module(options.model.model).named_parameters())
+        record.finish(len(batches), names, pipe.state_dict()["model"])
         record.plan = pipe.plan
     return record
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """What a step without an update shows of a training."""
+
+    eps: float
+    """The distance of 1 to the next number in the coarsest type that it computes in."""
+    draws: bool
+    """Whether it draws random numbers, dropout aside."""
+
+
+class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
+    """Finds the coarsest type that operators compute in: models may cast to float32 inside."""
+
+    eps = 0.0
+
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = func(*args, **kwargs)
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
+        return found
+
+
+def look(setup: Setup) -> FirstLook:
+    """Raises `PenstockError` if the loss is not finite, or reads what copies of the model do not hold."""
+    options, record = setup.fresh(), TrainingRecord()
+    module = as_module(options.model.model)
+    before, coarsest = generator_states(), _CoarsestType()  # type: ignore[no-untyped-call]
+    with coarsest:
+        compute_gradients(options, setup.batches[0], 0, record, parts=1)
+    loss = record.values[0, "loss", ""]
+    if not math.isfinite(loss):
+        raise PenstockError(
+            f"rehearse: expected a loss that is a number, found {loss} in the first step of your own loop: rehearse "
+            "with batches and weights that train"
+        )
+    if not setup.remade and not record.read_by_loss <= {id(parameter) for parameter in module.parameters()}:
+        raise PenstockError(
+            "rehearse: expected a loss that trains only the copy of the model, found that loss_fn reads a trained "
+            "tensor outside of it: pass a function that makes model and loss_fn and returns all arguments in a dict, "
+            "since a rehearsal trains each time anew. What the loss itself learns must be part of the model"
+        )
+    return FirstLook(coarsest.eps, before != generator_states())

@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from penstock.errors import PenstockError
-from penstock.runtime.assembly.hub_forms import hub_form
+from penstock.runtime.assembly.weight_exports import hub_form
 from support.jobs.weight_jobs import build
 
 # PEFT asks transformers by a name of old.

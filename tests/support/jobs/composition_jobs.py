@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 import penstock
 from penstock.capturing.chain import StageModule
-from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.assembly.pipeline_options import Parallelize
 from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport
 from support import models

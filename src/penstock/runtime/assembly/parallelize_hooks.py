@@ -7,10 +7,10 @@ PyTorch's parallelism in place: `parallelize_module` over ``tp``, `fully_shard` 
 A combination that would give other numbers than one device, or hang, is refused: docs/composition.md lists them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.module_state import same_content
 from penstock.capturing.sequential import EagerLayer, Form
 from penstock.errors import PlanError
+from penstock.runtime.assembly.captured_models import CapturedModel
+from penstock.runtime.assembly.pipeline_options import Parallelize, PipelineOptions
+from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
+from penstock.runtime.batches.required_inputs import held_stages
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.collective_errors import agreed
@@ -37,16 +41,13 @@ from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled
 from penstock.values.plans import Plan
 
-Parallelize: TypeAlias = Callable[[StageModule, DeviceMesh], nn.Module | None]
-"""Changes a stage's module in place. The mesh has the dimensions ``dp`` and ``tp``."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParallelStages:
     """The stages of this process after the hook."""
 
     chain: LayerChain
-    """Its parameters are those after the hook."""
+    """Its parameters are those after the hook; compiled if the user asked for that."""
     modules: Mapping[int, StageModule]
     """By stage; empty if there was no hook."""
     tp_group: dist.ProcessGroup | None = None
@@ -78,31 +79,32 @@ def _check_hook(hook: Parallelize | None, plan: Plan, schedule: Schedule, chain:
         )
 
 
-def parallelize_stages(
-    hook: Parallelize | None,
-    world: World,
-    *,
-    chain: LayerChain,
-    plan: Plan,
-    schedule: Schedule,
-    timeout_seconds: float,
-    masters: bool = False,
+def make_own_stages(
+    options: PipelineOptions, world: World, captured: CapturedModel, planned: ScheduledPlan
 ) -> ParallelStages:
-    """The stages of this process after `hook`. Raises `PlanError` for a result that cannot be trained exactly.
-    Collective. `masters`: whether some stage reads other weights than the optimizer steps.
+    """The stages of this process: with weights, after the hook, and compiled. Collective.
+
+    Raises `PlanError` for a result of the hook that cannot be trained exactly.
     """
+    held = held_stages(planned.plan, planned.schedule, planned.ranks)
+    stages = _parallelize(options, world, captured.materialize(world, held, options.run.seed), planned)
+    return replace(stages, chain=captured.compile(stages.chain, planned.plan, planned.granularities))
+
+
+def _parallelize(options: PipelineOptions, world: World, chain: LayerChain, planned: ScheduledPlan) -> ParallelStages:
+    hook, plan, schedule = options.run.parallelize, planned.plan, planned.schedule
     with agreed(world, "while it checked parallelize= against its plan"):
         _check_hook(hook, plan, schedule, chain, processes=world.processes)
     if hook is None:
         return ParallelStages(chain, {})
     tensor_parallel_size = plan.tensor_parallel
-    (rank,) = world.local(schedule.ranks, tensor_parallel_size)
+    (rank,) = planned.ranks
     device = next((parameter.device for parameter in chain.parameters.values()), torch.device("cpu"))
-    mesh = stage_mesh(schedule.placement, rank, tensor_parallel_size, device, timeout_seconds)
+    mesh = stage_mesh(schedule.placement, rank, tensor_parallel_size, device, options.run.timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
         result, modules = _apply(hook, mesh, chain, plan, schedule, stages=schedule.stages_of(rank))
         sharded = any(sharded_modules(module) for module in modules.values())
-        if sharded and masters:
+        if sharded and options.recipe.keeps_masters(schedule.guarantees.delays):
             raise PlanError(
                 "version_dtype= and hooks that predict keep what forwards read beside the optimizer's parameters, and "
                 "fully_shard makes what forwards read of the optimizer's: leave the one or the other out. "

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.arguments import FLAG, SEED, Rule, check_fields, choice, function, instance, integer
+from penstock.capturing.chain import StageModule
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, PlanError
-from penstock.runtime.assembly.parallelize_hooks import Parallelize
 from penstock.runtime.execution.recomputation import Recompute
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -27,6 +28,8 @@ from penstock.values.plans import MICROBATCHES, Plan, require_schedule
 Balance: TypeAlias = Literal["work", "layers", "measured"]
 """What stages have equal amounts of: estimated work, layers, or measured seconds."""
 Check: TypeAlias = Literal["warn", "strict", "off"]
+Parallelize: TypeAlias = Callable[[StageModule, DeviceMesh], nn.Module | None]
+"""Changes a stage's module in place. The mesh has the dimensions ``dp`` and ``tp``."""
 
 
 def _is_plan(value: object) -> bool:
@@ -111,7 +114,7 @@ class PlanOptions:
             )
 
     def plan_for(self, processes: int) -> Plan | str | None:
-        """`plan`, or what it returns for so many `processes` if it is a function.
+        """`plan`, or what it returns for this number of `processes` if it is a function.
 
         `PlanError` if it returns something else than a plan.
         """

@@ -17,6 +17,7 @@ from torch import nn
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.capturing.crossings import crossings_of
 from penstock.runtime.assembly.parallelize_hooks import InPlace, ParallelStages, sharded_modules
+from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
 from penstock.runtime.devices.device_context import DeviceContext, make_device_context
 from penstock.runtime.devices.timestamps import Timestamp
@@ -43,27 +44,25 @@ from penstock.values.plans import Plan
 def start_engine(
     world: World,
     planned: ScheduledPlan,
-    chain: LayerChain,
+    own: ParallelStages,
     recipe: Recipe,
+    run: RunOptions,
     *,
-    parallel: ParallelStages,
     device: torch.device,
-    seed: int | None,
-    timeout_seconds: float,
     opened: ExitStack,
 ) -> tuple[Engine, Updater]:
     """The engine over a worker for each rank of this process, and what steps their optimizers. Collective.
 
-    `parallel`: the stages that a hook has changed. What has to be closed is put on `opened`.
+    `own`: the stages of this process. What has to be closed is put on `opened`.
     """
-    plan, schedule = planned.plan, planned.schedule
+    chain, plan, schedule = own.chain, planned.plan, planned.schedule
     transport = connect(
         world,
         schedule,
-        buffered=buffered_stages(world, plan, chain, schedule, parallel.modules),
+        buffered=buffered_stages(world, plan, chain, schedule, own.modules),
         device=device,
-        timeout_seconds=timeout_seconds,
-        tp_group=parallel.tp_group,
+        timeout_seconds=run.timeout_seconds,
+        tp_group=own.tp_group,
     )
     opened.callback(transport.close)
     opened.callback(world.announce_leave)
@@ -73,7 +72,7 @@ def start_engine(
         planned,
         chain,
         transport=transport,
-        modules=parallel.modules,
+        modules=own.modules,
         compute_weights=[ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays],
         context=context,
     )
@@ -92,7 +91,7 @@ def start_engine(
         context=context,
     )
     check = make_prediction_check(plan, schedule.flushes, world, context.timer)
-    return Engine(schedule, stages, workers, transport, check=check, context=context, seed=seed), updater
+    return Engine(schedule, stages, workers, transport, check=check, context=context, seed=run.seed), updater
 
 
 def buffered_stages(

@@ -1,26 +1,34 @@
 """Writes the weights of the whole model in the form of a hub: safetensors files, an index, configurations.
 
+A model of transformers goes whole, with its configuration. Of a PEFT model go the adapters, as PEFT writes them. Any
+other module goes whole, under the names of its state dict.
+
 Every process writes the tensors that it answers for into files of its own. A model that fits one file is written by
 process 0, which the others send their tensors to, one after the other.
 
-Law of this file: a process that fails to write goes on to take part in what the others wait for, and raises then.
+Laws of this file:
+  1. Tensors come from other processes one after the other, in an order that all share. So no process holds more than
+     its own and one other.
+  2. A process that fails to write goes on to take part in what the others wait for, and raises then.
 """
 
+import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from penstock.arguments import PATH, Rule, text_of
+from penstock.arguments import PATH, Rule, integer, text_of
+from penstock.capturing.chain import LayerChain
 from penstock.capturing.weight_files import INDEX, SINGLE
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime.assembly.gathered_tensors import HeldTensors, shared_names
-from penstock.runtime.assembly.hub_forms import HubForm, hub_form, write_configurations
 from penstock.runtime.assembly.safetensors_files import (
     PARTIAL,
     SafetensorsWriter,
@@ -29,7 +37,10 @@ from penstock.runtime.assembly.safetensors_files import (
     publish,
     write_index,
 )
+from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed, gather_results
+from penstock.runtime.transport.worlds import World
+from penstock.values.plan_stages import Stage
 
 ADAPTER, ADAPTER_CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 """The names that PEFT looks for."""
@@ -45,6 +56,171 @@ _DTYPE = Rule(
     lambda value: value,
     "give one such as torch.bfloat16, or leave it out for that of the model",
 ).optional
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensors:
+    """The tensors of the model's state dict that this process holds, and who answers for each."""
+
+    own: Mapping[str, Tensor]
+    every: Mapping[str, Tensor]
+    """All entries of the state dict; those that other processes hold have a shape and a type only."""
+    owners: Mapping[str, int]
+    """The first of the processes that hold each."""
+    world: World
+
+    def take(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """All of the tensor in `dtype` on the CPU, if this process answers for it. Those that share it call together.
+
+        It may be the memory of the model itself.
+        """
+        if name not in self.own:
+            return None
+        tensor = whole(self.own[name].detach())
+        return tensor.to("cpu", dtype) if self.owners[name] == self.world.rank else None
+
+    def bring(self, name: str, dtype: torch.dtype, rank: int | None) -> Tensor | None:
+        """The tensor in `dtype` on the CPU of process `rank` (all, if None); None elsewhere. Collective."""
+        taken, owner, here = self.take(name, dtype), self.owners[name], self.world.rank
+        if self.world.processes == 1 or rank == owner:
+            return taken
+        if rank is not None and here not in (rank, owner):
+            return None
+        values = torch.empty(self.every[name].shape, dtype=dtype) if taken is None else taken.contiguous()
+        flat, group = values.reshape(-1).view(torch.uint8), self.world.group
+
+        def pass_on() -> None:
+            if rank is None:
+                dist.broadcast(flat, src=owner, group=group)
+            elif here == owner:
+                dist.send(flat, dst=rank, group=group)
+            else:
+                dist.recv(flat, src=owner, group=group)
+
+        peers = [peer for peer in (owner, rank) if peer is not None and peer != here]
+        self.world.run(pass_on, f"{name}, from rank {owner} to {'all' if rank is None else f'rank {rank}'}", peers)
+        return None if here == owner and rank is not None else values
+
+    def state_dict(self, rank: int | None) -> dict[str, Tensor]:
+        """Copies of all tensors on the CPU of process `rank` (all, if None); nothing elsewhere. Collective."""
+        processes = self.world.processes
+        one = integer(0, processes - 1).but("give the number of a process, or None for all").optional
+        rank = one.check("full_state_dict(rank=)", rank)
+        found: dict[str, Tensor] = {}
+        for names in shared_names(self.every):
+            tensor = self.bring(names[0], self.every[names[0]].dtype, rank)
+            if tensor is not None:
+                copied = tensor.clone() if names[0] in self.own else tensor
+                found.update(dict.fromkeys(names, copied))
+        return {name: found[name] for name in self.every if name in found}
+
+
+def held_tensors(chain: LayerChain, stages: Iterable[Stage]) -> dict[str, Tensor]:
+    """The entries of the model's state dict that belong to `stages`.
+
+    What no layer uses belongs to the first stage.
+    """
+    layers = [range(stage.start, stage.stop) for stage in stages]
+    tensors: dict[str, Tensor] = {**chain.parameters, **chain.buffers}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if any(reader in span for span in layers for reader in chain.readers[name] or (0,))
+    }
+
+
+def hold(chain: LayerChain, own: Mapping[str, Tensor], world: World) -> HeldTensors:
+    """`own`: the entries of the state dict of the model of `chain` that this process holds. Collective."""
+    every: dict[str, Tensor] = {**chain.parameters, **chain.buffers}
+    owners: dict[str, int] = {}
+    for rank, names in enumerate(world.gather(list(own))):
+        for name in names:
+            owners.setdefault(name, rank)
+    return HeldTensors(own, every, owners, world)
+
+
+def shared_names(tensors: Mapping[str, Tensor]) -> list[Sequence[str]]:
+    """The names of each tensor, in the order of the first: tied weights have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+@dataclass(frozen=True, slots=True)
+class HubForm:
+    """The form of one model."""
+
+    names: Mapping[str, str]
+    """The name in the files for each tensor that goes into them, by its name in the model."""
+    adapter: bool = False
+    """Whether only an adapter goes. It is always one file."""
+
+
+def hub_form(model: Any, tensors: Mapping[str, Tensor]) -> HubForm:
+    """The form of `model`, whose state dict has `tensors`; only their shapes are read."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return _adapter_form(model, peft.get_peft_model_state_dict, tensors)
+    if getattr(model, "peft_config", None):
+        raise PenstockError(
+            f"{type(model).__name__} has adapters of its own (add_adapter): expected a PEFT model around it, whose "
+            "adapters have names to be saved under. Build it with peft.get_peft_model(model, config)"
+        )
+    return HubForm({name: name for name in tensors})
+
+
+def _write_configurations(model: Any, form: HubForm, directory: Path, dtype: torch.dtype | None) -> None:
+    """Writes the configurations of `model` to `directory`, if it has any. `dtype`: of its weights in the files."""
+    if form.adapter:
+        _write_adapter_configuration(model, directory)
+        return
+    config = getattr(model, "config", None)
+    if callable(getattr(config, "save_pretrained", None)):
+        config = copy.deepcopy(config)
+        assert config is not None
+        # transformers notes both when it saves. Which class and which type a reader makes depends on them.
+        config.architectures = [type(model).__name__]
+        if dtype is not None:
+            config.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(directory)
+    generation = getattr(model, "generation_config", None)
+    if callable(getattr(generation, "save_pretrained", None)):
+        assert generation is not None
+        generation.save_pretrained(directory)
+
+
+def _adapter_form(model: Any, select: Callable[..., Mapping[str, Tensor]], tensors: Mapping[str, Tensor]) -> HubForm:
+    """What PEFT selects of a state dict without values, recognized by its tensors."""
+    if len(model.peft_config) != 1:
+        raise PenstockError(
+            f"the model has the adapters {', '.join(model.peft_config)}: expected one, which save_weights writes. "
+            "Gather all with pipe.full_state_dict(), load them into a model, and save it with its save_pretrained()"
+        )
+    (adapter,) = model.peft_config
+    stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    origins = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    selected = select(model, state_dict=stand_ins, adapter_name=adapter)
+    changed = [name for name, tensor in selected.items() if id(tensor) not in origins]
+    if changed:
+        raise PenstockError(
+            f"PEFT does not save {', '.join(changed)} as the model has it, but computes it first: expected adapters "
+            "whose tensors are saved as they are, such as LoRA. Gather the model with pipe.full_state_dict(), load it "
+            "into a model, and save that with its save_pretrained()"
+        )
+    return HubForm({origins[id(tensor)]: name for name, tensor in selected.items()}, adapter=True)
+
+
+def _write_adapter_configuration(model: Any, directory: Path) -> None:
+    (config,) = (copy.deepcopy(config) for config in model.peft_config.values())
+    base = model.get_base_model()
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
 def export_weights(
@@ -77,7 +253,7 @@ def export_weights(
     with agreed(world, "while it published weights"):
         if world.rank == 0:
             floating = (entry.dtype for entry in entries.values() if entry.dtype.is_floating_point)
-            write_configurations(model, form, directory / PARTIAL, next(floating, None))
+            _write_configurations(model, form, directory / PARTIAL, next(floating, None))
             if plan.homes is not None:
                 write_index(directory / PARTIAL, plan.homes, entries.values())
             publish(directory, ADAPTER_CONFIGURATION if form.adapter else SINGLE if plan.homes is None else INDEX)

@@ -14,7 +14,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.failure_guard import FailureGuard
-from penstock.runtime.assembly.gathered_tensors import shared_names
+from penstock.runtime.assembly.weight_exports import shared_names
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves, StageStates
 from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from penstock.arguments import SEED, integer, is_number, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.gathered_tensors import held_tensors
+from penstock.runtime.assembly.weight_exports import held_tensors
 from penstock.runtime.checkpoints.histories import check_history, open_history, updates_of
 from penstock.runtime.checkpoints.manifests import StoredTensor, read_value
 from penstock.runtime.engine.engine import Engine
