@@ -200,7 +200,6 @@ def fastest_plan(
 
 
 def _stages_per_rank(wanted: PlanOptions, ranks: int) -> int:
-    """The stages that each of `ranks` ranks is to hold."""
     return require_schedule(wanted.schedule or DEFAULT_SCHEDULE).layout.default_stages_per_rank(wanted.stages, ranks)
 
 

@@ -238,7 +238,9 @@ class _Loaders:
         return states
 
     def restore(self, states: list[Mapping[str, Any]]) -> None:
-        """Gives each of `states` to a loader like that of then, the newest ones if there are several."""
+        """Gives each of `states` to a loader like that of then, the newest ones if there are several: now, and when
+        loaders are made that do not exist yet. With an empty list, no loader waits for a state any more.
+        """
         self._waiting = []
         left = self._in_order()[::-1]
         for state in reversed(states):
@@ -259,6 +261,7 @@ def _is_of(state: Mapping[str, Any], batches: Batches) -> bool:
 
 
 _LOADERS = _Loaders()
+loader_states, restore_loaders = _LOADERS.states, _LOADERS.restore
 _USES = itertools.count(1)
 """Counts the loaders that are made and the batches that are taken from any of them."""
 
@@ -266,19 +269,6 @@ _USES = itertools.count(1)
 def loader_uses() -> int:
     """How often the loaders of this process were used so far, for `loader_states`."""
     return next(_USES)
-
-
-def loader_states(since: int) -> list[dict[str, Any]]:
-    """The positions of the loaders that were used after `since` uses, for a checkpoint."""
-    return _LOADERS.states(since)
-
-
-def restore_loaders(states: list[Mapping[str, Any]]) -> None:
-    """Restores what `loader_states` returned: now, and when loaders are made that do not exist yet.
-
-    With an empty list, no loader waits for a state any more.
-    """
-    _LOADERS.restore(states)
 
 
 class _Order:

@@ -47,8 +47,6 @@ _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a training is made."""
-
     train: Callable[[PipelineOptions, Sequence[Batch]], TrainingRecord]
     plan: PlanOptions
     seeded: bool = True
@@ -151,8 +149,6 @@ def _widest(setup: Setup) -> tuple[Setup, FirstLook]:
 
 @dataclass(slots=True)
 class _Rehearsing:
-    """One rehearsal under way."""
-
     setup: Setup
     seen: FirstLook
     world: World

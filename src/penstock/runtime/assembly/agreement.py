@@ -22,7 +22,6 @@ from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.values.plans import Plan
-from penstock.values.plans import schedule as schedule_of
 
 
 def check_options(world: World, options: PipelineOptions) -> None:
@@ -62,9 +61,7 @@ class _Fingerprint:
     skips: tuple[Skip, ...]
 
 
-def check_agreement(
-    world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None, *, weights: bool = True
-) -> None:
+def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Schedule, *, weights: bool) -> None:
     """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective.
 
     `weights`: whether the values of the weights count. They do not where all are loaded afterwards.
@@ -72,8 +69,8 @@ def check_agreement(
     if world.processes == 1:
         return
     compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
-    layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
-    programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
+    layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips
+    programs = _digest_programs(schedule)
     digests = _digests(chain.parameters) if weights else {}
     mine = _Fingerprint(compared, str(plan), programs, layers=layers, parameters=digests, skips=skips)
     own = tuple(getattr(mine, field.name) for field in fields(mine))

@@ -239,8 +239,6 @@ def open_resources(owner: object, world: World) -> ExitStack:
 
 
 class _Dropped:
-    """What is to be closed by a thread of this process."""
-
     def __init__(self) -> None:
         self.waiting: queue.SimpleQueue[ExitStack | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_close_all, args=(self.waiting,), name="penstock close", daemon=True)

@@ -326,7 +326,6 @@ def stacks_of_threads(training: int) -> tuple[ThreadRecord, ...]:
 
 
 def _written_stacks() -> str:
-    """The stacks of all threads as `faulthandler` writes them."""
     in_memory = sys.platform == "linux"
     with os.fdopen(os.memfd_create("stacks"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)

@@ -25,6 +25,7 @@ from penstock.capturing.chain_digests import form_facts
 from penstock.capturing.joining import JoinedLayers
 from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.module_state import same_content
+from penstock.capturing.preservation import evaluating
 from penstock.capturing.sequential import EagerLayer, Form
 from penstock.errors import PlanError
 from penstock.runtime.assembly.captured_models import CapturedModel
@@ -57,7 +58,6 @@ class ParallelStages:
 
 
 def _check_hook(hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, *, processes: int) -> None:
-    """Raises `PlanError` if a hook cannot be applied, or is missing."""
     if hook is None:
         if plan.tensor_parallel > 1:
             raise PlanError(
@@ -118,7 +118,6 @@ def _parallelize(options: PipelineOptions, world: World, chain: LayerChain, plan
 def _apply(
     hook: Parallelize, mesh: DeviceMesh, chain: LayerChain, plan: Plan, schedule: Schedule, *, stages: Iterable[int]
 ) -> tuple[LayerChain, dict[int, StageModule]]:
-    """The chain and `stages` after `hook`."""
     changed: dict[int, nn.Parameter] = {}
     modules = {}
     for index in stages:
@@ -205,24 +204,15 @@ def _blocks_of(stage: StageModule) -> dict[str, nn.Module]:
     return {name: body for body, name in names.items()}
 
 
-class InPlace:
-    """Runs a stage's module in evaluation mode for one call, since a module that a hook has changed is not captured
-    again. Its version 0 is the newest, since an evaluation follows a drain.
+def evaluate_in_place(
+    weights: VersionedWeights, received: Sequence[Tensor], inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, ...]:
+    """Runs the module of a stage in evaluation mode for one call, since a module that a hook has changed is not
+    captured again. Its version 0 is the newest, since an evaluation follows a drain.
     """
-
-    def __init__(self, weights: VersionedWeights) -> None:
-        self._weights = weights
-
-    def __call__(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        module = self._weights.stage
-        modes = [(inner, inner.training) for inner in module.modules()]
-        module.eval()
-        try:
-            outputs: tuple[Tensor, ...] = module(received, inputs)
-        finally:
-            for inner, mode in modes:
-                inner.training = mode
-        return outputs
+    with evaluating([weights.stage]):
+        outputs: tuple[Tensor, ...] = weights.stage(received, inputs)
+    return outputs
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:

@@ -50,25 +50,19 @@ def choose_plan(plan: Plan | None, wanted: PlanOptions, weights: LayerWeights, p
     """
     if plan is None:
         return _balanced_plan(wanted, weights, processes)
-    given = {
-        "schedule": None if wanted.schedule is None else identify(require_schedule(wanted.schedule)),
-        "microbatches": wanted.microbatches,
-        "stages": wanted.stages,
-        "vertical_sync": wanted.vertical_sync or None,
-        "tensor_parallel": wanted.tensor_parallel,
-    }
-    planned = {
-        "schedule": plan.schedule,
-        "microbatches": plan.microbatches,
-        "stages": len(plan.stages),
-        "vertical_sync": plan.vertical_sync,
-        "tensor_parallel": plan.tensor_parallel,
-    }
-    for name, value in given.items():
-        if value is not None and value != planned[name]:
+    schedule = None if wanted.schedule is None else identify(require_schedule(wanted.schedule))
+    compared: list[tuple[str, object, object]] = [
+        ("schedule", schedule, plan.schedule),
+        ("microbatches", wanted.microbatches, plan.microbatches),
+        ("stages", wanted.stages, len(plan.stages)),
+        ("vertical_sync", wanted.vertical_sync or None, plan.vertical_sync),
+        ("tensor_parallel", wanted.tensor_parallel, plan.tensor_parallel),
+    ]
+    for name, value, planned in compared:
+        if value is not None and value != planned:
             raise PlanError(
-                f"{name}={value!r} contradicts the plan, which has {name} {planned[name]!r}: leave {name}= out, or "
-                "change the plan"
+                f"{name}={value!r} contradicts the plan, which has {name} {planned!r}: leave {name}= out, or change "
+                "the plan"
             )
     return plan
 

@@ -12,16 +12,16 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.capturing.crossings import crossings_of
-from penstock.runtime.assembly.parallelize_hooks import InPlace, ParallelStages, sharded_modules
+from penstock.runtime.assembly.parallelize_hooks import ParallelStages, evaluate_in_place, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
 from penstock.runtime.devices.device_context import DeviceContext, make_device_context
 from penstock.runtime.devices.timestamps import Timestamp
-from penstock.runtime.engine.call_agreement import call_edges, comparing_rank
+from penstock.runtime.engine.call_agreement import call_edges
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.prediction_check import make_prediction_check
@@ -130,7 +130,7 @@ def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
             edges.update({Edge(here, there): None for here in ranks for there in ranks})
     edges.update({Edge(last, rank, Channel.REPORTS): None for last in stages[-1] for rank in range(schedule.ranks)})
     edges.update({Edge(stages[stage][0], rank, Channel.BUFFERS): None for stage in buffered for rank in stages[stage]})
-    edges.update(dict.fromkeys(call_edges(schedule.ranks, comparing_rank(stages[-1]))))
+    edges.update(dict.fromkeys(call_edges(schedule.ranks, stages[-1][0])))
     return tuple(edge for edge in edges if edge.source != edge.target)
 
 
@@ -238,11 +238,14 @@ def build_stages(
         for name in parameters:
             if name in shared:
                 shared_weights.setdefault(name, weights)
+        evaluation: Callable[[], Callable[..., tuple[Tensor, ...]]]
+        if index in modules:
+            evaluation = partial(partial, evaluate_in_place, weights)
+        else:
+            evaluation = cache(partial(_evaluation, chain, start, stop))
         firsts[index] = LocalStage(
             weights,
-            evaluation=partial(InPlace, weights)
-            if index in modules
-            else cache(partial(_evaluation, chain, start, stop)),
+            evaluation=evaluation,
             ties={
                 partner: tuple(name for name, sharing in shared.items() if index in sharing and partner in sharing)
                 for partner in partners(index, schedule.ties)

@@ -261,8 +261,6 @@ def export_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Which files this process writes."""
-
     files: Sequence[tuple[str, Sequence[StoredEntry]]]
     homes: Mapping[str, str] | None
     """By tensor, the file that has it, of all processes; None if there is only one file, which rank 0 writes."""

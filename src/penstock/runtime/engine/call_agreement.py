@@ -77,18 +77,11 @@ class AnnouncedCall(NamedTuple):
 
 @dataclass(slots=True)
 class _PendingCall:
-    """A call of this rank, and what is known of the others'."""
-
     code: bytes
     seen: dict[int, AnnouncedCall]
     """By rank: the own call, and those that were announced in other words, such as by ranks without values."""
     receives: dict[int, PendingMessage]
     """By rank: the announcements that have not arrived."""
-
-
-def comparing_rank(last_stage: Sequence[int]) -> int:
-    """The rank that compares the calls of all, where `last_stage` has the ranks of the last stage."""
-    return last_stage[0]
 
 
 def call_edges(ranks: int, comparing: int) -> list[Edge]:
@@ -196,7 +189,6 @@ class CallAgreement:
             self._pending.popleft()
 
     def _compare(self, rank: int, one: AnnouncedCall, peer: int, other: AnnouncedCall) -> None:
-        """Raises `TransportError` unless the calls of two ranks belong together."""
         if one.name != other.name:
             self._fail(rank, one.text, peer, other.text, "Make the same calls in the same order")
         if one.trained != other.trained:

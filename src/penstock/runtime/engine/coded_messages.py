@@ -135,8 +135,6 @@ class _AwaitedForms:
 
 @dataclass(slots=True, eq=False)
 class _CodedReceive:
-    """A message that is decoded when it is waited for."""
-
     receive: PendingMessage
     awaited: _AwaitedForms
     codec: WireCodec
@@ -189,7 +187,6 @@ def _write(forms: _Forms) -> Tensor:
 
 
 def _read(code: Tensor, edge: Edge) -> _Forms:
-    """Reads what `_write` made. `TransportError` if it made no such thing."""
     numbers: list[int] = code.tolist()
     forms: list[_Form | None] = []
     place = 0

@@ -23,14 +23,13 @@ from penstock.runtime.batches.result_broadcast import ResultBroadcast
 from penstock.runtime.batches.results import Loss
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.host_copies import HostCopier
-from penstock.runtime.engine.buffers import share_buffers
-from penstock.runtime.engine.call_agreement import CallAgreement, comparing_rank
+from penstock.runtime.engine.call_agreement import CallAgreement
 from penstock.runtime.engine.coded_messages import messages_of
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively
 from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
-from penstock.runtime.engine.local_stage import LocalStage
+from penstock.runtime.engine.local_stage import LocalStage, share_buffers
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.nonfinite_losses import LateLosses
@@ -94,7 +93,7 @@ class Engine:
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
         self._check, self._context = check, context
         ranks = 1 if len(stages) == schedule.ranks else schedule.ranks
-        self.calls = CallAgreement(transport, self._ranks[0], ranks, comparing_rank(schedule.placement.stages[-1]))
+        self.calls = CallAgreement(transport, self._ranks[0], ranks, schedule.placement.stages[-1][0])
         """Compares the calls of this process with those of the others."""
         self.snapshots = workers[0].snapshots
         last = schedule.stages - 1

@@ -32,8 +32,6 @@ class FlightRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
-    """One segment: a step, a drain or an evaluation."""
-
     name: str
     placement: Placement
     began: float
@@ -106,7 +104,6 @@ def _done(row: FlightRow) -> list[tuple[str, float, float]]:
 
 
 def _last_actions(flights: Sequence[_Flight], now: float) -> list[ActionRecord]:
-    """The last actions of all rows, oldest first."""
     done = [entry for flight in flights for row in flight.rows for entry in _done(row)]
     done.sort(key=lambda entry: entry[1])
     return [ActionRecord(action, now - start, stop - start) for action, start, stop in done[-_KEPT_ACTIONS:]]

@@ -6,7 +6,7 @@ have to be waited for: there a loss is looked at when it has been copied to the 
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -88,6 +88,5 @@ class LateLosses:
                 )
 
 
-def _are_finite(tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> bool:
-    values = tensors.values() if isinstance(tensors, Mapping) else tensors
-    return all(bool(value.isfinite().all()) for value in values if value is not None and value.is_floating_point())
+def _are_finite(tensors: Sequence[Tensor | None]) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors if each is not None and each.is_floating_point())

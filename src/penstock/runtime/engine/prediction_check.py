@@ -14,10 +14,6 @@ bubble to compare.
 
 import logging
 import math
-import os
-import socket
-import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
@@ -43,8 +39,6 @@ _TOPIC = "forecast"
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """The prediction and the measurement of one step."""
-
     predicted_seconds: float
     measured_seconds: float
     predicted_bubble: float
@@ -55,8 +49,6 @@ class _Comparison:
 
     stages: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """By stage, the seconds of one microbatch that were predicted and measured; empty if none were predicted."""
-    crowd: tuple[int, int] = (0, 0)
-    """The processes on the host with the most of them for its cores, and the cores."""
 
     @property
     def error(self) -> float:
@@ -89,7 +81,7 @@ class _Comparison:
         return text
 
     def _explain(self) -> str:
-        stage, (processes, cores) = self.deviating, self.crowd
+        stage = self.deviating
         if stage is not None:
             predicted, measured = self.stages[stage]
             return (
@@ -98,11 +90,9 @@ class _Comparison:
                 "what its layers do, or profile the model again and plan with that"
             )
         alike = "No stage stands out" if self.stages else "The plan does not say what it predicts for its stages"
-        if processes > cores:
-            return f"{alike}, and {processes} processes share {cores} cores: use a core or more for each process"
         return (
-            f"{alike}: if that is so without other programs on the machine, profile and probe it as the training uses "
-            "it (as many processes and threads) and plan again"
+            f"{alike}: if each process has a core and no other program runs, profile and probe the machine as the "
+            "training uses it (as many processes and threads) and plan again"
         )
 
 
@@ -149,15 +139,14 @@ class PredictionCheck:
         return self._comparison
 
     def _measure(self) -> list[float]:
-        """What this process publishes: medians of the seconds of a step and of the busy seconds of all its ranks, the
-        number of its host, the cores of that, and then each stage with its seconds of one microbatch.
+        """What this process publishes: medians of the seconds of a step and of the busy seconds of all its ranks, and
+        then each stage with its seconds of one microbatch.
         """
         seconds = median(self._timer.seconds(start, stop) for start, stop, _ in self._steps)
         busy = median(self._busy_seconds(start, timings) for start, _, timings in self._steps)
         spans = [span for start, _, timings in self._steps for span in measured_spans(timings, self._timer, start)]
         work = stage_seconds(Timeline(tuple(spans), self._plan.ranks))
-        host = zlib.crc32(socket.gethostname().encode())
-        return [seconds, busy, host, os.cpu_count() or 1, *(number for pair in work.items() for number in pair)]
+        return [seconds, busy, *(number for pair in work.items() for number in pair)]
 
     def _busy_seconds(self, start: Timestamp, timings: Iterable[ActionTiming]) -> float:
         timeline = Timeline(tuple(measured_spans(timings, self._timer, start)), self._plan.ranks)
@@ -167,31 +156,21 @@ class PredictionCheck:
         predicted, ranks = self._plan.predicted, self._plan.ranks
         assert predicted is not None
         measured_seconds, busy = measurements[0][0], sum(measured[1] for measured in measurements)
-        stages, crowd = _by_stage(predicted.stage_seconds, measurements), _most_crowded(measurements)
+        stages = _by_stage(predicted.stage_seconds, measurements)
+        seconds, in_turn = predicted.minibatch_seconds, 1
+        bubble: float | None = max(0.0, 1 - busy / (ranks * measured_seconds))
         if len(measurements) == 1:
-            work = predicted.minibatch_seconds * ranks * (1 - predicted.bubble)
-            return _Comparison(
-                work, measured_seconds, predicted.bubble, None, in_turn=ranks, stages=stages, crowd=crowd
-            )
-        bubble = max(0.0, 1 - busy / (ranks * measured_seconds))
-        return _Comparison(
-            predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble, stages=stages, crowd=crowd
-        )
+            seconds, in_turn, bubble = seconds * ranks * (1 - predicted.bubble), ranks, None
+        return _Comparison(seconds, measured_seconds, predicted.bubble, bubble, in_turn, stages=stages)
 
 
 def _by_stage(predicted: Sequence[float], measurements: Sequence[Sequence[float]]) -> Mapping[int, tuple[float, float]]:
     """By stage, the predicted seconds of one microbatch, and those that its slowest replica measured."""
     slowest: dict[int, float] = {}
     for measured in measurements:
-        for stage, seconds in zip(map(int, measured[4::2]), measured[5::2], strict=True):
+        for stage, seconds in zip(map(int, measured[2::2]), measured[3::2], strict=True):
             slowest[stage] = max(seconds, slowest.get(stage, 0.0))
     return {stage: (predicted[stage], seconds) for stage, seconds in sorted(slowest.items())} if predicted else {}
-
-
-def _most_crowded(measurements: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """The processes and the cores of the host that has the fewest cores for each of its processes."""
-    processes = Counter((int(measured[2]), int(measured[3])) for measured in measurements)
-    return max(((count, cores) for (_, cores), count in processes.items()), key=lambda host: host[0] / host[1])
 
 
 def make_prediction_check(plan: Plan, flushes: bool, world: World, timer: Timer) -> PredictionCheck | None:

@@ -237,7 +237,6 @@ class _PythonState:
 def _contexts(
     point: Callable[[], object], context: _ForwardContext, watch: Callable[[], AbstractContextManager[None]]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of the first forward and of the second."""
     return nullcontext(), _repeated(point, context, watch)
 
 
@@ -248,25 +247,3 @@ def _repeated(
     point()
     with watch(), context.restored(), record_function("penstock recompute") if is_profiling() else nullcontext():
         yield
-
-
-class PythonState:
-    """The present state of the user's modules in `module` that is in Python, and of Python's random generators."""
-
-    def __init__(self, module: nn.Module) -> None:
-        bodies = {inner.name: inner.body for inner in module.modules() if isinstance(inner, EagerLayer)}
-        self._states = {name: ModuleState([body]) for name, body in bodies.items()}
-        self._generators = python_generators()
-
-    def changes(self, in_place: bool) -> list[str]:
-        """What is another object or number now, such as ``blocks.1.count``. `in_place`: tensors that were written,
-        too.
-        """
-        names = [
-            f"{name}.{path}"
-            for name, state in self._states.items()
-            for path, written in state.changes()
-            if in_place or not written
-        ]
-        drawn = [name for name, state in python_generators().items() if state != self._generators[name]]
-        return names + [f"the random numbers of {name}" for name in drawn]

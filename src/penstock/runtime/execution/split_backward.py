@@ -68,8 +68,6 @@ class _WeightUse(NamedTuple):
 
 
 class _Deferred(NamedTuple):
-    """Holds the deferred weight gradients of one operator."""
-
     compute: Callable[[], Sequence[Tensor]]
     uses: Sequence[_WeightUse]
     exclusive: bool
@@ -194,8 +192,6 @@ def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
 
 @dataclass(slots=True, eq=False)
 class _OperatorNode:
-    """Holds a node of an operator, and its arguments that may be weights."""
-
     node: Node
     uses: list[_WeightUse]
     exclusive: bool = True

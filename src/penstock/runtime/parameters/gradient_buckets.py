@@ -85,8 +85,6 @@ class _Bucket:
 
 @dataclass(slots=True, eq=False)
 class _PendingUpdate:
-    """Holds the gradients of one update while they are made and summed."""
-
     made: set[str] = field(default_factory=set)
     """The parameters whose gradients are final and not yet sent."""
     pending: list[tuple[PendingMessage, bool]] = field(default_factory=list)
@@ -195,7 +193,6 @@ class Reducer:
         current.pending.append((message, gradients.keys() >= set(bucket.names)))
 
     def _kind(self, index: int) -> Hashable:
-        """The message kind of a bucket."""
         return "gradients", self._stage, index
 
 

@@ -380,7 +380,6 @@ class VersionedWeights:
 
 
 def _places_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[_Place]:
-    """Where `module` and those in it hold `parameters`."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     tables = (tensor_tables(inner)[0] for inner in module.modules())
     return [(table, key, names[id(p)]) for table in tables for key, p in table.items() if id(p) in names]

@@ -1,0 +1,40 @@
+"""The values that the arguments of a pipeline become."""
+
+import inspect
+from dataclasses import MISSING, fields
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PlanError
+from penstock.pipeline import Pipeline
+from penstock.runtime.assembly.pipeline_options import ModelOptions, PipelineOptions, PlanOptions, RunOptions
+from penstock.training.recipes import Recipe
+from penstock.values import Plan
+
+
+def test_values_have_the_names_and_the_defaults_of_the_arguments() -> None:
+    kinds = (ModelOptions, Recipe, PlanOptions, RunOptions)
+    values = {each.name: each.default for kind in kinds for each in fields(kind)}
+    arguments = {name: each.default for name, each in inspect.signature(Pipeline).parameters.items()}
+
+    assert sum(len(fields(kind)) for kind in kinds) == len(values)
+    assert values == {name: MISSING if value is inspect.Parameter.empty else value for name, value in arguments.items()}
+
+
+def test_a_new_plan_takes_the_place_of_all_that_chose_the_old_one() -> None:
+    wanted = PlanOptions(schedule="gpipe", microbatches=4, stages=2, balance="measured", skips="direct", recompute=True)
+    trained, recipe = ModelOptions([nn.Linear(4, 4)] * 2, (torch.zeros(2, 4),)), Recipe(nn.MSELoss(), torch.optim.SGD)
+    plan = Plan.uniform(2, 2)
+    found = PipelineOptions(trained, recipe, wanted, RunOptions()).replanned(plan).plan
+
+    assert (found.plan, found.skips, found.recompute) == (plan, "direct", True)
+    assert (found.schedule, found.microbatches, found.stages, found.balance) == (None, None, None, "work")
+
+
+def test_a_function_makes_the_plan_of_the_processes() -> None:
+    assert PlanOptions(plan=lambda processes: Plan.uniform(processes, processes)).plan_for(3) == Plan.uniform(3, 3)
+    assert PlanOptions(plan="auto").plan_for(3) == "auto"
+    with pytest.raises(PlanError, match="expected that it returns a penstock.Plan for 3"):
+        PlanOptions(plan=lambda processes: None).plan_for(3)  # type: ignore[arg-type,return-value]
