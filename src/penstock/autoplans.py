@@ -126,21 +126,17 @@ def plan_automatically(plan: str, options: PipelineOptions, world: World, captur
         cluster = Cluster.uniform(max(1, (options.plan.stages or 1) // per_rank), math.inf)
 
     context = "while it measured the model and planned"
-    profiles: list[Profile] = []
-
-    def measure_layers() -> None:
-        profiles.append(measure(chain, sample, autocast=autocast, wire_dtype=options.recipe.wire_dtype))
-
-    gather_results(world, context, measure_layers)
+    with agreed(world, context):
+        alone = measure(chain, sample, autocast=autocast, wire_dtype=options.recipe.wire_dtype)
     # All begin together: a process that measures while the others are done has the host to itself.
-    rounds = gather_results(world, context, lambda: measure_rounds(profiles[0], chain, sample, autocast))
+    rounds = gather_results(world, context, lambda: measure_rounds(alone, chain, sample, autocast))
     if speeds := measure_speeds(world, chain, sample, autocast):
         cluster = cluster.with_kinds([DeviceKind(speed=speed) for speed in speeds])
 
     def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         if world.rank != 0:
             return None
-        profile = as_in_training(profiles[0], rounds)
+        profile = as_in_training(alone, rounds)
         made = fastest_plan(profile, cluster, chain, options.plan, options.whole_backwards)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.

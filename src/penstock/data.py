@@ -354,8 +354,8 @@ def loader(
                 f"({', '.join(_OPTIONS)}), found {name}={text_of(options[name])}: {suggestion(name, _OPTIONS)}Leave it "
                 "out"
             )
-    checked = {name: value for name, value in options.items() if name in _OPTION_RULES}
-    options |= check_arguments("loader", _OPTION_RULES, **checked)
+    for name in _OPTION_RULES.keys() & options:
+        options[name] = _OPTION_RULES[name].check(f"loader({name}=)", options[name])
     return Batches(**used, options=options)
 
 

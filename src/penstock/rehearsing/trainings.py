@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.arguments import SEED, text_of
+from penstock.capturing.initialization import rooted
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
@@ -65,7 +66,7 @@ class Setup:
         """The options of a training that is about to begin: its weights times 1 + `shaken` or 1 - `shaken`."""
         _seed(0)
         options = self.make()
-        module = as_module(options.model.model)
+        module = rooted(options.model.model)
         if self.widened:
             module.double()
             options = replace(options, model=replace(options.model, sample=_widen(options.model.sample)))
@@ -112,7 +113,7 @@ def read_setup(model: Any, batches: Any, steps: int, /, **arguments: Any) -> Set
     kept = tuple(_pair(batch, own_target) for batch in islice(found, steps))
     if not kept:
         raise PenstockError("rehearse(batches=): expected at least one batch, found none: pass what a step takes")
-    drops = bool(_dropout_rates(as_module(first["model"])))
+    drops = bool(_dropout_rates(rooted(first["model"])))
     return Setup(lambda: _read_options(make()), kept, remade, drops)
 
 
@@ -168,13 +169,6 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def as_module(model: Any) -> nn.Module:
-    """The model, or one module of a list of layers, whose tensors have the names that they have in a pipeline."""
-    if isinstance(model, nn.Module):
-        return model
-    return nn.ModuleDict({str(index): layer for index, layer in enumerate(model) if isinstance(layer, nn.Module)})
-
-
 def _call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> Any:
     """What the model returns for the tensors `values` by name, called as its user calls it."""
     args, kwargs = spec.structure.unflatten([values.get(name, spec.constants.get(name)) for name in spec.names])
@@ -189,7 +183,7 @@ def _call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> 
 
 def train_by_loop(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
     """The training as a user of PyTorch writes it, with the gradients of microbatches added up."""
-    recipe, module, record = options.recipe, as_module(options.model.model), TrainingRecord()
+    recipe, module, record = options.recipe, rooted(options.model.model), TrainingRecord()
     named = dict(module.named_parameters())
     optimizers = make_optimizers(record.watching(recipe.optimizer), named)
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
@@ -263,7 +257,7 @@ def train_by_chain(options: PipelineOptions, batches: Sequence[Batch]) -> Traini
     )
     for number, loss in enumerate(found.losses):
         record.note(number, "loss", "", loss)
-    record.finish(len(batches), dict(as_module(options.model.model).named_parameters()), found.state)
+    record.finish(len(batches), dict(rooted(options.model.model).named_parameters()), found.state)
     return record
 
 
@@ -277,7 +271,7 @@ def train_by_pipeline(options: PipelineOptions, batches: Sequence[Batch]) -> Tra
         for number, result in enumerate(results):
             for name, value in {"": float(result.loss), **result.metrics}.items():
                 record.note(number, "metric" if name else "loss", name, value)
-        names = dict(as_module(options.model.model).named_parameters())
+        names = dict(rooted(options.model.model).named_parameters())
         record.finish(len(batches), names, pipe.state_dict()["model"])
         record.plan = pipe.plan
     return record
@@ -309,7 +303,7 @@ class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
 def look(setup: Setup) -> FirstLook:
     """Raises `PenstockError` if the loss is not finite, or reads what copies of the model do not hold."""
     options, record = setup.fresh(), TrainingRecord()
-    module = as_module(options.model.model)
+    module = rooted(options.model.model)
     before, coarsest = generator_states(), _CoarsestType()  # type: ignore[no-untyped-call]
     with coarsest:
         compute_gradients(options, setup.batches[0], 0, record, parts=1)

@@ -6,8 +6,8 @@ A difference would end in a hang, or in other numbers than those of one device.
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,8 +46,7 @@ def check_options(world: World, options: PipelineOptions) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fingerprint:
+class _Fingerprint(NamedTuple):
     """The values that must be the same on every rank."""
 
     plan: str
@@ -69,12 +68,15 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
     if world.processes == 1:
         return
     compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
-    layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips
-    programs = _digest_programs(schedule)
-    digests = _digests(chain.parameters) if weights else {}
-    mine = _Fingerprint(compared, str(plan), programs, layers=layers, parameters=digests, skips=skips)
-    own = tuple(getattr(mine, field.name) for field in fields(mine))
-    for rank, gathered in enumerate(world.gather(own, "while they compared models and plans")):
+    mine = _Fingerprint(
+        compared,
+        shown=str(plan),
+        programs=_digest_programs(schedule),
+        layers=tuple(layer.name for layer in chain.layers),
+        parameters=_digests(chain.parameters) if weights else {},
+        skips=schedule.skips,
+    )
+    for rank, gathered in enumerate(world.gather(tuple(mine), "while they compared models and plans")):
         other = _Fingerprint(*gathered)
         if other.layers != mine.layers:
             raise PlanError(

@@ -27,7 +27,6 @@ from penstock.runtime.transport.worlds import World
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import model_loss
 from penstock.training.precisions import first_device
-from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan, Stage
 
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
@@ -84,17 +83,14 @@ def capture_for_training(world: World, options: PipelineOptions) -> CapturedMode
             # Code of the model that branches on types must see the types of autocast.
             with recipe.autocast_context(device):
                 unchecked = capture_unchecked(model, sample)
-        _check_loss(unchecked.chain, recipe)
+        if recipe.reads_model_loss:
+            # It raises if the output has none.
+            output = unchecked.chain.output
+            model_loss(output.build([torch.empty(()) for _ in output.values]))
     with recipe.autocast_context(device):
         chain = check_together(world, unchecked)
     made = init_fn if weightless else None
     return CapturedModel(chain, device, weightless, made, compilation, communicates=unchecked.communicates)
-
-
-def _check_loss(chain: LayerChain, recipe: Recipe) -> None:
-    """Raises `PenstockError` if the model should compute its loss and its output has none."""
-    if recipe.reads_model_loss:
-        model_loss(chain.output.build([torch.empty(()) for _ in chain.output.values]))
 
 
 def check_together(world: World, unchecked: UncheckedChain) -> LayerChain:

@@ -25,8 +25,7 @@ from penstock.runtime.engine.call_agreement import call_edges
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.prediction_check import make_prediction_check
-from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
-from penstock.runtime.parameters.gradient_buckets import Reducer
+from penstock.runtime.parameters.gradient_buckets import Reducer, ShardedReducer
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
@@ -155,15 +154,12 @@ def connect(
 
     `buffered`: the stages whose replicas share buffers. `tp_group`: the processes of this rank, if they are several.
     """
-    edges, groups = edges_of(schedule, sorted(buffered)), _groups_of(schedule)
+    edges = edges_of(schedule, sorted(buffered))
+    # For each replicated stage its ranks in replica order, which sum gradients. Each group once.
+    groups = tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))
     return connect_tensor_parallel(
         world, edges, device=device, timeout_seconds=timeout_seconds, groups=groups, tp_group=tp_group
     )
-
-
-def _groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that sum gradients: for each replicated stage its ranks in replica order. Each group once."""
-    return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))
 
 
 def _reroute(module: StageModule, index: int, schedule: Schedule, plan: Plan, chain: LayerChain) -> None:
@@ -242,7 +238,7 @@ def build_stages(
         if index in modules:
             evaluation = partial(partial, evaluate_in_place, weights)
         else:
-            evaluation = cache(partial(_evaluation, chain, start, stop))
+            evaluation = cache(lambda start=start, stop=stop: chain.evaluation().stage(start, stop))
         firsts[index] = LocalStage(
             weights,
             evaluation=evaluation,
@@ -298,10 +294,6 @@ def _reducer(
             transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
         )
     return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
-
-
-def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
-    return chain.evaluation().stage(start, stop)
 
 
 def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
