@@ -76,7 +76,8 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
         parameters=_digests(chain.parameters) if weights else {},
         skips=schedule.skips,
     )
-    for rank, gathered in enumerate(world.gather(tuple(mine), "while they compared models and plans")):
+    own: tuple[Any, ...] = tuple(mine)
+    for rank, gathered in enumerate(world.gather(own, "while they compared models and plans")):
         other = _Fingerprint(*gathered)
         if other.layers != mine.layers:
             raise PlanError(
