@@ -50,7 +50,7 @@ def test_the_function_that_makes_an_optimizer_may_make_its_scheduler() -> None:
         return optimizer
 
     x = torch.ones(2, 3)
-    with penstock.Pipeline(nn.Linear(3, 3), x, nn.MSELoss(), build, stages=1) as pipe:
+    with penstock.Pipeline(nn.Linear(3, 3), (x,), nn.MSELoss(), build, stages=1) as pipe:
         pipe.step(x, x)
         made[0].step()
 
