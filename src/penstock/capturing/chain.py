@@ -212,6 +212,8 @@ class LayerChain:
     """The buffers of the model's state dict, under their original names."""
     evaluation: Callable[[], "LayerChain"] = field(repr=False)
     """The same layers in evaluation mode, over the same parameters and buffers; captured on the first call."""
+    communicates: bool = field(default=False, kw_only=True)
+    """Whether the model was seen to wait for other processes in its forward, so that all must run it together."""
 
     def cut(self, index: int) -> tuple[str, ...]:
         """The values that cross the cut before layer `index`, in the order in which they were written.

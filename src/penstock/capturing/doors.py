@@ -5,18 +5,18 @@ a list, tuple or ModuleList      the user's own layers, run as they are
 any other nn.Module              traced with torch.export and cut between its own blocks
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.chain_checks import UncheckedChain, without_garbage_collection
 from penstock.capturing.export.exported import capture_exported
-from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.model_kinds import check_model
-from penstock.capturing.samples import Call, read_sample
+from penstock.capturing.samples import read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError
 
@@ -42,33 +42,28 @@ def capture(
     The model's training flags, buffers and the random generators are left as they were.
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
-    return capture_unchecked(model, sample, microbatch_size=microbatch_size, check=check).checked()
-
-
-def capture_unchecked(
-    model: nn.Module | Sequence[nn.Module | Callable[..., Any]],
-    sample: tuple[Any, ...] | Mapping[str, Any] | Tensor,
-    *,
-    microbatch_size: int | None = None,
-    check: bool = True,
-) -> UncheckedChain:
-    """As `capture`, but without its checks. Nothing else may use the chain before they have run."""
     check_model(model)
     microbatch_size = integer(1).optional.check("capture(microbatch_size=)", microbatch_size, CaptureError)
     call, inputs = read_sample(sample, microbatch_size)
-    with without_garbage_collection():
-        return _capture(model, call, inputs, check)
+    with _without_garbage_collection():
+        match model:
+            case nn.ModuleList() | list() | tuple():
+                return capture_list(list(model), call, inputs)
+            case nn.Sequential() if is_plain_sequential(model):
+                return capture_sequential(model, call, inputs)
+            case nn.Module():
+                return capture_exported(model, call, inputs, check)
+            case _:
+                raise AssertionError("check_model refuses anything else")
 
 
-def _capture(
-    model: nn.Module | Sequence[nn.Module | Callable[..., Any]], call: Call, inputs: ModelInputs, check: bool
-) -> UncheckedChain:
-    match model:
-        case nn.ModuleList() | list() | tuple():
-            return UncheckedChain(capture_list(list(model), call, inputs))
-        case nn.Sequential() if is_plain_sequential(model):
-            return UncheckedChain(capture_sequential(model, call, inputs))
-        case nn.Module():
-            return capture_exported(model, call, inputs, check)
-        case _:
-            raise AssertionError("check_model refuses anything else")
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Looking for garbage among the objects of a trace takes a fifth of the time of a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

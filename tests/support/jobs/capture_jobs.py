@@ -1,6 +1,5 @@
-"""Models that ranks capture together, which count how often capture runs them."""
+"""Models that ranks capture together."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.doors import capture_unchecked
+from penstock.capturing.doors import capture
 from penstock.errors import PenstockError
-from penstock.runtime.assembly.captured_models import check_together
-from penstock.runtime.transport.worlds import join_world
 
-__all__ = ["KINDS", "Found", "check_with_others", "error_of", "find_alone", "sample"]
+__all__ = ["error_of", "inputs_of"]
 
 WIDTH = 4
 RUNS: list[None] = []
@@ -46,14 +43,6 @@ class Summed(Block):
         return y
 
 
-class Drawing(Block):
-    """Has a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator()
-
-
 class Joined(Block):
     """Waits for the other ranks whenever its gradient is computed."""
 
@@ -77,20 +66,17 @@ class Failing(Block):
 
 
 class Model(nn.Module):
-    """A block, and code around it that does something else for one step, and that needs as many weights as steps.
+    """A block, and code around it that does something else for one step, and that needs as many weights as steps."""
 
-    `scale`: a number in its code.
-    """
-
-    def __init__(self, block: type[Block] = Block, scale: float = 1.0) -> None:
+    def __init__(self, block: type[Block] = Block) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.block, self.scale = block(), scale
+        self.block = block()
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """`x`: (samples, steps, width); `weights`: (samples, steps)."""
-        y: Tensor = self.last(self.block(x) * weights.unsqueeze(-1) * self.scale)
+        y: Tensor = self.last(self.block(x) * weights.unsqueeze(-1))
         return 2 * y if x.shape[1] == 1 else y
 
 
@@ -110,9 +96,7 @@ class Undifferentiable(Model):
 
 KINDS: dict[str, Any] = {
     "plain": Model,
-    "other number": lambda: Model(scale=3.0),
     "summed": lambda: Model(Summed),
-    "drawing": lambda: Model(Drawing),
     "joined": lambda: Model(Joined),
     "failing": lambda: Model(Failing),
     "stateful": Stateful,
@@ -120,41 +104,15 @@ KINDS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A capture in one process."""
-
-    runs: int
-    """Of the first block, while the checks ran."""
-    sizes: Any
-    equal: Any
-
-
 def sample() -> tuple[Tensor, Tensor]:
     """Two samples of five steps."""
     return torch.ones(2, 5, WIDTH), torch.ones(2, 5)
 
 
-def find_alone(kind: str) -> Found:
-    """What a process finds that runs all checks itself."""
-    unchecked = capture_unchecked(KINDS[kind](), sample())
-    before = len(RUNS)
-    inputs = unchecked.checked().inputs
-    return Found(len(RUNS) - before, inputs.sizes, inputs.equal)
-
-
-def check_with_others(*kinds: str) -> Found:
-    """The same with the other ranks; each rank captures the model of its kind."""
-    world = join_world(60.0)
-    RUNS.clear()
-    try:
-        unchecked = capture_unchecked(KINDS[kinds[world.rank]](), sample())
-        before = len(RUNS)
-        inputs = check_together(world, unchecked).inputs
-        return Found(len(RUNS) - before, inputs.sizes, inputs.equal)
-    finally:
-        world.announce_leave()
-        world.leave()
+def inputs_of(kind: str) -> tuple[Any, Any]:
+    """What a capture finds of the inputs of a model: the sizes that it holds for, and those that must be equal."""
+    inputs = capture(KINDS[kind](), sample()).inputs
+    return inputs.sizes, inputs.equal
 
 
 def error_of(*kinds: str) -> str:

@@ -6,7 +6,7 @@ The training and the evaluation mode are two traces over the same parameters and
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from penstock.capturing.chain import Layer, LayerChain
-from penstock.capturing.chain_checks import ChainCheck, UncheckedChain
 from penstock.capturing.checking import agrees, check_chain
 from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls
 from penstock.capturing.export.block_choice import group_calls
@@ -39,24 +38,23 @@ from penstock.torch_internals.dispatch import schema_of
 _FREE: tuple[Literal["sizes", "doubles", "samples", "nothing"], ...] = ("sizes", "doubles", "samples", "nothing")
 
 
-def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> UncheckedChain:
+def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> LayerChain:
     """`model` traced by `torch.export` and cut between its blocks, in the mode that it is in.
 
     `check`: whether to check that it computes what the model does.
     """
-    unchecked, partition = _capture(model, call, inputs, None, check)
+    chain, partition = _capture(model, call, inputs, None, check)
     if not any(module.training for module in model.modules()):
-        return replace(unchecked, evaluates=True)
-    chain = unchecked.chain
+        return chain
 
     @cache
     def evaluation() -> LayerChain:
         with evaluating([model]):
-            evaluated = _capture(model, call, inputs, (partition, chain.layers), check)[0].checked()
+            evaluated, _ = _capture(model, call, inputs, (partition, chain.layers), check)
         check_same_layers(chain.layers, evaluated.layers, type(model).__name__)
         return replace(evaluated, evaluation=lambda: evaluation())
 
-    return replace(unchecked, chain=replace(chain, evaluation=evaluation))
+    return replace(chain, evaluation=evaluation)
 
 
 def _capture(
@@ -65,7 +63,7 @@ def _capture(
     inputs: ModelInputs,
     trained: tuple[Partition, Sequence[Layer]] | None,
     check: bool,
-) -> tuple[UncheckedChain, Partition]:
+) -> tuple[LayerChain, Partition]:
     """The chain, and what it was cut into before layers were joined. `trained`: the same of the training, if this trace
     is for evaluation.
     """
@@ -101,25 +99,19 @@ def _capture(
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         buffers=SavedBuffers(model),
         evaluation=lambda: chain,
+        communicates=run.communicates,
     )
-    checks = [
-        ChainCheck(partial(may_differ, sampled, group), partial(_with_equal, group))
-        for group in _not_only_samples(recorded.together, inputs)
-        if group not in chain.inputs.equal
-    ]
+    checked = chain.inputs
     if check:
-        checks = [
-            ChainCheck(partial(_is_checked, sampled, chain, trains), lambda inputs: inputs),
-            *checks_for_one(sampled, chain),
-            *checks,
-        ]
-    unchecked = UncheckedChain(chain, sampled, tuple(checks), communicates=run.communicates)
-    return unchecked, partition
-
-
-def _is_checked(sampled: SampledModel, chain: LayerChain, trains: bool) -> bool:
-    check_chain(sampled, chain, trains=trains)
-    return True
+        check_chain(sampled, chain, trains=trains)
+        for places in _free_groups(chain.inputs, _shapes(inputs, call)):
+            if not agrees(sampled, chain, _narrowed(inputs, call, places)):
+                checked = _at_least_two(places, checked)
+    for group in _not_only_samples(recorded.together, inputs):
+        if group not in chain.inputs.equal and not may_differ(sampled, group):
+            checked = replace(checked, equal=(*checked.equal, group))
+    chain = replace(chain, inputs=checked)
+    return chain, partition
 
 
 def _trace(
@@ -158,10 +150,6 @@ def _not_only_samples(groups: Iterable[Sequence[Dimension]], inputs: ModelInputs
     samples = {(name, 0) for name in inputs.batched}
     ordered = dict.fromkeys(tuple(sorted(group)) for group in groups)
     return tuple(group for group in ordered if not samples.issuperset(group))
-
-
-def _with_equal(group: tuple[Dimension, ...], inputs: ModelInputs) -> ModelInputs:
-    return replace(inputs, equal=(*inputs.equal, group))
 
 
 def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:
@@ -281,25 +269,13 @@ Place = tuple[str, int]
 """A tensor and one of its dimensions."""
 
 
-def checks_for_one(sampled: SampledModel, chain: LayerChain) -> list[ChainCheck]:
-    """That `chain` computes what the model does for each free size at one; else its least size is two.
+def _at_least_two(group: frozenset[Place], inputs: ModelInputs) -> ModelInputs:
+    """The inputs of a chain that differs from the model for a single entry of the dimensions `group`.
 
     Export takes it for granted that a free size is at least two, and drops what the model's code would do for a single
     sample, or a sequence of a single token: ``if length == 1``, or a `squeeze`. Most models do nothing of that kind,
     and a prediction is often of one sample. So the first sample, or the first steps, of the sample are tried.
     """
-    inputs, call = chain.inputs, sampled.call
-    return [
-        ChainCheck(partial(_agrees_for_one, sampled, chain, group), partial(_at_least_two, group))
-        for group in _free_groups(inputs, _shapes(inputs, call))
-    ]
-
-
-def _agrees_for_one(sampled: SampledModel, chain: LayerChain, group: frozenset[Place]) -> bool:
-    return agrees(sampled, chain, _narrowed(chain.inputs, sampled.call, group))
-
-
-def _at_least_two(group: frozenset[Place], inputs: ModelInputs) -> ModelInputs:
     sizes = {name: list(bounds) for name, bounds in inputs.sizes.items()}
     for name, index in group:
         sizes[name][index] = (2, sizes[name][index][1])

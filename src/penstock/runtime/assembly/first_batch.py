@@ -76,7 +76,7 @@ class FirstBatch:
         """Why there can be no comparison."""
         if captured.weightless is not None:
             self._skipped = "its weights were made for parts of it (init_fn=)"
-        elif options.run.parallelize is not None or captured.communicates:
+        elif options.run.parallelize is not None or captured.chain.communicates:
             self._skipped = "it needs several processes for a forward"
 
     def compare(self, microbatches: Sequence[Microbatch], world: World, calls: CallAgreement) -> None:

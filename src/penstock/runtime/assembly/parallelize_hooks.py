@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import Layer, LayerChain, StageModule
-from penstock.capturing.chain_digests import form_facts
+from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.joining import JoinedLayers
 from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.module_state import same_content
@@ -180,7 +180,7 @@ def _facts(layer: Layer) -> Iterator[Any]:
             case JoinedLayers():
                 yield inner.reads, inner.writes
             case EagerLayer():
-                yield inner.name, inner.by_forward, form_facts(inner.takes)
+                yield inner.name, inner.by_forward, _facts_of(inner.takes)
             case GraphModule():
                 yield inner.code
 
@@ -192,7 +192,13 @@ def _tensors_outside_blocks(layer: nn.Module) -> list[Tensor]:
 
 
 def _returned(output: ModelOutput) -> tuple[Any, ...]:
-    return output.leaves, form_facts(Form(output.structure, output.constants))
+    return output.leaves, _facts_of(Form(output.structure, output.constants))
+
+
+def _facts_of(form: Form) -> tuple[str, list[str]]:
+    """What two captures can compare `form` by: a plain constant by its value, any other by its class."""
+    constants = (each.__qualname__ if isinstance(each, type) else each for each in form.constants)
+    return str(form.structure), [repr(each) if is_plain(each) else type(each).__qualname__ for each in constants]
 
 
 def _blocks_of(stage: StageModule) -> dict[str, nn.Module]:
