@@ -7,7 +7,6 @@ process makes it once. All that capture does with a trace it does every time, th
 
 import copy
 from collections.abc import Hashable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,9 +38,8 @@ def _export_once(flat: nn.Module, tensors: tuple[Tensor, ...], **options: Any) -
     model = getattr(flat, "model", None)
     if not hasattr(model, "built_as"):
         return export(flat, tensors, **options)
-    form, hidden = flat.form, TRACING[-1].hidden
-    with hidden.shown() if hidden is not None else nullcontext():
-        state = _state(model)
+    # The blocks of the model that is traced, a copy, list no weights.
+    form, state = flat.form, _state(TRACING[-1].model)
     arguments = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
     around = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled())
     key = (state, arguments, around, form.names, str(form.structure), repr(form.constants), repr(options))

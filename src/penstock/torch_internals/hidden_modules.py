@@ -1,6 +1,6 @@
 """Hiding what is registered with modules from a search through them. Tried on torch 2.11 and 2.13."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,18 +43,6 @@ class HiddenModules:
                 held[name] = table
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Shows them again for its body, inside of `hidden`."""
-        hidden = [held[name] for held, name, _ in self._tables]
-        for held, name, table in self._tables:
-            held[name] = table
-        try:
-            yield
-        finally:
-            for (held, name, _), table in zip(self._tables, hidden, strict=True):
-                held[name] = table
-
-    @contextmanager
     def watched(self) -> Iterator[None]:
         """Notes in `used` what its body does; outside of it `torch.export` may look."""
         self._watches = True
@@ -64,15 +52,13 @@ class HiddenModules:
             self._watches = False
 
     def note(self) -> None:
-        """Notes that a table was used."""
         self.used |= self._watches
 
 
-class _HiddenTable(dict[str, Any]):
+class _HiddenTable(MutableMapping[str, Any]):
     """A table that has its entries and lists none."""
 
     def __init__(self, owner: HiddenModules, table: dict[str, Any], *, of_modules: bool) -> None:
-        super().__init__()
         self._owner, self._table, self._of_modules = owner, table, of_modules
 
     def __contains__(self, name: object) -> bool:
@@ -92,13 +78,6 @@ class _HiddenTable(dict[str, Any]):
         self._owner.note()
         del self._table[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self._table else default
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self._owner.note()
-        return self._table.pop(name, *default)
-
     def __iter__(self) -> Iterator[str]:
         self._owner.note()
         return iter(())
@@ -107,18 +86,6 @@ class _HiddenTable(dict[str, Any]):
         self._owner.note()
         return 0
 
-    def __reduce__(self) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         self._owner.note()
-        return dict, (dict(self._table),)
-
-    def keys(self) -> Any:
-        self._owner.note()
-        return {}.keys()
-
-    def values(self) -> Any:
-        self._owner.note()
-        return {}.values()
-
-    def items(self) -> Any:
-        self._owner.note()
-        return {}.items()
+        return dict(self._table)
