@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing import capture
-from penstock.capturing.export.tracing import recurrence_in_one_step
 from penstock.capturing.samples import Call
+from penstock.errors import CaptureError
 from support.chain_execution import assert_equals_model
 
 WIDTH = 4
@@ -67,11 +67,10 @@ def test_dropout_between_recurrent_layers_is_random() -> None:
     assert not any(layer.random for layer in chain.evaluation().layers)
 
 
-def test_tracing_leaves_pytorch_as_it_was() -> None:
-    operator = torch.ops.aten.lstm.input
-    before = dict(operator.py_kernels)
-    with pytest.raises(KeyError), recurrence_in_one_step():
-        assert operator.py_kernels != before
-        raise KeyError
+def test_a_recurrence_that_is_no_block_holds_for_the_length_of_the_sample() -> None:
+    model = nn.LSTM(WIDTH, WIDTH, batch_first=True).double()
+    chain = capture(model, data(3, 5).args)
 
-    assert operator.py_kernels == before
+    assert_equals_model(chain, model, data(4, 5))
+    with pytest.raises(CaptureError, match="the capture holds for"):
+        assert_equals_model(chain, model, data(3, 4))

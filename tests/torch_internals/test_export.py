@@ -7,83 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.exc
 from torch import Tensor, nn
 
 import penstock
 from penstock.torch_internals.export import (
-    export_refusals,
     hidden_from_the_model,
     shape_guards,
-    traced_by,
     traced_constant,
 )
-
-
-class FixedBatch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.reshape(3, 2)
 
 
 def export(model: nn.Module, *tensors: Tensor) -> Any:
     rows = ({0: torch.export.Dim.DYNAMIC},) + (None,) * (len(tensors) - 1)
     return torch.export.export(model, tensors, dynamic_shapes=rows, strict=False)
-
-
-@pytest.mark.parametrize("private", [True, False])
-def test_a_model_that_cannot_be_traced_is_refused(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not private:
-        monkeypatch.delattr(torch._dynamo.exc, "UserError")
-
-    assert issubclass(ValueError, export_refusals()) is not private
-    with pytest.raises(export_refusals()):
-        export(FixedBatch(), torch.zeros(3, 2))
-
-
-def halved(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], 3)
-
-
-class Celu(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.celu(x) if x.shape[1] == 4 else x
-
-
-CELU = torch.ops.aten.celu.default
-
-
-def shape_in_a_trace() -> tuple[Any, ...]:
-    """The columns of what `CELU` returns: in a trace and as it runs."""
-    program = export(Celu(), torch.zeros(3, 4))
-    (node,) = [node for node in program.graph.nodes if node.target is CELU]
-    return node.meta["val"].shape[1], torch.celu(torch.zeros(3, 4)).shape[1]
-
-
-def test_a_trace_runs_the_function_that_is_given() -> None:
-    kernels = dict(CELU.py_kernels)
-    with traced_by({CELU: halved}):
-        assert shape_in_a_trace() == (3, 4)
-
-    assert CELU.py_kernels == kernels
-    assert shape_in_a_trace() == (4, 4)
-
-
-def test_kernels_come_back_after_an_error() -> None:
-    kernels = dict(CELU.py_kernels)
-    with pytest.raises(ValueError, match="mine"), traced_by({CELU: halved}):
-        raise ValueError("mine")
-
-    assert CELU.py_kernels == kernels
-    assert shape_in_a_trace() == (4, 4)
-
-
-@pytest.mark.parametrize(("owner", "name"), [(torch._C, "DispatchKey"), (CELU, "_dispatch_cache")])
-def test_without_the_names_a_trace_is_torchs(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = getattr(owner, name)
-    monkeypatch.delattr(owner, name)
-    with traced_by({CELU: halved}):
-        setattr(owner, name, held)  # PyTorch itself cannot trace without it.
-        assert shape_in_a_trace() == (4, 4)
 
 
 class Asking(nn.Module):

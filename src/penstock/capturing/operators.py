@@ -10,16 +10,18 @@ of `register_flop_formula` for operators of the user's own. An operator without 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from penstock.capturing.module_state import is_plain_memory
-from penstock.capturing.tensor_notes import TensorNotes
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.tensors import storage_key
+
+_Note = TypeVar("_Note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,24 @@ class OperatorCall:
     A product of two matrices has another product in its backward for each factor that needs a gradient. Any other
     operator counts as two if it needs one.
     """
+
+
+class TensorNotes(Generic[_Note]):
+    """Notes for the tensors of one run. It keeps no tensor alive, and looks notes up for every operator of a run."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[ref[Tensor], _Note]] = {}
+
+    def write(self, tensors: Iterable[Tensor], note: _Note) -> None:
+        """Writes `note` for each of `tensors`, in place of what it had."""
+        for tensor in tensors:
+            self._notes[id(tensor)] = ref(tensor), note
+
+    def read(self, tensor: Tensor) -> _Note | None:
+        """The note of `tensor`; None if it has none."""
+        found = self._notes.get(id(tensor))
+        # Another tensor may have had the id.
+        return found[1] if found is not None and found[0]() is tensor else None
 
 
 class OperatorCounter(OperatorMode):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from penstock.arguments import PATH, TEXT, Rule, check_arguments, function, instance, text_of
 from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
+from penstock.capturing.preservation import SavedBuffers
 from penstock.errors import CheckpointError, PenstockError, visible
-from penstock.torch_internals.modules import is_persistent
 from penstock.torch_internals.tensors import times_written
 from penstock.values.documents import read_json
 
@@ -126,7 +126,7 @@ class _WeightFiles(WeightSource):
 
     def examine(self, model: nn.Module, given: Collection[str]) -> None:
         names = _names(model)
-        persistent = _persistent_names(model)
+        persistent = {*SavedBuffers(model), *(name for name, _ in model.named_parameters(remove_duplicate=False))}
         self._computed = frozenset(first for first, known in names.items() if not persistent.intersection(known))
         self._reset = reset_parameters(model)
         self._homes = {
@@ -194,17 +194,6 @@ class _WeightFiles(WeightSource):
         """``name`` or ``name (as 'name in the files')``."""
         places = dict.fromkeys(self.rename(name) for name in known)
         return first if list(places) == [first] else f"{first} (as {' or '.join(map(repr, places))})"
-
-
-def _persistent_names(model: nn.Module) -> frozenset[str]:
-    """All names of the parameters, and of the buffers that are in the state dict."""
-    buffers = (
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-        if is_persistent(module, name)
-    )
-    return frozenset((*(name for name, _ in model.named_parameters(remove_duplicate=False)), *buffers))
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

@@ -1,7 +1,7 @@
 """What a trace by `torch.export` needs that `torch.export` does not offer. Tried on torch 2.11 and 2.13."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -11,18 +11,6 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from penstock.torch_internals.availability import missing
-
-
-def export_refusals() -> tuple[type[Exception], ...]:
-    """What `torch.export.export` raises for code of the user's that it cannot trace.
-
-    `torch.export` has no name for it. Without the private name: any exception.
-    """
-    try:
-        from torch._dynamo.exc import UserError
-    except ImportError:
-        return (Exception,)
-    return (UserError,)
 
 
 def is_data_dependent(number: torch.SymBool | torch.SymInt) -> bool:
@@ -130,33 +118,6 @@ def traced_constant(tensor: Tensor) -> Tensor | None:
     # The trace would note the copy, and the code that is traced may write in the constant later.
     with no_dispatch():
         return None if constant is None else constant.clone()
-
-
-@contextmanager
-def traced_by(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Has traces in this block run each operator of `kernels` by the Python function that is given for it.
-
-    Public: `torch.library`, which changes what operators compute outside of traces, too, until the process ends.
-    Without the private names this does nothing: the operators are traced as PyTorch traces them.
-    """
-    try:
-        from torch._C import DispatchKey
-
-        keys = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
-        before = {operator: (dict(operator.py_kernels), operator._dispatch_cache) for operator in kernels}
-    except (ImportError, AttributeError):
-        yield
-        return
-    try:
-        for operator, kernel in kernels.items():
-            operator.py_kernels.update(dict.fromkeys(keys, kernel))
-            operator._dispatch_cache.clear()
-        yield
-    finally:
-        for operator, (own, cache) in before.items():
-            operator.py_kernels.clear()
-            operator.py_kernels.update(own)
-            cache.clear()
 
 
 @contextmanager

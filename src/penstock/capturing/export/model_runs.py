@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.export.block_choice import choose_blocks
-from penstock.capturing.export.escapes import is_inside
-from penstock.capturing.export.watched_runs import ModuleCalls, Watch
+from penstock.capturing.export.watched_runs import ModuleCalls, Watch, is_inside
 from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.capturing.observation import memory_of, observed
+from penstock.capturing.operators import TensorNotes
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import flatten
-from penstock.capturing.tensor_notes import TensorNotes
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.modules import compiled_from, is_compiled

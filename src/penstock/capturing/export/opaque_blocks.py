@@ -18,8 +18,8 @@ from torch.fx import Node
 from torch.library import Library
 
 from penstock.capturing.export.block_calls import BlockCall, ResultTensor, Sizes
-from penstock.capturing.export.escapes import is_inside, leaky
 from penstock.capturing.export.model_runs import ModelRun
+from penstock.capturing.export.watched_runs import is_inside, leaky
 from penstock.capturing.fresh_objects import Anew, is_plain
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.samples import flatten

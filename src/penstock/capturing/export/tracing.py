@@ -7,8 +7,8 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -32,10 +32,8 @@ from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.export import (
-    export_refusals,
     hidden_from_the_model,
     shape_guards,
-    traced_by,
     without_operator_cache,
     without_stack_traces,
 )
@@ -134,7 +132,7 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
     own_backwards = nullcontext() if blocks.evaluates else functions_refused()
-    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step(), own_backwards:
+    with explained(model, samples), _known_warnings_ignored(), own_backwards:
         try:
             # The model's code may install hooks on blocks when it first runs, as that of transformers does. So the
             # second attempt must find what the first one found.
@@ -146,7 +144,9 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
                 with sampled.copied() as copies, opaque(blocks, copies, hide=False):
                     flat = FlatModel(copies.of(model), inputs, blocks)
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
-        except export_refusals():
+        except CaptureError:
+            raise
+        except Exception:
             # Outside, where blocks are themselves and can be run.
             with sampled.copied() as copies:
                 _run_with_other_batch(FlatModel(copies.of(model), inputs, blocks), names, tensors, inputs)
@@ -317,48 +317,3 @@ def _bounds(size: int | torch.SymInt, program: ExportedProgram) -> tuple[int, in
     # Export starts from "at least 2" without having been asked.
     least = int(found.lower) if found.lower.is_Integer and found.lower > 2 else 0
     return least, int(found.upper) if found.upper.is_Integer else None
-
-
-def _lstm(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
-    hidden, cell = hx
-    return _output(input, hidden, params, *options), torch.empty_like(hidden), torch.empty_like(cell)
-
-
-def _plain(input: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
-    return _output(input, hx, params, *options), torch.empty_like(hx)
-
-
-def _output(
-    input: Tensor,
-    hidden: Tensor,
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Tensor:
-    """(steps, samples, directions * hidden size); with `batch_first` as a view with the samples first."""
-    steps, samples = (input.shape[1], input.shape[0]) if batch_first else (input.shape[0], input.shape[1])
-    output = input.new_empty(steps, samples, hidden.shape[-1] * (1 + bidirectional))
-    # Nothing is computed, but gradients are known to flow.
-    output = output + sum(parameter.sum() for parameter in params[:1])
-    return output.transpose(0, 1) if batch_first else output
-
-
-_SHAPES: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
-    torch.ops.aten.lstm.input: _lstm,
-    torch.ops.aten.gru.input: _plain,
-    torch.ops.aten.rnn_tanh.input: _plain,
-    torch.ops.aten.rnn_relu.input: _plain,
-}
-
-
-def recurrence_in_one_step() -> AbstractContextManager[None]:
-    """Lets tracing in this block find the shapes of LSTM, GRU and RNN for a length that stays free.
-
-    PyTorch finds them by a run, step by step, on tensors without content: tracing takes a tenth of a second for every
-    step, and fixes the length, although the operator in the trace takes any. Its shapes follow from its arguments.
-    """
-    return traced_by(_SHAPES)

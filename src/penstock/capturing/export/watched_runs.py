@@ -1,9 +1,12 @@
 """One run of a model, watched by hooks: for every call of a module, the structure of its arguments and results, and the
-sizes of the tensors in them.
+sizes of the tensors in them; and which tensors leave a module in another way.
+
+A block that is not traced hands on its results only. What leaves it in an attribute, a cache or by a hook would be
+missing in a trace, or would be that of the sample for ever, so such a block is traced like the code between blocks.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.export.escapes import TensorOwners
 from penstock.capturing.module_copies import Copies
+from penstock.capturing.operators import TensorNotes
 from penstock.capturing.preservation import python_generators
 from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals.modules import replaced_forward, tensor_tables
@@ -55,6 +58,33 @@ class ResultShape:
 ModuleCalls: TypeAlias = dict[str, list[ModuleCall]]
 """The calls in one run, by path of the module."""
 _, _LEAF = flatten(0)
+
+
+class TensorOwners:
+    """Follows, in one run of a model, which module may use a tensor: the one that made it or got it as a result."""
+
+    def __init__(self) -> None:
+        self.escapes: set[tuple[str, str]] = set()
+        """The modules, by path, that a tensor escaped from, each with one that used it."""
+        self._owners: TensorNotes[str] = TensorNotes()
+
+    def note(self, path: str, used: Iterable[Tensor], made: Iterable[Tensor]) -> None:
+        """Notes that the module `path` computes `made` of `used`."""
+        for tensor in used:
+            owner = self._owners.read(tensor)
+            if owner is not None and owner != path and not is_inside(path, owner):
+                self.escapes.add((owner, path))
+        self._owners.write(made, path)
+
+    def returned(self, path: str, caller: str, results: Iterable[Tensor]) -> None:
+        """Notes that the module `path` returns `results` to `caller`, or, with equal paths, that the model ends."""
+        for tensor in results:
+            owner = self._owners.read(tensor)
+            if owner is None or (owner != path and is_inside(path, owner)):
+                continue
+            if owner != path:
+                self.escapes.add((owner, path))
+            self._owners.write((tensor,), caller)
 
 
 class Watch:
@@ -191,3 +221,13 @@ class Watch:
             self.drawing_elsewhere.add(path)
             self.working.add(path)
         self._generators = now
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether the module or attribute `path`, such as ``layer.memory[0]``, is `outer` or in it."""
+    return outer in ("", path) or path.startswith((f"{outer}.", f"{outer}["))
+
+
+def leaky(block: str, escapes: Collection[tuple[str, str]]) -> bool:
+    """Whether a tensor escapes from `block` to a module outside of it."""
+    return any(is_inside(owner, block) and not is_inside(user, block) for owner, user in escapes)
