@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.size_guards import SizeGuard
+from penstock.capturing.model_forms import SizeGuard
 from penstock.errors import CaptureError
 
 LENGTH = "L['tensors'][1].size()[2]"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.capturing import capture
-from penstock.capturing.crossings import crossings_of
+from penstock.capturing.chain import crossings_of
 from penstock.runtime.assembly.scheduled_plans import make_schedule
 from penstock.runtime.assembly.started_engines import edges_of
 from penstock.runtime.transport.transport import Edge

@@ -25,6 +25,7 @@ from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
 from penstock.errors import PlanError
 from penstock.torch_internals.modules import runs_plainly
+from penstock.values.crossings import Crossing
 
 LayerRunner: TypeAlias = Callable[
     [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
@@ -258,6 +259,24 @@ class LayerChain:
             name: tuple(index for index, ids in enumerate(held) if id(tensor) in ids)
             for name, tensor in (*self.parameters.items(), *self.buffers.items())
         }
+
+
+def crossings_of(chain: LayerChain) -> tuple[Crossing, ...]:
+    """The values of `chain` that layers make and later ones read; the model's output is read by the last layer."""
+    last = len(chain.layers) - 1
+    reads: dict[str, dict[int, None]] = {}
+    for index, layer in enumerate(chain.layers):
+        for name in layer.inputs:
+            reads.setdefault(name, {})[index] = None
+    for name in chain.output.values:
+        reads.setdefault(name, {})[last] = None
+    found = []
+    for index, layer in enumerate(chain.layers):
+        for position, name in enumerate(layer.outputs):
+            read = tuple(reader for reader in reads.get(name, {}) if reader > index)
+            size = {"size_bytes": layer.output_bytes[position]} if layer.output_bytes else {}
+            found += [Crossing(name, index, read, **size)] if read else []
+    return tuple(found)
 
 
 def require_cuts(layers: int, stages: int) -> None:

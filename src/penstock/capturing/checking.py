@@ -20,7 +20,7 @@ from penstock.capturing.module_state import same_content
 from penstock.capturing.randomness import seed_all
 from penstock.capturing.sampled_models import SampledModel, chain_of_copies
 from penstock.capturing.samples import Call, flatten
-from penstock.capturing.sequential import EagerLayer
+from penstock.capturing.sequential import bodies_of
 from penstock.errors import CaptureError
 
 _SEED = 20_011
@@ -55,8 +55,7 @@ def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> No
 
     `trains`: whether gradients are compared; a chain for evaluation is run without.
     """
-    modules = [inner for layer in chain.layers for inner in layer.module.modules()]
-    bodies = [inner.get_submodule("body") for inner in modules if isinstance(inner, EagerLayer)]
+    bodies = bodies_of(chain.layers)
     model, name = sampled.model, sampled.name
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad and trains}
 
@@ -244,6 +243,6 @@ def _message(what: str, name: str) -> str:
     return (
         f"the trace of {name} differs from the model in {what}. Look there for a "
         "torch.autograd.Function (tracing drops its backward), for state in Python or in global variables, for a "
-        "buffer or a training flag that it changes outside of a block. Move this into a block, or pass the model as "
-        "nn.Sequential or as a list of layers, which run as they are."
+        "buffer or a flag (training, requires_grad) that it changes outside of a block. Move this into a block, or "
+        "pass the model as nn.Sequential or as a list of layers, which run as they are."
     )

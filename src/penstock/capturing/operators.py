@@ -60,6 +60,24 @@ class TensorNotes(Generic[_Note]):
         return found[1] if found is not None and found[0]() is tensor else None
 
 
+class ParameterWrites:
+    """Finds those of `parameters` that operators write, and has `save` called with each before."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], save: Callable[[nn.Parameter], None]) -> None:
+        self._by_memory = {storage_key(p.untyped_storage()): p for p in parameters if is_plain_memory(p)}
+        self._save = save
+
+    def seen(self, args: Sequence[Any]) -> list[nn.Parameter]:
+        """The parameters that an operator with the arguments `args`, which writes the first, is about to write."""
+        written = (
+            self._by_memory.get(storage_key(t.untyped_storage())) for t in tensors_in(args[:1]) if is_plain_memory(t)
+        )
+        found = [parameter for parameter in written if parameter is not None]
+        for parameter in found:
+            self._save(parameter)
+        return found
+
+
 class OperatorCounter(OperatorMode):
     """Counts the operators of its body, layer after layer of one run of a model. `watched`: tensors of which it notes
     that an operator reads or writes them. `save` is called with a parameter among these before it is written.
@@ -69,10 +87,9 @@ class OperatorCounter(OperatorMode):
         self, watched: Iterable[Tensor] = (), save: Callable[[nn.Parameter], None] = lambda parameter: None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watched = {id(tensor): tensor for tensor in watched}
-        parameters = [each for each in self._watched.values() if isinstance(each, nn.Parameter)]
-        self._by_memory = {storage_key(p.untyped_storage()): p for p in parameters if is_plain_memory(p)}
-        self._save = save
+        watched = list(watched)
+        self._watched = frozenset(map(id, watched))
+        self._writes = ParameterWrites((each for each in watched if isinstance(each, nn.Parameter)), save)
         self._read: list[Tensor] = []
         self._written: list[nn.Parameter] = []
         self._noted: list[OperatorCall] = []
@@ -111,23 +128,14 @@ class OperatorCounter(OperatorMode):
         if kind is None:
             kind = self._kinds[func] = _kind_of(func, self._formulas)
         if self._watched:
-            self._look(kind.writes, _tensors((*args, *kwargs.values())), args)
+            self._read += [each for each in tensors_in((*args, *kwargs.values())) if id(each) in self._watched]
+            self._written += self._writes.seen(args) if kind.writes else ()
         result = func(*args, **kwargs)
         if kind.works:
             self._note(kind, args, kwargs, result)
         elif kind.has_gradient and args and isinstance(args[0], Tensor) and self._is_trained(args[0]):
-            self._mark([result] if isinstance(result, Tensor) else _tensors((result,)))
+            self._mark([result] if isinstance(result, Tensor) else tensors_in((result,)))
         return result
-
-    def _look(self, writes: bool, given: Sequence[Tensor], args: Sequence[Any]) -> None:
-        self._read += [each for each in given if id(each) in self._watched]
-        for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if writes and args else ():
-            if (
-                is_plain_memory(tensor)
-                and (found := self._by_memory.get(storage_key(tensor.untyped_storage()))) is not None
-            ):
-                self._save(found)
-                self._written.append(found)
 
     def _mark(self, made: Sequence[Tensor]) -> None:
         self._trained.write((each for each in made if each.is_floating_point() or each.is_complex()), True)
@@ -136,10 +144,10 @@ class OperatorCounter(OperatorMode):
         return tensor.requires_grad or self._trained.read(tensor) is not None
 
     def _note(self, kind: "_Kind", args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        given = _tensors(args)
+        given = tensors_in(args)
         if kwargs:
-            given += _tensors(kwargs.values())
-        made = [result] if isinstance(result, Tensor) else _tensors((result,))
+            given += tensors_in(kwargs.values())
+        made = [result] if isinstance(result, Tensor) else tensors_in((result,))
         if not made:
             return
         trained = [tensor for tensor in given if self._is_trained(tensor)]
@@ -206,7 +214,7 @@ def _grouped_products(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) ->
 
 def _recurrence(steps: Tensor, *weights: Any, **kwargs: Any) -> int:
     """A row of `steps` is multiplied with every weight."""
-    held = sum(weight.numel() for weight in _tensors(weights) if weight.dim() == 2)
+    held = sum(weight.numel() for weight in tensors_in(weights) if weight.dim() == 2)
     return 2 * (steps.numel() // max(steps.shape[-1], 1)) * held
 
 
@@ -222,13 +230,16 @@ _FREE = frozenset({"aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.e
 """Operators that neither read nor write."""
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments or the results of an operator."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
+            found += tensors_in(value)
+        elif isinstance(value, dict):
+            found += tensors_in(value.values())
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.read_names import names_read
-from penstock.capturing.sequential import EagerLayer, is_plain_sequential
+from penstock.capturing.sequential import bodies_of, is_plain_sequential
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
 
@@ -38,13 +38,7 @@ class OutsideState:
         self._modes: list[tuple[str, nn.Module, bool]] = []
         if not isinstance(model, nn.Module) or any(parameter.is_meta for parameter in model.parameters()):
             return
-        bodies = [
-            inner.get_submodule("body")
-            for layer in chain.layers
-            for inner in layer.module.modules()
-            if isinstance(inner, EagerLayer)
-        ]
-        inside = {id(inner) for body in bodies for inner in body.modules()}
+        inside = {id(inner) for body in bodies_of(chain.layers) for inner in body.modules()}
         for path, module in model.named_modules():
             if id(module) in inside:
                 continue

@@ -6,7 +6,7 @@ the sample shows what passes from layer to layer.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -151,6 +151,12 @@ class EagerLayer(nn.Module):
             if captured is not object:
                 check_constant(f"leaf {index} of what layer {self.name} returns", captured, now)
         return results
+
+
+def bodies_of(layers: Iterable[Layer]) -> list[nn.Module]:
+    """The user's own modules that `layers` call, in their order."""
+    modules = (inner for layer in layers for inner in layer.module.modules())
+    return [inner.get_submodule("body") for inner in modules if isinstance(inner, EagerLayer)]
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

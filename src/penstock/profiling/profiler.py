@@ -38,8 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.arguments import FLAG, TEXT, Rule, check_arguments, function, integer
-from penstock.capturing.chain import Layer, LayerChain
-from penstock.capturing.crossings import crossings_of
+from penstock.capturing.chain import Layer, LayerChain, crossings_of
 from penstock.capturing.device_names import read_device
 from penstock.capturing.doors import capture
 from penstock.capturing.model_kinds import check_model

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from penstock.capturing.export.model_runs import ModelRun
 from penstock.capturing.export.watched_runs import ModuleCall, ModuleCalls, ResultShape, Watch
-from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -75,12 +74,11 @@ def record_calls(
     sampled: SampledModel,
     paths: Collection[str],
     run: ModelRun,
-    free: Literal["sizes", "doubles", "samples", "nothing"] = "sizes",
+    free: Literal["sizes", "samples", "nothing"] = "sizes",
 ) -> RecordedCalls:
     """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample.
 
-    `free`: with ``"doubles"`` there are runs with twice the sizes, too; with ``"samples"`` only their number is
-    changed, and all other dimensions are fixed.
+    `free`: with ``"samples"`` only their number is changed, and all other dimensions are fixed.
     """
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
     _check_repeatable(first, again)
@@ -101,9 +99,6 @@ def record_calls(
             fixed.update(group)
         else:
             runs.append(found)
-            if free == "doubles" and group != samples:
-                further = _record_resized(sampled, group, paths, first, ways=(_double, _halve))
-                runs += [further] if further is not None else []
             # That numbers of samples are equal is checked as such.
             names = {name for name, _ in group}
             if len(names) > 1 and group != samples:
@@ -129,16 +124,11 @@ def _size_groups(sampled: SampledModel) -> Iterator[frozenset[Dimension]]:
     batched = sampled.inputs.batched
     yield frozenset((name, 0) for name in batched)
     groups: dict[int, set[Dimension]] = defaultdict(set)
-    for name, leaf in _tensors(sampled.call, sampled.inputs).items():
+    for name, leaf in sampled.inputs.bind(sampled.call.args, sampled.call.kwargs).items():
         for index, size in enumerate(leaf.shape):
             if size > 2 and not (index == 0 and name in batched):
                 groups[size].add((name, index))
     yield from map(frozenset, groups.values())
-
-
-def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
-    leaves, _ = flatten((call.args, call.kwargs))
-    return {name: leaf for name, leaf in zip(inputs.names, leaves, strict=True) if isinstance(leaf, Tensor)}
 
 
 def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
@@ -159,14 +149,13 @@ def _record_resized(
     group: frozenset[Dimension],
     paths: Collection[str],
     expected: Mapping[str, Sequence[ModuleCall]],
-    ways: Sequence[Callable[[Tensor, int], Tensor]] = (),
 ) -> ModuleCalls | None:
     """The calls with other sizes of the dimensions in `group`; None if the model does not take them."""
     samples = any(name in sampled.inputs.batched and index == 0 for name, index in group)
     by_forward = {path for path, calls in expected.items() if any(call.by_forward for call in calls)}
-    for resize in ways or ((_grow,) if samples else (_shrink, _halve)):
+    for resize in (_grow,) if samples else (_shrink, _halve):
         try:
-            found = _record(sampled, _resized(sampled, group, resize), paths, by_forward)
+            found = _record(sampled, resized(sampled, group, resize), paths, by_forward)
         except Exception:
             continue
         if _alike(expected, found):
@@ -179,14 +168,15 @@ def may_differ(sampled: SampledModel, group: Collection[Dimension]) -> bool:
     # In one order in all processes: the model may wait for other ones.
     for own in sorted({name for name, _ in group}):
         try:
-            _record(sampled, _resized(sampled, [each for each in group if each[0] == own], _shrink), ())
+            _record(sampled, resized(sampled, [each for each in group if each[0] == own], _shrink), ())
         except Exception:
             continue
         return True
     return False
 
 
-def _resized(sampled: SampledModel, group: Iterable[Dimension], resize: Callable[[Tensor, int], Tensor]) -> Call:
+def resized(sampled: SampledModel, group: Iterable[Dimension], resize: Callable[[Tensor, int], Tensor]) -> Call:
+    """The sample with other sizes of the dimensions in `group`."""
     leaves, structure = flatten((sampled.call.args, sampled.call.kwargs))
     named = dict(zip(sampled.inputs.names, leaves, strict=True))
     for name, index in group:
@@ -197,10 +187,6 @@ def _resized(sampled: SampledModel, group: Iterable[Dimension], resize: Callable
 
 def _grow(tensor: Tensor, index: int) -> Tensor:
     return torch.cat([tensor, tensor.narrow(index, 0, 1)], index)
-
-
-def _double(tensor: Tensor, index: int) -> Tensor:
-    return torch.cat([tensor, tensor], index)
 
 
 def _shrink(tensor: Tensor, index: int) -> Tensor:

@@ -15,12 +15,12 @@ from torch.fx import Node
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import agrees, check_chain
-from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls
+from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls, resized
 from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend, is_random, node_memory
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, UnseenSize, is_block, opaque_paths
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, is_block, opaque_paths
 from penstock.capturing.export.tracing import Trace, is_mutating, trace
 from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
@@ -29,13 +29,12 @@ from penstock.capturing.observation import Observation, SharedObjects, keep_last
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.sampled_models import SampledModel
-from penstock.capturing.samples import Call, flatten
-from penstock.capturing.sequential import EagerLayer, Flag
+from penstock.capturing.samples import Call
+from penstock.capturing.sequential import Flag, bodies_of
 from penstock.errors import CaptureError
-from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
 
-_FREE: tuple[Literal["sizes", "doubles", "samples", "nothing"], ...] = ("sizes", "doubles", "samples", "nothing")
+_FREE: tuple[Literal["sizes", "samples", "nothing"], ...] = ("sizes", "samples", "nothing")
 
 
 def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> LayerChain:
@@ -86,13 +85,14 @@ def _capture(
         leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in run.leaves),
         constants=tuple(None if leaf is torch.Tensor else leaf for leaf in run.leaves),
     )
+    tensors = inputs.bind(call.args, call.kwargs)
     chain = LayerChain(
         layers=_observe(sampled, layers, output, joined),
         inputs=replace(
             inputs,
             sizes=traced.sizes,
             equal=_not_only_samples(traced.equal, inputs),
-            dtypes=_dtypes(call, inputs),
+            dtypes={name: tensor.dtype for name, tensor in tensors.items()},
             guards=traced.guards,
         ),
         output=output,
@@ -104,8 +104,8 @@ def _capture(
     checked = chain.inputs
     if check:
         check_chain(sampled, chain, trains=trains)
-        for places in _free_groups(chain.inputs, _shapes(inputs, call)):
-            if not agrees(sampled, chain, _narrowed(inputs, call, places)):
+        for places in _free_groups(chain.inputs, tensors):
+            if not agrees(sampled, chain, resized(sampled, places, _first_entry)):
                 checked = _at_least_two(places, checked)
     for group in _not_only_samples(recorded.together, inputs):
         if group not in chain.inputs.equal and not may_differ(sampled, group):
@@ -118,16 +118,11 @@ def _trace(
     sampled: SampledModel, paths: Collection[str], run: ModelRun, evaluates: bool
 ) -> tuple[Trace, RecordedCalls]:
     """The trace with as many free sizes as the blocks at `paths` allow."""
-    unseen = False
     for free in _FREE:
-        if free == "doubles" and not unseen:
-            continue
         recorded = record_calls(sampled, paths, run, free)
-        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates, doubled=free != "sizes")
+        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates)
         try:
             return trace(sampled, blocks, recorded.fixed), recorded
-        except UnseenSize:
-            unseen = True
         except UnknownSize:
             if free == _FREE[-1]:
                 raise
@@ -150,12 +145,6 @@ def _not_only_samples(groups: Iterable[Sequence[Dimension]], inputs: ModelInputs
     samples = {(name, 0) for name in inputs.batched}
     ordered = dict.fromkeys(tuple(sorted(group)) for group in groups)
     return tuple(group for group in ordered if not samples.issuperset(group))
-
-
-def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:
-    leaves, _ = flatten((call.args, call.kwargs))
-    pairs = zip(inputs.names, leaves, strict=True)
-    return {name: leaf.dtype for name, leaf in pairs if isinstance(leaf, torch.Tensor)}
 
 
 def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Collection[str]) -> Partition:
@@ -187,8 +176,7 @@ def _observe(
 
 def _run_layers(layers: Sequence[Layer], values: dict[str, torch.Tensor], copies: Copies) -> list[Observation]:
     """What a run of the copies of `layers` shows. `values`: the model's inputs; the results are added to them."""
-    calls = [[each for each in layer.module.modules() if isinstance(each, EagerLayer)] for layer in layers]
-    shared = SharedObjects([[each.get_submodule("body") for each in own] for own in calls], copies)
+    shared = SharedObjects([bodies_of([layer]) for layer in layers], copies)
     counter, observations = OperatorCounter(), []
     for index, layer in enumerate(layers):
         arguments, module = tuple(values[name] for name in layer.inputs), copies.of(layer.module)
@@ -265,11 +253,7 @@ def _of_sizes(node: Node) -> bool:
     return schema is not None and schema.name in _SIZES
 
 
-Place = tuple[str, int]
-"""A tensor and one of its dimensions."""
-
-
-def _at_least_two(group: frozenset[Place], inputs: ModelInputs) -> ModelInputs:
+def _at_least_two(group: frozenset[Dimension], inputs: ModelInputs) -> ModelInputs:
     """The inputs of a chain that differs from the model for a single entry of the dimensions `group`.
 
     Export takes it for granted that a free size is at least two, and drops what the model's code would do for a single
@@ -282,36 +266,24 @@ def _at_least_two(group: frozenset[Place], inputs: ModelInputs) -> ModelInputs:
     return replace(inputs, sizes={name: tuple(bounds) for name, bounds in sizes.items()})
 
 
-def _free_groups(inputs: ModelInputs, shapes: Mapping[str, tuple[int, ...]]) -> list[frozenset[Place]]:
+def _free_groups(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> list[frozenset[Dimension]]:
     """The dimensions that may have size one, those together that may only have it together.
 
     These are the numbers of samples, and the others by their size in the sample: a mask is as long as the sequence, and
     a mask of one for a sequence of many is nothing that a user passes.
     """
-    groups: defaultdict[int, set[Place]] = defaultdict(set)
-    for name, shape in shapes.items():
-        for index, size in enumerate(shape):
+    groups: defaultdict[int, set[Dimension]] = defaultdict(set)
+    for name, tensor in tensors.items():
+        for index, size in enumerate(tensor.shape):
             groups[0 if name in inputs.batched and index == 0 else size].add((name, index))
 
-    def is_free(place: Place) -> bool:
+    def is_free(place: Dimension) -> bool:
         name, index = place
-        return inputs.sizes[name][index][0] <= 1 and shapes[name][index] > 1
+        return inputs.sizes[name][index][0] <= 1 and tensors[name].shape[index] > 1
 
     free = (frozenset(filter(is_free, group)) for group in groups.values())
     return [group for group in free if group]
 
 
-def _shapes(inputs: ModelInputs, call: Call) -> dict[str, tuple[int, ...]]:
-    leaves, _ = flatten((call.args, call.kwargs))
-    pairs = zip(inputs.names, leaves, strict=True)
-    return {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, Tensor)}
-
-
-def _narrowed(inputs: ModelInputs, call: Call, places: Iterable[Place]) -> Call:
-    """`call` with the first entry only of the dimensions `places`."""
-    leaves, structure = flatten((call.args, call.kwargs))
-    named = dict(zip(inputs.names, leaves, strict=True))
-    for name, index in places:
-        named[name] = named[name].narrow(index, 0, 1)
-    args, kwargs = pytree.tree_unflatten(list(named.values()), structure)
-    return Call(args, kwargs)
+def _first_entry(tensor: Tensor, index: int) -> Tensor:
+    return tensor.narrow(index, 0, 1)

@@ -5,7 +5,7 @@ A dispatch mode notes in which modules something is computed that depends on par
 blocks are chosen from.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from penstock.capturing.export.block_choice import choose_blocks
 from penstock.capturing.export.watched_runs import ModuleCalls, Watch, is_inside
 from penstock.capturing.fresh_objects import is_plain
-from penstock.capturing.module_state import ModuleState, is_plain_memory
-from penstock.capturing.observation import memory_of, observed
-from penstock.capturing.operators import TensorNotes
+from penstock.capturing.module_state import ModuleState
+from penstock.capturing.observation import observed
+from penstock.capturing.operators import ParameterWrites, TensorNotes, tensors_in
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.modules import compiled_from, is_compiled
-from penstock.torch_internals.pytrees import TreeSpec, tree_leaves
+from penstock.torch_internals.pytrees import TreeSpec
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """The namespaces of the operators of `torch.distributed`."""
@@ -46,8 +46,6 @@ class ModelRun:
     """Tensors in attributes that the second run wrote in place."""
     writes: frozenset[tuple[str, str]]
     """The modules that wrote a parameter in the first run, each with its name."""
-    switched: frozenset[str]
-    """The blocks that were called with other flags `requires_grad` than they had before the run."""
     written_buffers: frozenset[int]
     """The ids of the buffers that the first run wrote."""
     calls: tuple[ModuleCalls, ModuleCalls]
@@ -93,7 +91,6 @@ def _run_twice(sampled: SampledModel, by_forward: frozenset[str] = frozenset()) 
             # What is changed by the first run only is a cache.
             state = ModuleState([watch.model])
             again = Watch(model, copies, blocks, by_forward=by_forward)
-            again.flags = watch.flags
             again.run(call.copied())
         changes = list(state.changes())
     leaves, structure = flatten(result)
@@ -104,7 +101,6 @@ def _run_twice(sampled: SampledModel, by_forward: frozenset[str] = frozenset()) 
         changed=frozenset(path for path, written in changes if not written),
         written=frozenset(path for path, written in changes if written),
         writes=frozenset((path, names[parameter]) for path, parameter in watch.writes),
-        switched=frozenset(again.switched),
         written_buffers=frozenset(id(copies.own(buffer)) for buffer in observation.mutated_buffers),
         calls=({path: watch.calls[path] for path in blocks}, again.calls),
         escapes=frozenset(watch.owners.escapes),
@@ -135,41 +131,28 @@ class _Dependence(OperatorMode):
         self.communicates = False
         self._dependent: TensorNotes[bool] = TensorNotes()
         self._dependent.write(parameters, True)
-        self._by_memory = {memory_of(p): p for p in parameters if is_plain_memory(p)}
-        self._watch, self._save = watch, save
+        self._writes = ParameterWrites(parameters, save)
+        self._watch = watch
         self._kinds: dict[Any, tuple[bool, bool]] = {}
         """Of every operator: whether it writes its arguments, and whether it draws random numbers."""
 
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = _tensors((*args, *kwargs.values()) if kwargs else args)
+        given = tensors_in((*args, *kwargs.values()) if kwargs else args)
         kind = self._kinds.get(func)
         if kind is None:
             draws = torch.Tag.nondeterministic_seeded in func.tags
             self.communicates = self.communicates or func.namespace in _COLLECTIVES
             kind = self._kinds[func] = schema_of(func).is_mutable, draws
         mutable, draws = kind
-        for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if mutable and args else ():
-            if is_plain_memory(tensor) and (found := self._by_memory.get(memory_of(tensor))) is not None:
-                self._save(found)
-                self._watch.note_write(found)
+        for parameter in self._writes.seen(args) if mutable else ():
+            self._watch.note_write(parameter)
         result = func(*args, **kwargs)
         depends = any(map(self._dependent.read, given))
-        made = [result] if isinstance(result, Tensor) else _tensors((result,))
+        made = [result] if isinstance(result, Tensor) else tensors_in((result,))
         self._watch.note_computation(depends, draws, given, made)
         if depends or draws:
             self._dependent.write([*made, *given[:1]] if mutable else made, True)
         return result
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the arguments or the results of an operator."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple | dict):
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
 
 
 @contextmanager

@@ -38,10 +38,6 @@ class UnknownSize(CaptureError):
     """The sizes of what a block returns do not follow from those of its arguments."""
 
 
-class UnseenSize(CaptureError):
-    """A size in the arguments of a block follows from a free one, and is the same in all runs."""
-
-
 class UsedWeights(CaptureError):
     """Code outside of the blocks uses a weight of one, which was hidden."""
 
@@ -82,8 +78,6 @@ class OpaqueBlocks:
     model: nn.Module
     evaluates: bool
     """Whether they run in evaluation mode, whatever mode they are in."""
-    doubled: bool = False
-    """Whether there were runs with twice the sizes, too."""
     copies: Copies | None = None
     """Of the model, of which one is traced now."""
     hidden: HiddenModules | None = None
@@ -278,13 +272,12 @@ class _Sizes:
     """The sizes in the trace that the sizes in the arguments of `call` have become.
 
     No run shows what follows from one that is free in the trace and the same in all runs, as where a model fills up its
-    batch to a multiple of something. `UnseenSize` asks for further runs; if there were some, it gets fixed.
+    batch to a multiple of something. It must be fixed.
     """
 
     def __init__(self, blocks: OpaqueBlocks, number: int, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
         call = blocks.traced[number]
         self.path = call.path
-        self.doubled = blocks.doubled
         self.free: dict[Sizes, Any] = {}
         """Those that differ between the runs."""
         for dimensions, tensor in zip(call.recorded.arguments, call.recorded_tensors(tensors), strict=True):
@@ -303,8 +296,12 @@ class _Sizes:
         if len(set(recorded)) > 1:
             self.free.setdefault(recorded, traced)
         elif isinstance(traced, torch.SymInt) and not is_data_dependent(traced):
-            if not self.doubled and not (traced.node.expr.is_symbol or traced.node.expr.is_number):
-                raise UnseenSize
+            if not (traced.node.expr.is_symbol or traced.node.expr.is_number):
+                raise UnknownSize(
+                    f"block {self.path} is called with a size of {recorded[0]}, which follows from a size of the "
+                    "model's inputs and did not change with it. Make it inside of the block, or pass the model as a "
+                    "list of layers"
+                )
             int(traced)
 
     def of(self, size: Sizes) -> Any:
@@ -383,12 +380,6 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
                 f"blocks, which would be lost. {way}. Write it in a block that holds it, or after each step, in the "
                 "training loop"
             )
-    for path in sorted(run.switched):
-        raise CaptureError(
-            f"{name}: its forward sets requires_grad of parameters of block {path} for the call, which would be lost: "
-            f"a block is trained by the flags that it has when the pipeline is built. {way}. Set the flags before "
-            "that, or call the block under torch.no_grad() where nothing before it is trained"
-        )
     for path in sorted(run.drawing_elsewhere):
         if not any(is_inside(path, block) for block in paths):
             raise CaptureError(

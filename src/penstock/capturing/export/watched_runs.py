@@ -113,9 +113,6 @@ class Watch:
         self.owners = TensorOwners()
         self.writes: set[tuple[str, int]] = set()
         """The modules that write a parameter, each with the id of it."""
-        self.switched: set[str] = set()
-        """The modules that are called when a flag `requires_grad` of a parameter in them is not what it was."""
-        self.flags = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
         self.parameters_read: dict[str, set[int]] = defaultdict(set)
         """The ids of the parameters that a module, or what it calls, reads, apart from those among its arguments."""
         self.replaced: set[str] = set()
@@ -144,11 +141,6 @@ class Watch:
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._note_draws()
-        if self.paths is not None and any(
-            parameter.requires_grad != self.flags.get(parameter, parameter.requires_grad)
-            for parameter in module.parameters()
-        ):
-            self.switched.add(path)
         if not kwargs and all(type(argument) is Tensor for argument in args):
             made = ModuleCall([argument.shape for argument in args], [], [Tensor] * len(args))
         else:

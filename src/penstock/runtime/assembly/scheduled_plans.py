@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from penstock.capturing.chain import LayerChain, require_cuts
-from penstock.capturing.crossings import crossings_of
+from penstock.capturing.chain import crossings_of
 from penstock.errors import PlanError
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions
 from penstock.runtime.execution.recomputation import Granularity, choose_granularities
