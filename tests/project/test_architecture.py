@@ -155,7 +155,6 @@ MOST_WAYS = 15
 MOST_POSITIONAL = 5
 MOST_SPLATTED = 3
 ALLOWED_POSITIONAL: dict[str, int] = {
-    "penstock.capturing.export.tracing": 1,
     "penstock.data": 1,
     "penstock.oracle.references": 1,
     "penstock.planning.two_bw.orientations": 1,

@@ -14,7 +14,7 @@ CALLS = {"eval", "exec", "exec_module", "load_module"}
 YAML = {"full_load", "load", "load_all", "unsafe_load"}
 EXPECTED = [
     # The expressions of size guards are PyTorch's, about the user's own model.
-    "penstock/capturing/size_guards.py: eval",
+    "penstock/capturing/model_forms.py: eval",
     # A command runs the file of Python that it is given.
     "penstock/commands/subject_files.py: exec_module",
 ]
