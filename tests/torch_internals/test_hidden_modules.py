@@ -1,4 +1,4 @@
-"""Hidden tables of modules: what a search finds, and what is noted."""
+"""Hidden tables of modules: what a search finds, and what is refused."""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.torch_internals.hidden_modules import HiddenModules
+from penstock.torch_internals.hidden_modules import HiddenModules, UsedHidden
 
 
 class Outer(nn.Module):
@@ -29,23 +29,19 @@ def test_a_search_finds_what_is_not_hidden() -> None:
 
     assert len(list(model.parameters())) == 6
     assert all(type(vars(each)["_parameters"]) is dict for each in model.modules())
-    assert not hidden.used
 
 
-def test_who_names_a_hidden_tensor_gets_it_and_is_noted() -> None:
+def test_who_names_a_hidden_tensor_gets_it_where_nothing_is_watched() -> None:
     model = Outer()
     weight = model.block[0].weight
     hidden = HiddenModules([model.block])
 
     with hidden.hidden():
         assert model.block.get_submodule("0").weight is weight
-        assert not hidden.used, "nothing watched"
         with hidden.watched():
-            found = model.block.get_submodule("1")
-            assert not hidden.used, "a module that is named is hidden itself"
-            assert isinstance(found.running_mean, torch.Tensor)
-
-    assert hidden.used
+            found = model.block.get_submodule("1")  # a module that is named is hidden itself
+            with pytest.raises(UsedHidden):
+                assert found.running_mean is not None
 
 
 @pytest.mark.parametrize(
@@ -71,11 +67,9 @@ def test_who_names_a_hidden_tensor_gets_it_and_is_noted() -> None:
         lambda block: block.to(torch.float64),
     ],
 )
-def test_who_looks_is_noted(look: Callable[[Any], Any]) -> None:
+def test_who_looks_is_stopped(look: Callable[[Any], Any]) -> None:
     model = Outer()
     hidden = HiddenModules([model.block])
 
-    with hidden.hidden(), hidden.watched():
+    with hidden.hidden(), hidden.watched(), pytest.raises(UsedHidden):
         look(model.block)
-
-    assert hidden.used

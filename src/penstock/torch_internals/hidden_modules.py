@@ -9,6 +9,10 @@ from torch import nn
 from penstock.torch_internals.modules import TENSOR_TABLES
 
 
+class UsedHidden(BaseException):
+    """Code used what is hidden from it. Code that catches every `Exception` does not catch this."""
+
+
 class HiddenModules:
     """Hides the parameters, buffers and modules in `modules` from code that lists them; code that names one gets it.
 
@@ -20,9 +24,6 @@ class HiddenModules:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.used = False
-        """Whether code in a `watched` block named a hidden tensor, or listed what is hidden. It found less than there
-        is."""
         self._watches = False
         self._tables = [
             (vars(module), name, vars(module)[name])
@@ -44,7 +45,9 @@ class HiddenModules:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notes in `used` what its body does; outside of it `torch.export` may look."""
+        """Raises `UsedHidden` where its body names a hidden tensor, or lists what is hidden and would find less than
+        there is. Outside of it `torch.export` may look.
+        """
         self._watches = True
         try:
             yield
@@ -52,7 +55,9 @@ class HiddenModules:
             self._watches = False
 
     def note(self) -> None:
-        self.used |= self._watches
+        """Notes that a table was used."""
+        if self._watches:
+            raise UsedHidden
 
 
 class _HiddenTable(MutableMapping[str, Any]):

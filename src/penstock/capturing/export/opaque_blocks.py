@@ -38,10 +38,6 @@ class UnknownSize(CaptureError):
     """The sizes of what a block returns do not follow from those of its arguments."""
 
 
-class UsedWeights(CaptureError):
-    """Code outside of the blocks uses a weight of one, which was hidden."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedCall:
     """One call of a block in the trace."""
@@ -112,8 +108,6 @@ class OpaqueBlocks:
 
     def enter(self, path: str, args: Any, kwargs: Any) -> Any:
         """Stands for the call of a block in the trace."""
-        if self.hidden is not None and self.hidden.used:
-            raise UsedWeights
         recorded = self.calls[path]
         if not recorded:
             raise CaptureError(
@@ -160,7 +154,7 @@ def opaque(blocks: OpaqueBlocks, copies: Copies, *, hide: bool) -> Iterator[None
     """Replaces the forwards of the `copies` of `blocks` for its body. Their hooks are part of them and are not traced
     either.
 
-    `hide`: whether their weights are hidden, too. Code outside of a block that uses one raises `UsedWeights`.
+    `hide`: whether their weights are hidden, too. Code outside of a block that uses one raises `UsedHidden`.
     """
     with ExitStack() as stack:
         modules = [copies.of(blocks.model.get_submodule(path)) for path in blocks.calls]

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from penstock.capturing.export.explanations import explained
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UsedWeights, call_of, is_block, opaque
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, call_of, is_block, opaque
 from penstock.capturing.lost_backwards import functions_refused
 from penstock.capturing.model_forms import ModelInputs, SizeGuard
 from penstock.capturing.module_copies import Copies
@@ -35,6 +35,7 @@ from penstock.torch_internals.export import (
     without_operator_cache,
     without_stack_traces,
 )
+from penstock.torch_internals.hidden_modules import UsedHidden
 from penstock.torch_internals.tensors import storage_key
 
 _PREFIX = "model."
@@ -85,7 +86,8 @@ class FlatModel(nn.Module):
         constants = self.form.constants
         leaves = [constants[name] if name in constants else next(rest) for name in self.form.names]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-        with self._hidden():
+        hidden = self.blocks.hidden
+        with hidden.watched() if hidden is not None else nullcontext():
             results, _ = flatten(self.model(*args, **kwargs))
         if any(isinstance(leaf, torch.SymInt) for leaf in results):
             raise CaptureError(
@@ -93,22 +95,6 @@ class FlatModel(nn.Module):
                 "the model"
             )
         return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
-
-    @contextmanager
-    def _hidden(self) -> Iterator[None]:
-        """Raises `UsedWeights` if its body used what is hidden, whatever came of it."""
-        hidden = self.blocks.hidden
-        if hidden is None:
-            yield
-            return
-        try:
-            with hidden.watched():
-                yield
-        except Exception:
-            if not hidden.used:
-                raise
-        if hidden.used:
-            raise UsedWeights
 
 
 def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[str, int]]) -> Trace:
@@ -138,7 +124,7 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
                 with sampled.copied() as copies, opaque(blocks, copies, hide=True):
                     flat = FlatModel(copies.of(model), inputs, blocks)
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
-            except UsedWeights:
+            except UsedHidden:
                 with sampled.copied() as copies, opaque(blocks, copies, hide=False):
                     flat = FlatModel(copies.of(model), inputs, blocks)
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
