@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from penstock.capturing.chain import LayerChain, require_cuts
-from penstock.capturing.chain import crossings_of
+from penstock.capturing.chain import LayerChain, crossings_of, require_cuts
 from penstock.errors import PlanError
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions
 from penstock.runtime.execution.recomputation import Granularity, choose_granularities

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.capturing.chain import LayerChain, StageModule
-from penstock.capturing.chain import crossings_of
+from penstock.capturing.chain import LayerChain, StageModule, crossings_of
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, evaluate_in_place, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
