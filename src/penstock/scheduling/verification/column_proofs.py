@@ -44,7 +44,7 @@ from penstock.scheduling.lowering import nexts
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.message_invariants import ROW_INVARIANTS
-from penstock.scheduling.verification.violations import StagedPrograms
+from penstock.scheduling.verification.violations import Peaks, StagedPrograms
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -91,17 +91,6 @@ def _require(holds: bool | np.bool_) -> None:
 
 def _equal(one: Numbers, other: Numbers) -> None:
     _require(np.array_equal(one, other))
-
-
-@dataclass(slots=True)
-class Peaks:
-    """What the programs reach: see `Verification`."""
-
-    in_flight: list[int]
-    versions: list[int]
-    in_flight_of_rank: list[int]
-    pending_weight_backwards: list[int]
-    actions: int = 0
 
 
 def prove_columns(schedule: Schedule, rows: Rows, minibatches: int) -> Peaks | None:
@@ -190,8 +179,7 @@ class _Proof:
             schedule.placement.first_replicas if schedule.placement.split else schedule.placement
         )
         self.rare = bool(schedule.ties) or schedule.norm_rule is not NormRule.NONE
-        stages = range(schedule.stages)
-        self.peaks = Peaks([0 for _ in stages], [1 for _ in stages], [0] * schedule.ranks, [0 for _ in stages])
+        self.peaks = Peaks.of(schedule.shape)
         self.admitted = np.zeros(self.microbatches, np.int64)
         """By microbatch: how many updates the input stage had made when it took it."""
         self.gradient_versions: dict[int, Numbers] = {}
@@ -215,14 +203,12 @@ class _Proof:
             # The actions themselves take the most memory.
             row.actions = []
             first[rank] = row
-        for group in placement.stages if placement.split else ():
-            for rank in group[1:]:
-                self.peaks.in_flight_of_rank[rank] = self.peaks.in_flight_of_rank[group[0]]
+        self.peaks.share(placement)
         if self.rare:
             ends = (tuple(map(len, few)),)
             own, programs = self.placement, tuple(few)
             staged = StagedPrograms(
-                schedule, self.minibatches, programs=programs, segments=(), ends=ends, placement=own, replicas=()
+                schedule, self.minibatches, programs=programs, segments=(), ends=ends, placement=own
             )
             for invariant in ROW_INVARIANTS:
                 invariant(staged)

@@ -1,378 +1,343 @@
 """The invariants that each stage keeps by itself: order, weight versions, and what it holds in memory.
 
-Each recomputes what it expects by counting along the program, without the order that made the program.
+One walk along the rows counts what every stage has done, without the order that made the rows, and asks each invariant
+about each action.
 
 Rules of this file:
-  1. An invariant is a function of `StagedPrograms` that returns nothing or raises a `ScheduleError` with the row.
-  2. An invariant may rely on those before it in `STAGE_INVARIANTS`.
+  1. An invariant is a function of the counts before an action, and of that action, or None at the end of the row.
+     It yields its violations.
+  2. An invariant may rely on those before it in `_INVARIANTS`; the violation of the first one is reported.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Final, TypeAlias, assert_never
 
-from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Forward, Update, WeightGradients
-from penstock.scheduling.definitions import VersionRule
-from penstock.scheduling.verification.violations import Replica, StagedPrograms, report
-
-
-def _require_training(staged: StagedPrograms) -> None:
-    invariant = "an inference has forwards only"
-    if staged.guarantees.trains:
-        return
-    for replica in staged.replicas:
-        for index, action in replica.turns:
-            if not isinstance(action, Forward):
-                report(
-                    staged,
-                    invariant,
-                    replica.rank,
-                    index,
-                    expected="no backward and no update",
-                    fix="drop it, or train",
-                )
+from penstock.scheduling.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    InputGradients,
+    Receive,
+    Send,
+    Update,
+    WeightGradients,
+)
+from penstock.scheduling.definitions import Guarantees, VersionRule
+from penstock.scheduling.verification.violations import Peaks, StagedPrograms, report
 
 
-def _require_once(staged: StagedPrograms) -> None:
-    invariant = "each microbatch goes forward and backward exactly once on each stage"
-    for replica in staged.replicas:
-        forwards: set[int] = set()
-        inputs: set[int] = set()
-        weights: set[int] = set()
-        mine = staged.placement.microbatches_of(replica.rank, range(staged.microbatches))
-        for index, action in replica.turns:
-            match action:
-                case Forward():
-                    seen = [forwards]
-                case Backward():
-                    seen = [inputs, weights]
-                case BackwardInput():
-                    seen = [inputs]
-                case BackwardWeight():
-                    seen = [weights]
-                case Update():
-                    continue
-                case _:
-                    assert_never(action)
-            if any(action.microbatch in done for done in seen):
-                fix = "drop the second one"
-                report(staged, invariant, replica.rank, index, expected="a microbatch that is not done yet", fix=fix)
-            if action.microbatch not in mine:
-                rank = staged.placement.rank_of(replica.stage, action.microbatch)
-                report(
-                    staged, invariant, replica.rank, index, expected=f"it on rank {rank}", fix=f"move it to rank {rank}"
-                )
-            for done in seen:
-                done.add(action.microbatch)
-        end = len(staged.programs[replica.rank])
-        for microbatch in mine:
-            if microbatch not in forwards:
-                expected = f"a forward of microbatch {microbatch} on stage {replica.stage} before the end"
-                report(
-                    staged, invariant, replica.rank, end, expected=expected, fix="add it, or verify fewer minibatches"
-                )
+@dataclass(slots=True)
+class _Counts:
+    """What a replica has done of its stage so far.
+
+    `mine`: the microbatches that it has to take. `beside`: the counts of all stages of its rank. `admitted`: by
+    microbatch, how many updates the input stage had made when it took it. `named`: by stage and version, the gradient
+    version of the first replica's update.
+    """
+
+    staged: StagedPrograms
+    stage: int
+    rank: int
+    mine: range
+    beside: Sequence["_Counts"]
+    admitted: dict[int, int]
+    named: dict[tuple[int, int], int]
+    forwards: dict[int, Forward] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    weights: set[int] = field(default_factory=set)
+    newest: int = 0
+    sums: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By the version to make: the versions that the backwards which it sums up read."""
+    begun: set[int] = field(default_factory=set)
+    """The versions to make that have gradients."""
+
+    @property
+    def guarantees(self) -> Guarantees:
+        return self.staged.guarantees
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.forwards) - len(self.weights)
+
+    @property
+    def in_flight_of_rank(self) -> int:
+        return sum(counts.in_flight for counts in self.beside)
+
+    @property
+    def pending(self) -> int:
+        return len(self.inputs) - len(self.weights)
+
+    def update_of(self, microbatch: int) -> int:
+        """The version that sums up the gradients of `microbatch`."""
+        return microbatch // self.guarantees.microbatches_per_update[self.stage] + 1
+
+    def add(self, action: Compute) -> None:
+        if isinstance(action, Update):
+            self.newest += 1
+            self.begun.discard(action.version)
+            self.sums.pop(action.version, None)
+            return
+        if isinstance(action, Forward):
+            self.forwards[action.microbatch] = action
+            if self.stage == 0:
+                self.admitted[action.microbatch] = self.newest
+        if isinstance(action, InputGradients):
+            self.inputs.add(action.microbatch)
+            # An input backward may make gradients of weights, too: of those that are not split.
+            self.begun.add(self.update_of(action.microbatch))
+        if isinstance(action, WeightGradients):
+            self.weights.add(action.microbatch)
+            self.sums[self.update_of(action.microbatch)].append(action.version)
 
 
-def _require_drained(staged: StagedPrograms) -> None:
-    invariant = "nothing is in flight after the drain: every forward had its backward"
-    if not staged.guarantees.trains:
-        return
-    for replica in staged.replicas:
-        done = {action.microbatch for _, action in replica.turns if isinstance(action, WeightGradients)}
-        halved = {action.microbatch for _, action in replica.turns if isinstance(action, BackwardInput)}
-        for index, action in replica.turns:
-            if isinstance(action, Forward) and (k := action.microbatch) not in done:
-                what = "the weight backward" if k in halved else "a backward"
-                expected = f"{what} of microbatch {k} on stage {replica.stage} before the end"
-                report(
-                    staged, invariant, replica.rank, index, expected=expected, fix="let the step or the drain yield it"
-                )
+@dataclass(frozen=True, slots=True)
+class _Violation:
+    """An invariant that does not hold at an action: at `action`, or at the one that was asked about."""
+
+    invariant: str
+    expected: str
+    fix: str
+    action: Compute | None = None
 
 
-def _require_ascending(staged: StagedPrograms) -> None:
-    invariant = "a stage takes its microbatches in ascending order, so that all schedules sum gradients alike"
-    for replica in staged.replicas:
-        mine = staged.placement.microbatches_of(replica.rank, range(staged.microbatches))
-        next_forward = next_input = next_weight = 0
-        for index, action in replica.turns:
-            match action:
-                case Forward(microbatch=microbatch):
-                    due, next_forward = mine[next_forward], next_forward + 1
-                case BackwardInput(microbatch=microbatch):
-                    due, next_input = mine[next_input], next_input + 1
-                case BackwardWeight(microbatch=microbatch):
-                    due, next_weight = mine[next_weight], next_weight + 1
-                case Backward(microbatch=microbatch):
-                    # The weight backwards that are left come first.
-                    due = mine[min(next_input, next_weight)]
-                    next_input, next_weight = next_input + 1, next_weight + 1
-                case Update():
-                    continue
-                case _:
-                    assert_never(action)
-            if microbatch != due:
-                report(
-                    staged,
-                    invariant,
-                    replica.rank,
-                    index,
-                    expected=f"microbatch {due} first",
-                    fix=f"put {due} before {microbatch}",
-                )
+_Invariant: TypeAlias = Callable[[_Counts, Compute | None], Iterator[_Violation]]
 
 
-def _require_stash(staged: StagedPrograms) -> None:
-    invariant = "a backward reads the version that its forward read"
-    for replica in staged.replicas:
-        read: dict[int, int] = {}
-        for index, action in replica.turns:
-            match action:
-                case Forward(microbatch=microbatch, version=version):
-                    read[microbatch] = version
-                case (
-                    Backward(microbatch=microbatch, version=version)
-                    | BackwardInput(microbatch=microbatch, version=version)
-                    | BackwardWeight(microbatch=microbatch, version=version)
-                ):
-                    # A backward before its forward is left to the invariant of data.
-                    if version != read.get(microbatch, version):
-                        forward = Forward(replica.stage, microbatch, read[microbatch])
-                        expected = f"version {read[microbatch]}, which {forward} read"
-                        report(
-                            staged, invariant, replica.rank, index, expected=expected, fix="give both the same version"
-                        )
-                case Update():
-                    pass
-                case _:
-                    assert_never(action)
-
-
-def _require_version(staged: StagedPrograms) -> None:
-    rule = staged.guarantees.rule
-    invariant = f"a forward reads {rule.value}"
-    admitted = _count_versions_of_input(staged)
-    for replica in staged.replicas:
-        newest = 0
-        for index, action in replica.turns:
-            match action:
-                case Forward(microbatch=microbatch, version=version):
-                    due = _version_due(rule, microbatch, staged.shape.microbatches, newest, admitted)
-                    if staged.schedule.continued:
-                        due = min(due, _version_of_endless_run(staged, replica.stage, microbatch))
-                    if version != due:
-                        expected = f"version {due} for microbatch {microbatch} on stage {replica.stage}"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix=f"read version {due}")
-                    if version > newest:
-                        expected = f"a version that exists: stage {replica.stage} has made only {newest} by then"
-                        fix = "put the update before the forward, or the forward later"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
-                case Backward() | BackwardInput() | BackwardWeight():
-                    pass
-                case Update():
-                    newest += 1
-                case _:
-                    assert_never(action)
-
-
-def _count_versions_of_input(staged: StagedPrograms) -> dict[int, int]:
-    """The number of updates that the input stage had made when it took in each microbatch."""
+def require_stage_invariants(staged: StagedPrograms) -> Peaks:
+    """Raises `ScheduleError` for the first invariant that does not hold; what the programs reach, if all hold."""
+    _require_places(staged)
+    shape = staged.shape
+    peaks = Peaks.of(shape)
     admitted: dict[int, int] = {}
-    for replica in staged.replicas:
-        newest = 0
-        for _, action in replica.turns if replica.stage == 0 else ():
-            match action:
-                case Forward(microbatch=microbatch):
-                    admitted[microbatch] = newest
-                case Backward() | BackwardInput() | BackwardWeight():
-                    pass
-                case Update():
-                    newest += 1
-                case _:
-                    assert_never(action)
-    return admitted
+    named: dict[tuple[int, int], int] = {}
+    asked: Sequence[_Invariant] = _INVARIANTS
+    found: tuple[int, int, _Violation] | None = None
+    # The input stage is first, because it decides what others read.
+    for rank in dict.fromkeys(chain.from_iterable(staged.placement.stages)):
+        row, beside = staged.programs[rank], list[_Counts]()
+        mine = staged.placement.microbatches_of(rank, range(staged.microbatches))
+        for stage in staged.placement.stages_of(rank):
+            beside.append(_Counts(staged, stage, rank, mine, beside, admitted, named))
+        by_stage = {counts.stage: counts for counts in beside}
+        turns = [(index, by_stage[action.stage], action) for index, action in enumerate(row)]
+        for index, counts, action in (*turns, *((len(row), counts, None) for counts in beside)):
+            if not isinstance(action, Compute | None):
+                continue
+            for number, invariant in enumerate(asked):
+                if violation := next(invariant(counts, action), None):
+                    found = rank, index if violation.action is None else row.index(violation.action), violation
+                    asked = _INVARIANTS[:number]
+                    break
+            if action is not None:
+                counts.add(action)
+                _note(peaks, counts, action)
+    if found is not None:
+        rank, index, violation = found
+        report(staged, violation.invariant, rank, index, expected=violation.expected, fix=violation.fix)
+    peaks.share(staged.schedule.placement)
+    peaks.actions = sum(map(len, staged.programs))
+    return peaks
 
 
-def _version_due(rule: VersionRule, microbatch: int, size: int, newest: int, admitted: dict[int, int]) -> int:
-    match rule:
+def _require_places(staged: StagedPrograms) -> None:
+    invariant = "an action is of a stage of its rank and of a microbatch of the program"
+    for rank, row in enumerate(staged.programs):
+        mine = staged.schedule.stages_of(rank)
+        for index, action in enumerate(row):
+            if action.stage not in mine:
+                expected = f"stages {sorted(mine)} on rank {rank}"
+                report(staged, invariant, rank, index, expected=expected, fix="move the action")
+            if not isinstance(action, Forward | InputGradients | WeightGradients | Send | Receive):
+                continue
+            if action.microbatch >= staged.microbatches:
+                expected, fix = f"microbatches 0 to {staged.microbatches - 1}", "verify more minibatches"
+                report(staged, invariant, rank, index, expected=expected, fix=f"drop the action, or {fix}")
+
+
+def _note(peaks: Peaks, counts: _Counts, action: Compute) -> None:
+    """Adds what the replica has reached with `action`."""
+    stage, rank = counts.stage, counts.rank
+    if counts.guarantees.trains:
+        peaks.in_flight[stage] = max(peaks.in_flight[stage], counts.in_flight)
+        peaks.in_flight_of_rank[rank] = max(peaks.in_flight_of_rank[rank], counts.in_flight_of_rank)
+    peaks.pending_weight_backwards[stage] = max(peaks.pending_weight_backwards[stage], counts.pending)
+    if isinstance(action, WeightGradients):
+        peaks.versions[stage] = max(peaks.versions[stage], counts.newest - action.version + 1)
+
+
+def _require_training(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    if not (action is None or isinstance(action, Forward) or counts.guarantees.trains):
+        yield _Violation("an inference has forwards only", "no backward and no update", "drop it, or train")
+
+
+def _require_once(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    invariant = "each microbatch goes forward and backward exactly once on each stage"
+    if action is None:
+        for missing in counts.mine:
+            if missing not in counts.forwards:
+                expected = f"a forward of microbatch {missing} on stage {counts.stage} before the end"
+                yield _Violation(invariant, expected, "add it, or verify fewer minibatches")
+    elif not isinstance(action, Update):
+        microbatch = action.microbatch
+        if (
+            (isinstance(action, Forward) and microbatch in counts.forwards)
+            or (isinstance(action, InputGradients) and microbatch in counts.inputs)
+            or (isinstance(action, WeightGradients) and microbatch in counts.weights)
+        ):
+            yield _Violation(invariant, "a microbatch that is not done yet", "drop the second one")
+        if microbatch not in counts.mine:
+            rank = counts.staged.placement.rank_of(counts.stage, microbatch)
+            yield _Violation(invariant, f"it on rank {rank}", f"move it to rank {rank}")
+
+
+def _require_drained(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    invariant = "nothing is in flight after the drain: every forward had its backward"
+    if action is not None or not counts.guarantees.trains:
+        return
+    for microbatch, forward in counts.forwards.items():
+        if microbatch not in counts.weights:
+            left = "the weight backward" if microbatch in counts.inputs else "a backward"
+            expected = f"{left} of microbatch {microbatch} on stage {counts.stage} before the end"
+            yield _Violation(invariant, expected, "let the step or the drain yield it", forward)
+
+
+def _require_ascending(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    invariant = "a stage takes its microbatches in ascending order, so that all schedules sum gradients alike"
+    match action:
+        case None | Update():
+            return
+        case Forward():
+            done = len(counts.forwards)
+        case BackwardInput():
+            done = len(counts.inputs)
+        case BackwardWeight():
+            done = len(counts.weights)
+        case Backward():
+            # The weight backwards that are left come first.
+            done = min(len(counts.inputs), len(counts.weights))
+        case _:
+            assert_never(action)
+    due, microbatch = counts.mine[done], action.microbatch
+    if microbatch != due:
+        yield _Violation(invariant, f"microbatch {due} first", f"put {due} before {microbatch}")
+
+
+def _require_stash(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    invariant = "a backward reads the version that its forward read"
+    if isinstance(action, InputGradients | WeightGradients):
+        # A backward before its forward is left to the invariant of data.
+        forward = counts.forwards.get(action.microbatch)
+        if forward is not None and action.version != forward.version:
+            expected = f"version {forward.version}, which {forward} read"
+            yield _Violation(invariant, expected, "give both the same version")
+
+
+def _require_version(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    if not isinstance(action, Forward):
+        return
+    invariant = f"a forward reads {counts.guarantees.rule.value}"
+    microbatch, version, newest = action.microbatch, action.version, counts.newest
+    due = _version_due(counts, microbatch)
+    if counts.staged.schedule.continued:
+        # The version that the stage reads where its pipe has always been full.
+        due = min(due, counts.update_of(microbatch) - 1 - counts.guarantees.delays[counts.stage])
+    if version != due:
+        expected = f"version {due} for microbatch {microbatch} on stage {counts.stage}"
+        yield _Violation(invariant, expected, f"read version {due}")
+    if version > newest:
+        expected = f"a version that exists: stage {counts.stage} has made only {newest} by then"
+        yield _Violation(invariant, expected, "put the update before the forward, or the forward later")
+
+
+def _version_due(counts: _Counts, microbatch: int) -> int:
+    minibatch = microbatch // counts.staged.shape.microbatches
+    match counts.guarantees.rule:
         case VersionRule.OWN_MINIBATCH:
-            return microbatch // size
+            return minibatch
         case VersionRule.PREVIOUS_MINIBATCH:
-            return max(microbatch // size - 1, 0)
+            return max(minibatch - 1, 0)
         case VersionRule.NEWEST:
-            return newest
+            return counts.newest
         case VersionRule.INPUT_STAGE:
-            return admitted[microbatch]
+            return counts.admitted.get(microbatch, counts.newest)
         case VersionRule.INITIAL:
             return 0
-        case _:
-            assert_never(rule)
+        case _ as unknown:
+            assert_never(unknown)
 
 
-def _version_of_endless_run(staged: StagedPrograms, stage: int, microbatch: int) -> int:
-    """The version that `stage` reads for `microbatch` where its pipe has always been full."""
-    guarantees = staged.guarantees
-    return microbatch // guarantees.microbatches_per_update[stage] - guarantees.delays[stage]
-
-
-def _require_updates(staged: StagedPrograms) -> None:
+def _require_updates(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
     invariant = "an update makes the next version from all backwards of its microbatches, and they read one version"
-    named: dict[tuple[int, int], int] = {}
-    for replica in staged.replicas:
-        newest = 0
-        size = staged.guarantees.microbatches_per_update[replica.stage]
-        own: defaultdict[int, list[int]] = defaultdict(list)
-        for index, action in replica.turns:
-            match action:
-                case Forward() | BackwardInput():
-                    pass
-                case (
-                    Backward(microbatch=microbatch, version=version)
-                    | BackwardWeight(microbatch=microbatch, version=version)
-                ):
-                    own[microbatch // size + 1].append(version)
-                case Update(version=version, gradient_version=gradient_version):
-                    if version != newest + 1:
-                        expected = f"version {newest + 1}, the next of stage {replica.stage}"
-                        report(
-                            staged, invariant, replica.rank, index, expected=expected, fix=f"make version {newest + 1}"
-                        )
-                    due = _sum_due(staged, replica, version)
-                    taken = own.pop(version, [])
-                    if len(taken) != due:
-                        expected = f"{due} backwards of stage {replica.stage} for it, found {len(taken)}"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix="move the update")
-                    read = {named.setdefault((replica.stage, version), gradient_version), *taken}
-                    if read != {gradient_version}:
-                        expected = f"gradients at version {', '.join(map(str, sorted(read - {gradient_version})))}"
-                        fix = "name the version the backwards read"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
-                    newest = version
-                case _:
-                    assert_never(action)
-        last = -(-staged.microbatches // staged.guarantees.microbatches_per_update[replica.stage])
-        if staged.guarantees.trains and (own or newest != last):
-            end = len(staged.programs[replica.rank])
-            expected = f"an update of stage {replica.stage} after its last backward"
-            report(
-                staged, invariant, replica.rank, end, expected=expected, fix="yield the update after the last backward"
-            )
+    stage, following = counts.stage, counts.newest + 1
+    size = counts.guarantees.microbatches_per_update[stage]
+    if isinstance(action, Update):
+        version, gradient_version = action.version, action.gradient_version
+        if version != following:
+            yield _Violation(invariant, f"version {following}, the next of stage {stage}", f"make version {following}")
+        taken = counts.sums.get(version, [])
+        summed = range((version - 1) * size, min(version * size, counts.staged.microbatches))
+        due = len(counts.staged.placement.microbatches_of(counts.rank, summed))
+        if len(taken) != due:
+            expected = f"{due} backwards of stage {stage} for it, found {len(taken)}"
+            yield _Violation(invariant, expected, "move the update")
+        others = {counts.named.setdefault((stage, version), gradient_version), *taken} - {gradient_version}
+        if others:
+            expected = f"gradients at version {', '.join(map(str, sorted(others)))}"
+            yield _Violation(invariant, expected, "name the version the backwards read")
+    elif action is None and counts.guarantees.trains:
+        last = -(-counts.staged.microbatches // size)
+        if counts.sums or counts.newest != last:
+            expected = f"an update of stage {stage} after its last backward"
+            yield _Violation(invariant, expected, "yield the update after the last backward")
 
 
-def _sum_due(staged: StagedPrograms, replica: Replica, version: int) -> int:
-    """How many microbatches `replica` has of those that the update to `version` sums up."""
-    size = staged.guarantees.microbatches_per_update[replica.stage]
-    stop = min(version * size, staged.microbatches)
-    return len(staged.placement.microbatches_of(replica.rank, range((version - 1) * size, stop)))
+def _require_pending_updates(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    if isinstance(action, InputGradients):
+        most = counts.guarantees.pending_updates[counts.stage]
+        invariant = f"pending updates stay within the guarantee: at most {most} on stage {counts.stage}"
+        waiting = {*counts.begun, counts.update_of(action.microbatch)}
+        if len(waiting) > most:
+            expected = f"the update of stage {counts.stage} to version {min(waiting)} first"
+            yield _Violation(invariant, expected, "update first, or guarantee more")
 
 
-def _require_pending_updates(staged: StagedPrograms) -> None:
-    for replica in staged.replicas:
-        most = staged.guarantees.pending_updates[replica.stage]
-        invariant = f"pending updates stay within the guarantee: at most {most} on stage {replica.stage}"
-        size = staged.guarantees.microbatches_per_update[replica.stage]
-        waiting: set[int] = set()
-        for index, action in replica.turns:
-            match action:
-                case Forward() | BackwardWeight():
-                    pass
-                case Backward(microbatch=microbatch) | BackwardInput(microbatch=microbatch):
-                    # An input backward may make gradients of weights, too: of those that are not split.
-                    waiting.add(microbatch // size + 1)
-                    if len(waiting) > most:
-                        fix = "update first, or guarantee more"
-                        expected = f"the update of stage {replica.stage} to version {min(waiting)} first"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
-                case Update(version=version):
-                    waiting.discard(version)
-                case _:
-                    assert_never(action)
+def _require_slots(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    slots, newest = counts.guarantees.versions[counts.stage], counts.newest
+    invariant = f"no version is overwritten while it is needed: stage {counts.stage} keeps {slots}"
+    if action is not None and not isinstance(action, Update) and newest - action.version >= slots:
+        lost = f"{action.version} gave its slot to {action.version + slots}"
+        expected = f"version {newest - slots + 1} or newer: {lost}"
+        yield _Violation(invariant, expected, "update later, or guarantee more versions")
 
 
-def _require_slots(staged: StagedPrograms) -> None:
-    for replica in staged.replicas:
-        slots = staged.guarantees.versions[replica.stage]
-        invariant = f"no version is overwritten while it is needed: stage {replica.stage} keeps {slots}"
-        newest = 0
-        for index, action in replica.turns:
-            match action:
-                case (
-                    Forward(version=version)
-                    | Backward(version=version)
-                    | BackwardInput(version=version)
-                    | BackwardWeight(version=version)
-                ):
-                    if newest - version >= slots:
-                        expected = (
-                            f"version {newest - slots + 1} or newer: {version} gave its slot to {version + slots}"
-                        )
-                        fix = "update later, or guarantee more versions"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
-                case Update():
-                    newest += 1
-                case _:
-                    assert_never(action)
-
-
-def _require_in_flight(staged: StagedPrograms) -> None:
-    if not staged.guarantees.trains:
+def _require_in_flight(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    if not isinstance(action, Forward) or not counts.guarantees.trains:
         return
-    for replica in staged.replicas:
-        most = staged.guarantees.in_flight[replica.stage]
-        invariant = f"activations in flight stay within the guarantee: at most {most} on stage {replica.stage}"
-        in_flight = 0
-        for index, action in replica.turns:
-            match action:
-                case Forward():
-                    in_flight += 1
-                    if in_flight > most:
-                        fix = "run a backward first, or guarantee more"
-                        expected = f"a backward first: {most} in flight already"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
-                case Backward() | BackwardWeight():
-                    in_flight -= 1
-                case BackwardInput() | Update():
-                    pass
-                case _:
-                    assert_never(action)
+    for held, most, where in (
+        (counts.in_flight, counts.guarantees.in_flight[counts.stage], f"on stage {counts.stage}"),
+        (counts.in_flight_of_rank, counts.guarantees.in_flight_of_rank[counts.rank], "on all stages of a rank"),
+    ):
+        if held >= most:
+            invariant = f"activations in flight stay within the guarantee: at most {most} {where}"
+            expected = f"a backward first: {most} in flight already"
+            yield _Violation(invariant, expected, "run a backward first, or guarantee more")
 
 
-def _require_in_flight_of_rank(staged: StagedPrograms) -> None:
-    if not staged.guarantees.trains:
-        return
-    for rank, row in enumerate(staged.programs):
-        most = staged.guarantees.in_flight_of_rank[rank]
-        invariant = f"activations in flight stay within the guarantee: at most {most} on all stages of a rank"
-        in_flight = 0
-        for index, action in enumerate(row):
-            in_flight += isinstance(action, Forward) - isinstance(action, WeightGradients)
-            if in_flight > most:
-                expected = f"a backward first: {most} in flight already"
-                report(staged, invariant, rank, index, expected=expected, fix="run a backward first, or guarantee more")
-
-
-def _require_weight_backwards(staged: StagedPrograms) -> None:
-    for replica in staged.replicas:
-        most = staged.guarantees.pending_weight_backwards[replica.stage]
+def _require_weight_backwards(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+    most, pending = counts.guarantees.pending_weight_backwards[counts.stage], counts.pending
+    if isinstance(action, BackwardInput) and pending >= most:
         invariant = f"microbatches that wait for their weight backward stay within the guarantee: at most {most}"
-        invariant += f" on stage {replica.stage}"
-        pending = 0
-        for index, action in replica.turns:
-            match action:
-                case BackwardInput():
-                    pending += 1
-                    if pending > most:
-                        fix = "run a weight backward first, let a whole backward do both, or guarantee more"
-                        expected = f"a weight backward first: {pending - 1} wait already"
-                        report(staged, invariant, replica.rank, index, expected=expected, fix=fix)
-                case BackwardWeight():
-                    pending -= 1
-                case Forward() | Backward() | Update():
-                    pass
-                case _:
-                    assert_never(action)
+        invariant += f" on stage {counts.stage}"
+        fix = "run a weight backward first, let a whole backward do both, or guarantee more"
+        yield _Violation(invariant, f"a weight backward first: {pending} wait already", fix)
 
 
-STAGE_INVARIANTS: tuple[Callable[[StagedPrograms], None], ...] = (
+_INVARIANTS: Final[tuple[_Invariant, ...]] = (
     _require_training,
     _require_once,
     _require_drained,
@@ -383,6 +348,5 @@ STAGE_INVARIANTS: tuple[Callable[[StagedPrograms], None], ...] = (
     _require_pending_updates,
     _require_slots,
     _require_in_flight,
-    _require_in_flight_of_rank,
     _require_weight_backwards,
 )

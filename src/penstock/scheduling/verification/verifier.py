@@ -10,30 +10,15 @@ invariants: it says where a wrong program violates one, and `in_full` asks for i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 from penstock.arguments import FLAG, instance, integer
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Receive,
-    ReceiveNorms,
-    ReceiveTied,
-    Reduce,
-    Send,
-    SendNorms,
-    SendTied,
-    Update,
-)
 from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.column_proofs import Rows, prove_columns
 from penstock.scheduling.verification.message_invariants import MESSAGE_INVARIANTS, require_segments
-from penstock.scheduling.verification.stage_invariants import STAGE_INVARIANTS
-from penstock.scheduling.verification.violations import StagedPrograms, collect
+from penstock.scheduling.verification.stage_invariants import require_stage_invariants
+from penstock.scheduling.verification.violations import Peaks, StagedPrograms, collect
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +83,7 @@ def prove_by_columns(schedule: Schedule, segments: Sequence[Segment], rows: Rows
     """The proof of steps and their drain by `column_proofs`; None if it does not succeed."""
     minibatches = len(segments) - 1
     peaks = prove_columns(schedule, rows, minibatches)
-    if peaks is None:
-        return None
-    return Verification(
-        method=schedule.name,
-        minibatches=minibatches,
-        actions=peaks.actions,
-        in_flight=tuple(peaks.in_flight),
-        versions=tuple(peaks.versions),
-        in_flight_of_rank=tuple(peaks.in_flight_of_rank),
-        pending_weight_backwards=tuple(peaks.pending_weight_backwards),
-    )
+    return None if peaks is None else _conclude(schedule, minibatches, peaks)
 
 
 def enough_minibatches(schedule: Schedule) -> int:
@@ -135,60 +110,19 @@ def _check_minibatches(minibatches: int) -> int:
 
 
 def _examine(staged: StagedPrograms) -> Verification:
-    for invariant in (*STAGE_INVARIANTS, *MESSAGE_INVARIANTS):
+    peaks = require_stage_invariants(staged)
+    for invariant in MESSAGE_INVARIANTS:
         invariant(staged)
-    return _measure(staged)
+    return _conclude(staged.schedule, staged.minibatches, peaks)
 
 
-def _measure(staged: StagedPrograms) -> Verification:
-    shape = staged.shape
-    in_flight, versions = [0] * shape.stages, [1] * shape.stages
-    of_rank, pending = [0] * shape.ranks, [0] * shape.stages
-    for rank, row in enumerate(staged.programs):
-        now = dict.fromkeys(shape.stages_of(rank), 0)
-        newest = dict.fromkeys(shape.stages_of(rank), 0)
-        half = dict.fromkeys(shape.stages_of(rank), 0)
-        held = 0
-        for action in row:
-            match action:
-                case Forward(stage=stage) if staged.guarantees.trains:
-                    held += 1
-                    now[stage] += 1
-                    in_flight[stage] = max(in_flight[stage], now[stage])
-                    of_rank[rank] = max(of_rank[rank], held)
-                case BackwardInput(stage=stage):
-                    half[stage] += 1
-                    pending[stage] = max(pending[stage], half[stage])
-                case Backward(stage=stage, version=version) | BackwardWeight(stage=stage, version=version):
-                    held -= 1
-                    now[stage] -= 1
-                    half[stage] -= isinstance(action, BackwardWeight)
-                    versions[stage] = max(versions[stage], newest[stage] - version + 1)
-                case Update(stage=stage, version=version):
-                    newest[stage] = version
-                case (
-                    Forward()
-                    | Send()
-                    | Receive()
-                    | SendTied()
-                    | ReceiveTied()
-                    | SendNorms()
-                    | ReceiveNorms()
-                    | Reduce()
-                ):
-                    pass
-                case _:
-                    assert_never(action)
-    for first, *others in staged.schedule.placement.stages:
-        for other in others if staged.schedule.placement.split else ():
-            of_rank[other] = of_rank[first]
-    actions = sum(map(len, staged.programs))
+def _conclude(schedule: Schedule, minibatches: int, peaks: Peaks) -> Verification:
     return Verification(
-        method=staged.schedule.name,
-        minibatches=staged.minibatches,
-        actions=actions,
-        in_flight=tuple(in_flight),
-        versions=tuple(versions),
-        in_flight_of_rank=tuple(of_rank),
-        pending_weight_backwards=tuple(pending),
+        method=schedule.name,
+        minibatches=minibatches,
+        actions=peaks.actions,
+        in_flight=tuple(peaks.in_flight),
+        versions=tuple(peaks.versions),
+        in_flight_of_rank=tuple(peaks.in_flight_of_rank),
+        pending_weight_backwards=tuple(peaks.pending_weight_backwards),
     )

@@ -1,59 +1,52 @@
-"""What the invariants are checked on: programs laid out by stage, and the error for a violation.
+"""What the invariants are checked on, what the programs reach, and the error for a violation.
 
-The checks need two things: what a replica of a stage computes, in order, and where that stands in its rank's row.
-Both are worked out here once, so that each check is a short loop. Replicas that share every microbatch must do the
-same, action by action; that is checked first, and one of them then stands for all.
+Replicas that share every microbatch must do the same, action by action; that is checked first, and one of them then
+stands for all.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NoReturn, TypeAlias, assert_never
+from typing import NoReturn
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-    Receive,
-    ReceiveNorms,
-    ReceiveTied,
-    Reduce,
-    Send,
-    SendNorms,
-    SendTied,
-    Update,
-)
+from penstock.scheduling.actions import Action
 from penstock.scheduling.definitions import Guarantees, PipelineShape, Segment
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 
-Turn: TypeAlias = tuple[int, Compute]
-"""What a stage computes, behind its index in the row of its rank."""
-
 _REACH = 7  # actions shown on either side of the offending one
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """What a replica of `stage`, on `rank`, computes."""
+@dataclass(slots=True)
+class Peaks:
+    """What the programs reach: see `Verification`."""
 
-    stage: int
-    rank: int
-    turns: tuple[Turn, ...]
+    in_flight: list[int]
+    versions: list[int]
+    in_flight_of_rank: list[int]
+    pending_weight_backwards: list[int]
+    actions: int = 0
+
+    @classmethod
+    def of(cls, shape: PipelineShape) -> "Peaks":
+        """The peaks of programs without actions."""
+        return cls([0] * shape.stages, [1] * shape.stages, [0] * shape.ranks, [0] * shape.stages)
+
+    def share(self, placement: Placement) -> None:
+        """Gives the ranks that another one stands for what that one has reached."""
+        for first, *others in placement.stages if placement.split else ():
+            for rank in others:
+                self.in_flight_of_rank[rank] = self.in_flight_of_rank[first]
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPrograms:
-    """Programs to be verified, laid out by stage.
+    """Programs to be verified.
 
     `programs`: the rows of actions, segments joined; empty for a rank that another one stands for. `segments`: the
     steps and the drain that they were joined from, or none if the programs came whole. `ends[segment][rank]`: where a
-    segment ends in a row. `placement`: where the stages are, without ranks that others stand for. `replicas`: by
-    stage.
+    segment ends in a row. `placement`: where the stages are, without ranks that others stand for.
     """
 
     schedule: Schedule
@@ -62,7 +55,6 @@ class StagedPrograms:
     segments: tuple[Segment, ...]
     ends: tuple[tuple[int, ...], ...]
     placement: Placement
-    replicas: tuple[Replica, ...]
 
     @property
     def shape(self) -> PipelineShape:
@@ -83,8 +75,7 @@ class StagedPrograms:
 def collect(
     schedule: Schedule, minibatches: int, segments: Sequence[Segment], programs_of: Sequence[Programs]
 ) -> StagedPrograms:
-    """Joins the programs of the segments, in order; `ScheduleError` if there is not one row for each rank, or an action
-    is on the wrong rank or of a stage or a microbatch that is not there."""
+    """Joins the programs of the segments, in order; `ScheduleError` if there is not one row for each rank."""
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     ends: list[tuple[int, ...]] = []
     for piece in programs_of:
@@ -99,7 +90,6 @@ def collect(
         ends.append(tuple(len(row) for row in rows))
     programs = tuple(tuple(row) for row in rows)
     placement = schedule.placement.first_replicas if schedule.placement.split else schedule.placement
-    replicas = _arrange(schedule, placement, minibatches * schedule.microbatches, programs)
     return StagedPrograms(
         schedule=schedule,
         minibatches=minibatches,
@@ -107,7 +97,6 @@ def collect(
         segments=tuple(segments),
         ends=tuple(ends),
         placement=placement,
-        replicas=replicas,
     )
 
 
@@ -128,66 +117,14 @@ def _first_of_each(placement: Placement, programs: Programs) -> Iterable[int]:
     return [first for first, *_ in ranks]
 
 
-def _arrange(schedule: Schedule, placement: Placement, microbatches: int, programs: Programs) -> tuple[Replica, ...]:
-    invariant = "an action is of a stage of its rank and of a microbatch of the program"
-    turns: dict[tuple[int, int], list[Turn]] = {
-        (stage, rank): [] for stage, ranks in enumerate(placement.stages) for rank in ranks
-    }
-    for rank, row in enumerate(programs):
-        mine = set(schedule.stages_of(rank))
-        for index, action in enumerate(row):
-            if action.stage not in mine:
-                _raise_violation(
-                    schedule,
-                    programs,
-                    invariant=invariant,
-                    rank=rank,
-                    index=index,
-                    expected=f"stages {sorted(mine)} on rank {rank}",
-                    fix="move the action",
-                )
-            match action:
-                case Forward() | Backward() | BackwardInput() | BackwardWeight():
-                    turns[action.stage, rank].append((index, action))
-                case Update():
-                    turns[action.stage, rank].append((index, action))
-                    continue
-                case SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
-                    continue
-                case Send() | Receive():
-                    pass
-                case _:
-                    assert_never(action)
-            if action.microbatch >= microbatches:
-                expected = f"microbatches 0 to {microbatches - 1}"
-                _raise_violation(
-                    schedule,
-                    programs,
-                    invariant=invariant,
-                    rank=rank,
-                    index=index,
-                    expected=expected,
-                    fix="drop the action, or verify more minibatches",
-                )
-    return tuple(Replica(stage, rank, tuple(computed)) for (stage, rank), computed in turns.items())
-
-
 def report(staged: StagedPrograms, invariant: str, rank: int, index: int, *, expected: str, fix: str) -> NoReturn:
     """Raises the `ScheduleError` for a violation of `invariant` by the action at `index` in the row of `rank`.
 
     An index past the row's end says that something is missing there.
     """
-    _raise_violation(
-        staged.schedule, staged.programs, invariant=invariant, rank=rank, index=index, expected=expected, fix=fix
-    )
-
-
-def _raise_violation(
-    schedule: Schedule, programs: Programs, *, invariant: str, rank: int, index: int, expected: str, fix: str
-) -> NoReturn:
     raise ScheduleError(
-        f"schedule {schedule.name!r} violates an invariant: {invariant}\n"
-        f"  {show_row(programs, rank, index)}\n"
+        f"schedule {staged.schedule.name!r} violates an invariant: {invariant}\n"
+        f"  {show_row(staged.programs, rank, index)}\n"
         f"  expected: {expected}\n"
         f"  fix: {fix}"
     )
