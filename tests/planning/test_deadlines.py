@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Cluster, DeviceKind, LayerProfile, PlanError, Profile, plan
 from penstock.cli import main
-from penstock.planning.deadlines import plan_in_time
+from penstock.planning.planners import plan_in_time
 
 PROFILE = Profile(
     tuple(

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.profiling.action_costs import action_seconds, measure_action_seconds
-from penstock.profiling.message_costs import fit_costs
+from penstock.profiling.action_costs import action_seconds, fit_costs, measure_action_seconds
 from penstock.values.message_costs import MessageCosts
 
 seconds = st.floats(0, 1)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.simulating import simulate
+from penstock.simulating.event_simulation import SharedHost
 from penstock.simulating.outcomes import evaluate
-from penstock.simulating.shared_hosts import SharedHost
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ProfileError
 from penstock.values import Profile
-from penstock.values.graph_files import read_graph
-from penstock.values.graphs import Graph, Operator, Tensor, linearize
+from penstock.values.graphs import Graph, Operator, Tensor, linearize, read_graph
 from support.paths import PIPEDREAM
 
 FILES = PIPEDREAM

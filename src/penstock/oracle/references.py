@@ -25,7 +25,7 @@ from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_o
 from penstock.oracle.weights import Training
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
-from penstock.scheduling.verification.constant_delays import require_constant_delays
+from penstock.scheduling.verification.continuations import require_constant_delays
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
 from penstock.training.nonfinite import OnNonfinite

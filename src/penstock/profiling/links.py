@@ -38,8 +38,7 @@ from torch import Tensor
 
 from penstock.capturing.device_names import read_device
 from penstock.errors import ProfileError
-from penstock.profiling.action_costs import measure_action_seconds
-from penstock.profiling.message_costs import measure_message_costs
+from penstock.profiling.action_costs import measure_action_seconds, measure_message_costs
 from penstock.progress import progress_line
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import local_device

@@ -2,18 +2,37 @@
 
 The verifier, the simulator, the pictures and the worker all take their actions from this one value, so the program that
 is proved is also the one that is simulated, drawn and run.
+
+A run of an asynchronous schedule begins with one version of the weights, so its first forwards read version 0 until a
+newer one is old enough. A run that goes on where another one was cut (`Schedule.continued`) has the versions before as
+well. It reads the versions that an endless run reads: with stage s at version n of the endless run, version n - i is -i
+here. The microbatches that were in flight at the cut are computed again.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from penstock.arguments import FLAG, check_fields, entries, instance, integer, text_of
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Action, format_programs
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendNorms,
+    SendTied,
+    Update,
+    format_programs,
+)
 from penstock.scheduling.arrivals import follow_sends, sources_of
-from penstock.scheduling.continuations import continued_action
 from penstock.scheduling.definitions import (
     Drain,
     Guarantees,
@@ -27,6 +46,27 @@ from penstock.scheduling.lowering import lower_segments
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint
+
+
+def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
+    """The version that `stage` reads for `microbatch` in a run that continues another one; below 0, one of that run."""
+    return microbatch // guarantees.microbatches_per_update[stage] - guarantees.delays[stage]
+
+
+def continued_action(action: Action, guarantees: Guarantees) -> Action:
+    """What takes the place of `action` of a fresh run in one that continues another one."""
+    match action:
+        case Forward(stage, microbatch) | Backward(stage, microbatch):
+            return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
+        case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
+            return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
+        case Update(stage, version):
+            return Update(stage, version, version - 1 - guarantees.delays[stage])
+        case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
+            return action
+        case _:
+            assert_never(action)
+
 
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
 Ties: TypeAlias = tuple[tuple[int, ...], ...]

@@ -27,8 +27,7 @@ from penstock.values.documents import (
     read_yaml,
     write_text,
 )
-from penstock.values.plan_stages import Stage, ranks_text
-from penstock.values.plan_validation import check_stages
+from penstock.values.plan_stages import Stage, check_stages, ranks_text
 from penstock.values.quantities import bytes_text
 
 __all__ = ["MICROBATCHES", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]

@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import PlanError
 from penstock.planning import PlanConstraints, compare_plans, plan
 from penstock.planning.requests import Request
-from penstock.planning.spp.grouped_machines import propose_grouped
+from penstock.planning.spp.spp_search import propose_grouped
 from penstock.simulating.outcomes import evaluate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 from support.paths import PIPEDREAM

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.planning.two_bw.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, cut_positions, find_blocks
+from penstock.planning.two_bw.block_chains import TIME_TOLERANCE, RepeatedBlocks, cut_positions, find_blocks
 from penstock.values import LayerProfile, Profile
 from support.paths import PIPEDREAM
 

@@ -12,10 +12,9 @@ from penstock.errors import PlanError
 from penstock.planning.memory import interval_bytes, peak_bytes
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import chain_costs
-from penstock.planning.two_bw.block_chains import stage_counts
+from penstock.planning.two_bw.block_chains import find_blocks, stage_counts
 from penstock.planning.two_bw.parallel_pipelines import filling
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
-from penstock.planning.two_bw.repeated_blocks import find_blocks
 from penstock.simulating.outcomes import evaluate
 from penstock.values import Cluster, LayerProfile, Profile
 

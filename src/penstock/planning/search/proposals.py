@@ -18,8 +18,7 @@ from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlannerQuery
-from penstock.planning.spp.grouped_machines import MOST_ORDERED, propose_grouped
-from penstock.planning.spp.spp_search import find_spp
+from penstock.planning.spp.spp_search import MOST_ORDERED, find_spp, propose_grouped
 from penstock.planning.stage_costs import ChainCosts, chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.scheduling.orders import DEFAULT_SCHEDULE

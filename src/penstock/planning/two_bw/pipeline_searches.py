@@ -23,10 +23,9 @@ from math import inf
 
 from penstock.errors import PlanError
 from penstock.planning.requests import Request
-from penstock.planning.two_bw.block_chains import BlockChain, StageCounts, stage_counts
+from penstock.planning.two_bw.block_chains import BlockChain, StageCounts, cut_positions, find_blocks, stage_counts
 from penstock.planning.two_bw.orientations import CONSECUTIVE_RANKS, LinkTable, Orientation
 from penstock.planning.two_bw.parallel_pipelines import PipelineCandidate, filling, slowest_stage
-from penstock.planning.two_bw.repeated_blocks import cut_positions, find_blocks
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH, TWO_BW
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
