@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy
 
@@ -68,6 +68,23 @@ class Rule(Generic[Value]):
         return replace(self | Rule("None", lambda value: value is None, lambda value: None), expected=self.expected)
 
 
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The rule of an argument with several values: what each of them may be."""
+
+    rule: Rule[Any]
+
+    def check(
+        self, where: str, value: object, error: type[PenstockError] = PenstockError, within: str = ""
+    ) -> tuple[Any, ...]:
+        """The entries of `value` as they are used; raises `error`, which names the first that is not accepted."""
+        found = enumerate(entries(where, value, error))
+        return tuple(self.rule.check(f"{where}[{index}]", each, error, within) for index, each in found)
+
+
+FieldRules: TypeAlias = Mapping[str, Rule[Any] | Entries]
+
+
 def check_arguments(
     where: str, rules: Mapping[str, Rule[Any]], error: type[PenstockError] = PenstockError, /, **arguments: object
 ) -> dict[str, Any]:
@@ -80,7 +97,7 @@ def check_arguments(
 
 def check_fields(
     value: object,
-    rules: Mapping[str, Rule[Any]],
+    rules: FieldRules,
     error: type[PenstockError] = PenstockError,
     within: str = "",
     *,

@@ -1,8 +1,8 @@
 """The entry point of planning: one function, from a profile and a cluster to the best plan.
 
 More devices are faster, and each of them does less for its price, since they wait for each other. So the cheapest plan
-that ends an epoch in time has as few devices as the deadline allows, or slow ones that cost little: parts of the cluster
-are planned one by one.
+that ends an epoch in time has as few devices as the deadline allows, or slow ones that cost little: parts of the
+cluster are planned one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from math import log
 from typing import cast
 
-from penstock.arguments import FLAG, check_arguments, entries, instance, integer, number
+from penstock.arguments import FLAG, Entries, check_arguments, instance, integer, number
 from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.prices import cost_of
@@ -200,9 +200,7 @@ def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: P
 
 def add_sizes(profiles: tuple[Profile, ...], microbatch_sizes: Sequence[int]) -> tuple[Profile, ...]:
     """`profiles`, and for every other of `microbatch_sizes` the nearest of them, scaled."""
-    sizes = entries("microbatch_sizes", microbatch_sizes, PlanError)
-    rule = integer(1)
-    wanted = [rule.check(f"microbatch_sizes[{index}]", size, PlanError) for index, size in enumerate(sizes)]
+    wanted = Entries(integer(1)).check("microbatch_sizes", microbatch_sizes, PlanError)
     added = []
     for degree in dict.fromkeys(profile.tensor_parallel for profile in profiles):
         known = {profile.microbatch_size: profile for profile in profiles if profile.tensor_parallel == degree}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias, assert_never
 
-from penstock.arguments import FLAG, check_fields, entries, instance, integer, text_of
+from penstock.arguments import FLAG, Entries, check_fields, entries, instance, integer, text_of
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Action,
@@ -297,15 +297,9 @@ def _lower_step(schedule: Schedule, rank: int, minibatch: int) -> tuple[Action, 
 
 def _read_groups(name: str, given: object) -> tuple[tuple[int, ...], ...]:
     """The groups of stages in `given`. `ScheduleError` for anything else than lists of whole numbers."""
-    groups = [
-        entries(f"{name}[{index}]", group, ScheduleError)
-        for index, group in enumerate(entries(name, given, ScheduleError))
-    ]
-    rule = integer().but("give groups of stages")
-    return tuple(
-        tuple(rule.check(f"{name}[{index}]", stage, ScheduleError) for stage in group)
-        for index, group in enumerate(groups)
-    )
+    groups = entries(name, given, ScheduleError)
+    rule = Entries(integer().but("give groups of stages"))
+    return tuple(rule.check(f"{name}[{index}]", group, ScheduleError) for index, group in enumerate(groups))
 
 
 def _find(method: ScheduleDefinition | str) -> ScheduleDefinition:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, TypedDict, get_args
 
-from penstock.arguments import FLAG, check_fields, entries, number, text_of
-from penstock.errors import PlanError, suggestion
+from penstock.arguments import FLAG, Entries, check_fields, choice, number
+from penstock.errors import PlanError
 
 AllReduce: TypeAlias = Literal["ring", "shared"]
 """``ring``: each replica sends 2 (r-1)/r of the weights over its own links. ``shared``: all r replicas send through one
@@ -56,17 +56,10 @@ class Assumptions:
     does not say so (`Profile.split_share`). Measured on a CPU core, stages of 2 to 9 small layers: 200 to 570 us."""
 
     def __post_init__(self) -> None:
-        check_fields(self, {field.name: FLAG for field in fields(self) if isinstance(field.default, bool)}, PlanError)
+        slower = "slowdowns[k - 1] is how many times as long a computation takes while k ranks compute"
+        rules = {field.name: FLAG if isinstance(field.default, bool) else number(0) for field in fields(self)}
         check_fields(
-            self, {field.name: number(0) for field in fields(self) if isinstance(field.default, float)}, PlanError
+            self,
+            {**rules, "slowdowns": Entries(number(above=0).but(slower)), "allreduce": choice(get_args(AllReduce))},
+            PlanError,
         )
-        object.__setattr__(self, "slowdowns", entries("slowdowns", self.slowdowns, PlanError))
-        for index, factor in enumerate(self.slowdowns):
-            slower = f"give how many times longer a computation takes when {index + 1} ranks compute"
-            number(above=0).but(slower).check(f"slowdowns[{index}]", factor, PlanError)
-        known = get_args(AllReduce)
-        if not isinstance(self.allreduce, str) or self.allreduce not in known:
-            raise PlanError(
-                f"allreduce: expected one of {', '.join(known)}, found {text_of(self.allreduce)}. "
-                f"{suggestion(str(self.allreduce), known)}ring is the default"
-            )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
 
-from penstock.arguments import check_fields, entries, instance, integer, is_number, number, text_of
+from penstock.arguments import Entries, FieldRules, check_fields, entries, instance, integer, is_number, number, text_of
 from penstock.errors import PlanError
 from penstock.values.device_kinds import DeviceKind, read_kinds, write_kinds
 from penstock.values.documents import YamlNode, number_text, read_yaml, write_text
@@ -22,7 +22,7 @@ from penstock.values.message_costs import COST_KEYS, FREE, MessageCosts, read_co
 
 _FORMAT = "penstock-cluster/1"
 
-_RULES = {
+_RULES: FieldRules = {
     "links": instance(
         (LinkLevels, LinkMatrix),
         "LinkLevels or a LinkMatrix",
@@ -32,9 +32,8 @@ _RULES = {
     .but("give the memory of one device in bytes, or leave it out if it is no limit")
     .optional,
     "action_seconds": number(0).but("give the seconds that every action takes beyond its layers' (`penstock probe`)"),
+    "kinds": Entries(instance(DeviceKind, "a penstock.DeviceKind", "build it: penstock.DeviceKind(name, speed=0.5)")),
 }
-
-_KIND = instance(DeviceKind, "a penstock.DeviceKind", "build it: penstock.DeviceKind(name, speed=0.5)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +50,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError)
-        kinds = entries("kinds", self.kinds, PlanError)
-        for rank, kind in enumerate(kinds):
-            _KIND.check(f"kinds[{rank}]", kind, PlanError)
-        if kinds and len(kinds) != self.devices:
+        if self.kinds and len(self.kinds) != self.devices:
             raise PlanError(
-                f"kinds: expected {self.devices} (one per device), found {len(kinds)}: give the kind of every device, "
-                "in the order of their ranks"
+                f"kinds: expected {self.devices} (one per device), found {len(self.kinds)}: give the kind of every "
+                "device, in the order of their ranks"
             )
-        object.__setattr__(self, "kinds", kinds)
 
     @classmethod
     def uniform(
@@ -356,14 +351,11 @@ def _read_level(place: YamlNode) -> tuple[tuple[int, float], float, MessageCosts
 
 
 def _read_rows(place: YamlNode) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(value.number() for value in row.items()) for row in place.items())
+    return tuple(row.numbers() for row in place.items())
 
 
 def _plain_rows(where: str, matrix: object) -> tuple[tuple[float, ...], ...]:
     """The numbers of `matrix`, rows of rows or an array, as numbers of Python."""
-    entry = number(infinite=True)
+    rule = Entries(number(infinite=True))
     rows = enumerate(entries(where, matrix, PlanError))
-    return tuple(
-        tuple(entry.check(f"{where}[{a}]", value, PlanError) for value in entries(f"{where}[{a}]", row, PlanError))
-        for a, row in rows
-    )
+    return tuple(rule.check(f"{where}[{a}]", row, PlanError) for a, row in rows)

@@ -10,10 +10,10 @@ Rules of this file:
 
 import json
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
@@ -75,6 +75,14 @@ class YamlNode:
             self.fail("a number", "write one, without quotes")
         return value
 
+    def integers(self) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        return tuple(node.integer() for node in self.items())
+
+    def numbers(self) -> tuple[float, ...]:
+        """A list of numbers."""
+        return tuple(node.number() for node in self.items())
+
     def text(self) -> str:
         """A string."""
         if not isinstance(self.value, str):
@@ -117,6 +125,11 @@ class YamlNode:
 
     def _head(self) -> str:
         return f"{self.file}: {self.where}: " if self.where else f"{self.file}: "
+
+
+def read_known(nodes: Mapping[str, YamlNode], readers: Mapping[str, Callable[[YamlNode], Any]]) -> dict[str, Any]:
+    """What the file has of the fields in `readers`, each read by its reader."""
+    return {name: read(nodes[name]) for name, read in readers.items() if name in nodes}
 
 
 def read_json(path: str | Path, error: type[PenstockError]) -> YamlNode:

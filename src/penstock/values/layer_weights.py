@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.arguments import entries, number
+from penstock.arguments import Entries, check_fields, number
 from penstock.errors import PlanError
 
 
@@ -16,10 +16,7 @@ class LayerWeights:
     """By rank: how much of the weight it does in a time; empty if all ranks are equal."""
 
     def __post_init__(self) -> None:
-        for name, rule in (("layers", number(0)), ("speeds", number(above=0))):
-            values = enumerate(entries(name, getattr(self, name), PlanError))
-            checked = tuple(rule.check(f"{name}[{index}]", value, PlanError) for index, value in values)
-            object.__setattr__(self, name, checked)
+        check_fields(self, {"layers": Entries(number(0)), "speeds": Entries(number(above=0))}, PlanError)
 
     def __iter__(self) -> Iterator[float]:
         return iter(self.layers)

@@ -64,7 +64,7 @@ def read_costs(place: YamlNode, places: Mapping[str, YamlNode], size: int) -> tu
         if key not in places:
             found.append([[0.0] * size] * size)
         elif isinstance(places[key].value, list):
-            found.append([[value.number() for value in row.items()] for row in places[key].items()])
+            found.append([list(row.numbers()) for row in places[key].items()])
         else:
             found.append([[places[key].number()] * size] * size)
         if {len(found[-1]), *map(len, found[-1])} != {size}:

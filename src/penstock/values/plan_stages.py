@@ -11,7 +11,7 @@ Rules of stages:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.arguments import check_fields, entries, instance, integer
+from penstock.arguments import Entries, check_fields, instance, integer
 from penstock.errors import PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.placements import StageLayout
@@ -20,7 +20,7 @@ from penstock.scheduling.schedule_names import names_of
 _LAYER = integer(0).but(
     "layers are counted from 0, and stop is the first layer of the next stage", "the index of a layer, 0 or more"
 )
-_RANK = integer(0).but("ranks are counted from 0", "a rank, 0 or more")
+_RANKS = Entries(integer(0).but("ranks are counted from 0", "a rank, 0 or more"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,14 @@ class Stage:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_fields(self, {"start": _LAYER, "stop": _LAYER}, PlanError)
-        ranks = entries("ranks", self.ranks, PlanError)
+        check_fields(self, {"start": _LAYER, "stop": _LAYER, "ranks": _RANKS}, PlanError)
         if self.stop <= self.start:
             raise PlanError(
                 f"stop: expected more than start = {self.start}, found {self.stop}: "
                 "a stage holds at least one layer; use fewer stages or move a cut"
             )
-        if not ranks:
+        if not self.ranks:
             raise PlanError("ranks: expected one rank or more, found none: say which rank holds the stage")
-        checked = tuple(_RANK.check(f"ranks[{index}]", rank, PlanError) for index, rank in enumerate(ranks))
-        object.__setattr__(self, "ranks", checked)
 
     def __str__(self) -> str:
         return f"layers [{self.start}, {self.stop}) on {ranks_text(self.ranks)}"
@@ -65,13 +62,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 _SAME_RANK = {StageLayout.ROUND_ROBIN: "s mod {}", StageLayout.V_SHAPE: "2 x {} - 1 - s"}
 """Which of the first p stages is on the same rank as stage s."""
 
-_STAGE = instance(Stage, "a penstock.Stage", "build it: penstock.Stage(start, stop, ranks)")
+STAGES = Entries(instance(Stage, "a penstock.Stage", "build it: penstock.Stage(start, stop, ranks)"))
 
 
 def check_stages(stages: tuple[Stage, ...], tensor_parallel: int, schedule: ScheduleDefinition) -> None:
     """Raises `PlanError` if the stages of a plan for `schedule` violate a rule of this file."""
-    for index, stage in enumerate(stages):
-        _STAGE.check(f"stages[{index}]", stage, PlanError)
     _check_tiling(stages)
     _check_replicas(stages, tensor_parallel)
     _check_ranks(stages, schedule)

@@ -9,9 +9,22 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
-from penstock.arguments import FLAG, TEXT, check_fields, choice, entries, instance, integer, is_count, number, text_of
+from penstock.arguments import (
+    FLAG,
+    TEXT,
+    Entries,
+    FieldRules,
+    check_fields,
+    choice,
+    entries,
+    instance,
+    integer,
+    is_count,
+    number,
+    text_of,
+)
 from penstock.errors import PlanError, visible
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -24,10 +37,11 @@ from penstock.values.documents import (
     YamlNode,
     number_text,
     quoted_text,
+    read_known,
     read_yaml,
     write_text,
 )
-from penstock.values.plan_stages import Stage, check_stages, ranks_text
+from penstock.values.plan_stages import STAGES, Stage, check_stages, ranks_text
 from penstock.values.quantities import bytes_text
 
 __all__ = ["MICROBATCHES", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
@@ -67,17 +81,16 @@ class Prediction:
     def __post_init__(self) -> None:
         rule = number(0, infinite=True).but("leave `predicted` out of a plan made by hand")
         numbers = [field.name for field in fields(self) if field.name not in (*_SEVERAL, "limit")]
-        check_fields(self, {**dict.fromkeys(numbers, rule), "limit": TEXT.but("leave it out")}, PlanError)
-        for name in _SEVERAL:
-            found = enumerate(entries(name, getattr(self, name), PlanError))
-            checked = tuple(rule.check(f"{name}[{index}]", each, PlanError) for index, each in found)
-            object.__setattr__(self, name, checked)
+        rules: FieldRules = {**dict.fromkeys(numbers, rule), **dict.fromkeys(_SEVERAL, Entries(rule))}
+        check_fields(self, {**rules, "limit": TEXT.but("leave it out")}, PlanError)
 
 
 _MOST = 2**16
 MICROBATCHES = integer(1, _MOST)
 """No training has more in a minibatch, and a schedule of more takes minutes to make and to verify."""
-_RULES = {
+_RULES: FieldRules = {
+    "stages": STAGES,
+    "devices": Entries(integer(0).but("give the number of a device of the cluster")),
     "routing": choice(_ROUTINGS),
     "microbatches": MICROBATCHES,
     "microbatch_size": integer(1).optional,
@@ -120,13 +133,12 @@ class Plan:
     devices of its cluster: one that is slow may be better left out."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", entries("stages", self.stages, PlanError))
         definition = require_schedule(self.schedule)
         # Penstock's own schedules are stored by name, so that plans compare and print alike however they were given.
         object.__setattr__(self, "schedule", identify(definition))
         check_fields(self, _RULES, PlanError)
         check_stages(self.stages, self.tensor_parallel, definition)
-        object.__setattr__(self, "devices", _check_devices(entries("devices", self.devices, PlanError), self.ranks))
+        object.__setattr__(self, "devices", _check_devices(self.devices, self.ranks))
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
                 f"predicted.peak_bytes: expected {self.ranks} numbers (one per rank), "
@@ -196,20 +208,16 @@ class Plan:
         of squares of the stages. Layers of one weight are cut as `uniform` cuts them. `speeds`: of each rank, where
         they differ; a stage then weighs what its layers do over the speed of its rank.
         """
-        weights = entries("weights", weights, PlanError)
-        for layer, weight in enumerate(weights):
-            number(0).but("give what the layer costs").check(f"weights[{layer}]", weight, PlanError)
+        weights = Entries(number(0).but("give what the layer costs")).check("weights", weights, PlanError)
         layers = len(weights)
         uniform = cls.uniform(
             layers, stages, schedule, microbatches, stages_per_rank=stages_per_rank, vertical_sync=vertical_sync
         )
-        speeds = entries("speeds", speeds, PlanError)
+        speeds = Entries(number(above=0)).check("speeds", speeds, PlanError)
         if speeds and len(speeds) != uniform.ranks:
             raise PlanError(
                 f"speeds: expected {uniform.ranks} (one per rank), found {len(speeds)}: give the speed of every rank"
             )
-        for rank, speed in enumerate(speeds):
-            number(above=0).check(f"speeds[{rank}]", speed, PlanError)
         paces = tuple(speeds[stage.ranks[0]] for stage in uniform.stages) if speeds else ()
         cuts = balanced_cuts(weights, stages, paces)
         moved = zip(uniform.stages, pairwise(cuts), strict=True)
@@ -379,29 +387,8 @@ class Plan:
             if "schedule" in nodes
             else DEFAULT_SCHEDULE
         )
-        microbatches = nodes["microbatches"].integer() if "microbatches" in nodes else 1
-        size = nodes["microbatch_size"].integer() if "microbatch_size" in nodes else None
-        sync, recompute = (name in nodes and nodes[name].boolean() for name in ("vertical_sync", "recompute"))
-        routing = cast(Routing, nodes["routing"].text()) if "routing" in nodes else "round-robin"
-        parallel = nodes["tensor_parallel"].integer() if "tensor_parallel" in nodes else 1
-        predicted = _read_prediction(nodes["predicted"]) if "predicted" in nodes else None
-        planner = nodes["planner"].text() if "planner" in nodes else ""
-        devices = tuple(device.integer() for device in nodes["devices"].items()) if "devices" in nodes else ()
-        return node.build(
-            lambda: cls(
-                stages,
-                schedule=named,
-                microbatches=microbatches,
-                microbatch_size=size,
-                vertical_sync=sync,
-                recompute=recompute,
-                predicted=predicted,
-                routing=routing,
-                tensor_parallel=parallel,
-                planner=planner,
-                devices=devices,
-            )
-        )
+        known = read_known(nodes, _READERS)
+        return node.build(lambda: cls(stages, schedule=named, **known))
 
 
 _PLAN = instance(Plan, "a penstock.Plan", "make one with penstock.plan or Plan.uniform, or read one with Plan.load")
@@ -437,14 +424,12 @@ def schedule(plan: Plan) -> Schedule:
 
 def _check_devices(devices: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """The devices of the ranks; empty if each rank is on the device of its number."""
-    device = integer(0).but("give the number of a device of the cluster")
-    checked = tuple(device.check(f"devices[{rank}]", found, PlanError) for rank, found in enumerate(devices))
-    if checked and (len(checked) != ranks or len(set(checked)) != ranks):
+    if devices and (len(devices) != ranks or len(set(devices)) != ranks):
         raise PlanError(
-            f"devices: expected {ranks} different devices (one per rank), found {list(checked)}: give the device of "
+            f"devices: expected {ranks} different devices (one per rank), found {list(devices)}: give the device of "
             "every rank, or leave it out if rank r is on device r"
         )
-    return () if checked == tuple(range(ranks)) else checked
+    return () if devices == tuple(range(ranks)) else devices
 
 
 def _find_named(name: str, own: ScheduleDefinition | None) -> ScheduleDefinition:
@@ -461,16 +446,24 @@ def _find_named(name: str, own: ScheduleDefinition | None) -> ScheduleDefinition
 def _read_stage(node: YamlNode) -> Stage:
     nodes = node.mapping(("start", "stop", "ranks"))
     start, stop = nodes["start"].integer(), nodes["stop"].integer()
-    ranks = tuple(rank.integer() for rank in nodes["ranks"].items())
+    ranks = nodes["ranks"].integers()
     return node.build(lambda: Stage(start, stop, ranks))
 
 
 def _read_prediction(node: YamlNode) -> Prediction:
     later = ["limit", "stage_seconds"]
-    nodes = node.mapping([field.name for field in fields(Prediction) if field.name not in later], later)
-    peaks, stage_seconds = (
-        tuple(each.number() for each in nodes.pop(name).items()) if name in nodes else () for name in _SEVERAL
-    )
-    limit = nodes.pop("limit").text() if "limit" in nodes else ""
-    numbers = {name: inner.number() for name, inner in nodes.items()}
-    return node.build(lambda: Prediction(peak_bytes=peaks, limit=limit, stage_seconds=stage_seconds, **numbers))
+    names = [field.name for field in fields(Prediction)]
+    nodes = node.mapping([name for name in names if name not in later], later)
+    readers = {**dict.fromkeys(names, YamlNode.number), **dict.fromkeys(_SEVERAL, YamlNode.numbers)}
+    known = read_known(nodes, {**readers, "limit": YamlNode.text})
+    return node.build(lambda: Prediction(**known))
+
+
+_READERS = {
+    **dict.fromkeys(("microbatches", "microbatch_size", "tensor_parallel"), YamlNode.integer),
+    **dict.fromkeys(("vertical_sync", "recompute"), YamlNode.boolean),
+    **dict.fromkeys(("routing", "planner"), YamlNode.text),
+    "devices": YamlNode.integers,
+    "predicted": _read_prediction,
+}
+"""What reads each field of a plan that a file may leave out."""

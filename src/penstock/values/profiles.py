@@ -9,16 +9,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-from penstock.arguments import TEXT, check_fields, entries, instance, integer, is_count, number, text_of
+from penstock.arguments import TEXT, Entries, FieldRules, check_fields, instance, integer, is_count, number, text_of
 from penstock.errors import ProfileError, suggestion
 from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
-from penstock.values.documents import YamlNode, read_json, write_text
+from penstock.values.documents import YamlNode, read_json, read_known, write_text
 from penstock.values.graphs import linearize, read_graph
 
-_SECONDS = number(0, unit="seconds").but("measure it again, or write 0 if there is none")
+_MEASURE = "measure it again, or write 0 if there is none"
+_SECONDS, _BYTES = (number(0, unit=unit).but(_MEASURE) for unit in ("seconds", "bytes"))
+_COLUMNS = ("forward_seconds", "backward_seconds", "weight_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,13 @@ class DeviceTimes:
     """The share of each backward that computes gradients of parameters only."""
 
     def __post_init__(self) -> None:
-        check_fields(self, {"device": TEXT.but("give the device's name")}, ProfileError)
-        for name in ("forward_seconds", "backward_seconds", "weight_seconds"):
-            values = enumerate(entries(name, getattr(self, name), ProfileError))
-            checked = tuple(_SECONDS.check(f"{name}[{layer}]", value, ProfileError) for layer, value in values)
-            object.__setattr__(self, name, checked)
-            if len(checked) != len(self.forward_seconds):
+        rules: FieldRules = {"device": TEXT.but("give the device's name"), **dict.fromkeys(_COLUMNS, Entries(_SECONDS))}
+        check_fields(self, rules, ProfileError)
+        for name in _COLUMNS:
+            if len(getattr(self, name)) != len(self.forward_seconds):
                 raise ProfileError(
-                    f"{name}: expected {len(self.forward_seconds)} numbers, one per layer, found {len(checked)}: "
-                    "measure again"
+                    f"{name}: expected {len(self.forward_seconds)} numbers, one per layer, found "
+                    f"{len(getattr(self, name))}: measure again"
                 )
         for layer, (part, whole) in enumerate(zip(self.weight_seconds, self.backward_seconds, strict=True)):
             if part > whole:
@@ -55,32 +54,25 @@ class DeviceTimes:
 
     def prefix(self, layers: int) -> "DeviceTimes":
         """The times of the first `layers` layers."""
-        parts = (self.forward_seconds, self.backward_seconds, self.weight_seconds)
-        return DeviceTimes(self.device, *(part[:layers] for part in parts))
+        return DeviceTimes(self.device, *(getattr(self, name)[:layers] for name in _COLUMNS))
 
     def scaled(self, factor: float) -> "DeviceTimes":
         """These seconds times `factor`."""
         if factor == 1:
             return self
-        parts = (self.forward_seconds, self.backward_seconds, self.weight_seconds)
-        forward, backward, weight = (tuple(factor * seconds for seconds in part) for part in parts)
-        return replace(self, forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
+        scaled = (tuple(factor * seconds for seconds in getattr(self, name)) for name in _COLUMNS)
+        return DeviceTimes(self.device, *scaled)
 
 
 _FORMAT = "penstock-profile/1"
 
 
-_MEASURE = "measure it again, or write 0 if there is none"
 _LAYER_RULES = {
     "name": TEXT.but("give the layer's name in the model"),
-    "forward_seconds": number(0, unit="seconds").but(_MEASURE),
-    "backward_seconds": number(0, unit="seconds").but(_MEASURE),
-    "cut_bytes": number(0, unit="bytes").but(_MEASURE),
-    "saved_bytes": number(0, unit="bytes").but(_MEASURE),
-    "parameter_bytes": number(0, unit="bytes").but(_MEASURE),
-    "workspace_bytes": number(0, unit="bytes").but(_MEASURE),
-    "weight_seconds": number(0, unit="seconds").but(_MEASURE).optional,
-    "wire_bytes": number(0, unit="bytes").but(_MEASURE).optional,
+    **dict.fromkeys(("forward_seconds", "backward_seconds"), _SECONDS),
+    **dict.fromkeys(("cut_bytes", "saved_bytes", "parameter_bytes", "workspace_bytes"), _BYTES),
+    "weight_seconds": _SECONDS.optional,
+    "wire_bytes": _BYTES.optional,
 }
 
 
@@ -133,9 +125,12 @@ class LayerProfile:
         return self.backward_seconds / 2 if self.parameter_bytes else 0.0
 
 
-_LAYER = instance(LayerProfile, "a LayerProfile", "build one")
-_TIMES = instance(DeviceTimes, "the DeviceTimes of another device", "add the other profile with Profile.joined")
-_RULES = {
+_RULES: FieldRules = {
+    "layers": Entries(instance(LayerProfile, "a LayerProfile", "build one")),
+    "crossings": Entries(instance(Crossing, "a Crossing", "build one")),
+    "others": Entries(
+        instance(DeviceTimes, "the DeviceTimes of another device", "add the other profile with Profile.joined")
+    ),
     "microbatch_size": integer(1, unit="samples").but("give the number of samples that the times were measured with"),
     "name": TEXT,
     "device": TEXT,
@@ -174,19 +169,13 @@ class Profile:
     measured."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", entries("layers", self.layers, ProfileError))
+        check_fields(self, _RULES, ProfileError)
         if not self.layers:
             raise ProfileError("layers: expected one layer or more, found none: a model has at least one layer")
-        for index, layer in enumerate(self.layers):
-            _LAYER.check(f"layers[{index}]", layer, ProfileError)
-        check_fields(self, _RULES, ProfileError)
-        object.__setattr__(self, "crossings", entries("crossings", self.crossings, ProfileError))
         for index, crossing in enumerate(self.crossings):
             _check_crossing(f"crossings[{index}]", crossing, len(self.layers))
-        object.__setattr__(self, "others", entries("others", self.others, ProfileError))
         devices = [self.device]
         for index, times in enumerate(self.others):
-            _TIMES.check(f"others[{index}]", times, ProfileError)
             if len(times) != len(self.layers):
                 raise ProfileError(
                     f"others[{index}]: expected the times of {len(self.layers)} layers on {times.device!r}, found "
@@ -361,12 +350,11 @@ class Profile:
         )
         layers = tuple(_read_layer(layer) for layer in places["layers"].items())
         size = places["microbatch_size"].integer()
-        known: dict[str, Any] = {key: places[key].text() for key in ("name", "device") if key in places}
-        known |= {key: places[key].number() for key in noted if key in places}
-        known |= {key: places[key].integer() for key in ("tensor_parallel",) if key in places}
-        crossings = tuple(map(_read_crossing, places["crossings"].items())) if "crossings" in places else ()
-        others = tuple(map(_read_times, places["others"].items())) if "others" in places else ()
-        return place.build(lambda: cls(layers, size, crossings=crossings, others=others, **known))
+        readers = {**dict.fromkeys(("name", "device"), YamlNode.text), **dict.fromkeys(noted, YamlNode.number)}
+        known = read_known(places, {**readers, "tensor_parallel": YamlNode.integer})
+        for name, read in (("crossings", _read_crossing), ("others", _read_times)):
+            known |= {name: tuple(map(read, places[name].items()))} if name in places else {}
+        return place.build(lambda: cls(layers, size, **known))
 
     @classmethod
     def from_pipedream(cls, path: str | Path, microbatch_size: int | None = None) -> "Profile":
@@ -402,7 +390,6 @@ def _row(value: LayerProfile | Crossing) -> str:
 
 
 def _check_crossing(where: str, crossing: Crossing, layers: int) -> None:
-    instance(Crossing, "a Crossing", "build one").check(where, crossing, ProfileError)
     stops = (crossing.made, *crossing.read)
     if (
         not all(is_count(stop, least=0) for stop in stops)
@@ -425,15 +412,14 @@ def _list(name: str, rows: Sequence[str]) -> str:
 
 def _read_crossing(place: YamlNode) -> Crossing:
     places = place.mapping(("name", "made", "read", "size_bytes"), ("wire_bytes",))
-    read = tuple(number.integer() for number in places["read"].items())
+    read = places["read"].integers()
     wire_bytes = places["wire_bytes"].number() if "wire_bytes" in places else None
     return Crossing(places["name"].text(), places["made"].integer(), read, places["size_bytes"].number(), wire_bytes)
 
 
 def _read_times(place: YamlNode) -> DeviceTimes:
-    names = ("forward_seconds", "backward_seconds", "weight_seconds")
-    places = place.mapping(("device", *names))
-    columns = [tuple(value.number() for value in places[name].items()) for name in names]
+    places = place.mapping(("device", *_COLUMNS))
+    columns = [places[name].numbers() for name in _COLUMNS]
     return place.build(lambda: DeviceTimes(places["device"].text(), *columns))
 
 
