@@ -31,8 +31,8 @@ import yaml
 
 from measurement.launches import conditions
 from penstock.fleet import POLICIES, FleetFile, simulate_fleet
+from penstock.fleet.executor import LeaseRecord, RunState
 from penstock.fleet.lease_processes import LeaseProcess, training_words
-from penstock.fleet.run_states import LeaseRecord, RunState
 from penstock.values.text_tables import table_lines
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import pytest
 
 from penstock import PenstockError, PlanError
 from penstock.fleet import Allocation, FleetExecutor, FleetFile, fifo, max_min_fairness
+from penstock.fleet.executor import JobState, RunState, steps_done
 from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
-from penstock.fleet.run_states import JobState, RunState, steps_done
 from support.paths import ROOT
 
 pytestmark = pytest.mark.processes

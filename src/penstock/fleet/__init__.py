@@ -32,11 +32,10 @@ from penstock.fleet.policies import (
     strict_fifo,
     water_filling,
 )
-from penstock.fleet.prices import PriceHistory
 from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.run_pictures import completion_svg, devices_svg, run_page
-from penstock.fleet.simulations import simulate_fleet
+from penstock.fleet.simulations import PriceHistory, simulate_fleet
 from penstock.fleet.throughputs import Machines, ModelJob, PlannedSpeed, ThroughputTable, throughput_table
 from penstock.fleet.workloads import (
     THESIS_KINDS,

@@ -1,5 +1,6 @@
 """The machines of a fleet: kinds of devices, how many there are, and what they cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.arguments import FLAG, TEXT, check_fields, integer, number
@@ -52,3 +53,12 @@ class Kind:
     def devices(self) -> str:
         """The name of its devices: that of the pool, or its own."""
         return self.pool or self.name
+
+
+def moving_cost(gigabytes: float, region: str, kind: Kind, kinds: Sequence[Kind]) -> float:
+    """The price of moving so much data from `region` to that of `kind`: 0 if one of them is not known. `kinds`: those
+    of the fleet; those of `region` say what leaving it costs.
+    """
+    if not gigabytes or not region or not kind.region or region == kind.region:
+        return 0.0
+    return gigabytes * max((found.egress_per_gigabyte for found in kinds if found.region == region), default=0.0)

@@ -248,3 +248,22 @@ def _scipy(module: str) -> ModuleType:
             "penstock.fleet: expected scipy, whose HiGHS solves the policies, found none: "
             "install it with `pip install 'penstock[fleet]'`"
         ) from missing
+
+
+_SLACK = 1e-8
+"""The second program may miss the optimum of the first by this share, since both are met up to a tolerance only."""
+
+
+def fill(space: Space, solution: Solution, *, at_least: Floats, weights: Floats | None = None) -> Floats:
+    """The shares that make the weighted sum of all normalized throughputs largest, of those where no class has less
+    than `at_least`. An objective such as a maximum of minima has many optima, most of which leave workers idle.
+
+    `solution`: an optimum that is kept if no other is found within the tolerance. `weights`: by default the workers of
+    a job.
+    """
+    program = Program(space)
+    program.throughputs_at_least(at_least * (1 - _SLACK))
+    try:
+        return program.maximize(space.total_rates(space.workers if weights is None else weights)).shares
+    except Infeasible:
+        return solution.shares

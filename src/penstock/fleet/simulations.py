@@ -3,9 +3,13 @@
 The simulated scheduler is the real one: the same policies, and the same `RoundScheduler`.
 """
 
+import csv
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
+from pathlib import Path
 
 import numpy
 
@@ -13,13 +17,56 @@ from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PlanError
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.jobs import Entity
-from penstock.fleet.kinds import Kind
-from penstock.fleet.moving_costs import moving_cost
+from penstock.fleet.kinds import Kind, moving_cost
 from penstock.fleet.policies import Policy
-from penstock.fleet.prices import PriceHistory
 from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.workloads import Arrival
+from penstock.values.documents import read_text
+
+
+@dataclass(frozen=True, slots=True)
+class PriceHistory:
+    """The price of one device for an hour, by kind: (seconds, price) from that time on, ascending."""
+
+    changes: Mapping[str, tuple[tuple[float, float], ...]]
+
+    def __post_init__(self) -> None:
+        for name, found in self.changes.items():
+            times = [seconds for seconds, _ in found]
+            if not found or times != sorted(times) or times[0] > 0 or any(price < 0 for _, price in found):
+                raise PlanError(
+                    f"prices of {name!r}: expected (seconds, price) from second 0 on, ascending, with prices of 0 or "
+                    f"more, found {found}: sort them, and begin with a price at 0"
+                )
+
+    def at(self, kind: str, seconds: float) -> float | None:
+        """The price of `kind` at a time; None if the kind's price never changes."""
+        found = self.changes.get(kind)
+        return None if found is None else found[bisect_right(found, (seconds, float("inf"))) - 1][1]
+
+    def next_change(self, seconds: float) -> float:
+        """The time of the next change of any price, or infinity."""
+        later = [time for found in self.changes.values() for time, _ in found if time > seconds]
+        return min(later, default=float("inf"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "PriceHistory":
+        """Reads a CSV file with the columns seconds, kind and price. `PlanError` names the line that is wrong."""
+        changes: dict[str, list[tuple[float, float]]] = {}
+        for line, row in enumerate(csv.reader(StringIO(read_text(path, PlanError))), start=1):
+            if line == 1 and [cell.strip() for cell in row] == ["seconds", "kind", "price"]:
+                continue
+            try:
+                seconds, kind, price = row
+                changes.setdefault(kind.strip(), []).append((float(seconds), float(price)))
+            except ValueError:
+                raise PlanError(
+                    f"{path}: line {line}: expected seconds,kind,price, found {','.join(row)!r}: write two numbers and "
+                    "the name of a kind between them"
+                ) from None
+        return cls({kind: tuple(found) for kind, found in changes.items()})
+
 
 _RULES = {
     "round_seconds": number(above=0, unit="seconds").but("give the length of a round"),

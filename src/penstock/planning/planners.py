@@ -13,6 +13,7 @@ from typing import cast
 from penstock.arguments import FLAG, Entries, check_arguments, instance, integer, number
 from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.predictions import speed_of
 from penstock.planning.prices import cost_of
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
@@ -20,7 +21,7 @@ from penstock.planning.search.explanations import explain_search, wire_note
 from penstock.planning.search.infeasibility import explain_infeasibility
 from penstock.planning.search.plan_search import simulated_with
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
-from penstock.planning.stage_costs import require_allreduce
+from penstock.planning.stage_costs import AllReduce
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.simulating.losses import find_losses
 from penstock.values.clusters import Cluster
@@ -117,7 +118,7 @@ def plan(
         synchronous=synchronous,
         vertical_sync=vertical_sync,
         recompute=recompute,
-        allreduce=require_allreduce(allreduce),
+        allreduce=cast(AllReduce, allreduce),
         optimizer_copies=optimizer_copies,
         shared_nic=shared_nic,
         whole_backwards=whole_backwards,
@@ -293,9 +294,8 @@ def plan_in_time(
         used = tuple(ranks[device] for device in found.devices or range(found.ranks))
         whole = replace(found, devices=used)
         cost = cost_of(epoch_samples, whole, cluster)
-        assert whole.predicted is not None, "the planner predicts what it plans"
         if cost is not None:
-            options.append(_Option(whole, epoch_samples / whole.predicted.samples_per_second, cost, part))
+            options.append(_Option(whole, epoch_samples / speed_of(whole), cost, part))
     if not options:
         raise refused or PlanError("deadline_seconds: expected prices of the devices that a plan uses: give them")
     soon = [option for option in options if option.seconds <= deadline_seconds]
@@ -327,10 +327,9 @@ def _parts(cluster: Cluster) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _lines(options: list[_Option], chosen: _Option, deadline_seconds: float) -> list[str]:
     rows = [["part", "samples/s", "epoch", "per epoch", ""]]
     for option in options:
-        assert option.plan.predicted is not None, "the planner predicts what it plans"
         late = "" if option.seconds <= deadline_seconds else "too late"
         numbers = [
-            f"{option.plan.predicted.samples_per_second:.4g}",
+            f"{speed_of(option.plan):.4g}",
             seconds_text(option.seconds),
             f"{option.cost:.4g}",
         ]

@@ -61,6 +61,17 @@ def foresee(stages: tuple[Stage, ...], profile: Profile, costs: ChainCosts, clus
     return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
 
 
+def prediction_of(plan: Plan) -> Prediction:
+    """The prediction of a plan that a planner made."""
+    assert plan.predicted is not None, "the planner predicts what it plans"
+    return plan.predicted
+
+
+def speed_of(plan: Plan) -> float:
+    """The predicted samples per second of a plan that a planner made."""
+    return prediction_of(plan).samples_per_second
+
+
 def count_rounds(plan: Plan) -> float:
     """The seconds of a minibatch in units of t."""
     count = plan.microbatches

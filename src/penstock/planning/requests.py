@@ -10,7 +10,7 @@ from typing import Any
 from penstock.arguments import FLAG, Rule, check_fields, integer, number
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.stage_costs import AllReduce
+from penstock.planning.stage_costs import AllReduce, ChainCosts, chain_costs
 from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
@@ -78,6 +78,12 @@ class Request:
     def definition(self) -> ScheduleDefinition:
         """The definition of the schedule."""
         return require_schedule(self.schedule)
+
+    def costs(self, profile: Profile, cluster: Cluster) -> ChainCosts:
+        """The costs of `profile` on the devices of `cluster` under the options of this request."""
+        return chain_costs(
+            profile, cluster, recompute=self.recompute, full_duplex=self.full_duplex, buffers=self.buffers
+        )
 
     def arrange(self, stages: tuple[Stage, ...], profile: Profile, cluster: Cluster | None = None) -> Plan:
         """A plan of these stages for microbatches of the profile's size, without a prediction.

@@ -7,13 +7,11 @@ operations. Index ``[i, j]`` means the layers i up to and without j. Times are s
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, TypeAlias, assert_never, get_args
+from typing import Literal, TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import text_of
-from penstock.errors import PlanError, suggestion
 from penstock.simulating.assumptions import Options
 from penstock.values.chain_cuts import Counts, Matrix
 from penstock.values.clusters import Cluster
@@ -28,7 +26,6 @@ __all__ = [
     "Matrix",
     "chain_costs",
     "replicated_seconds",
-    "require_allreduce",
     "simulator_options",
 ]
 
@@ -157,19 +154,6 @@ def simulator_options(allreduce: AllReduce, optimizer_copies: float) -> Options:
     """The planners' assumptions as keywords of the simulator, which has no `released` and takes a ring instead."""
     known: Literal["ring", "shared"] = "shared" if allreduce == "shared" else "ring"
     return {"allreduce": known, "optimizer_copies": optimizer_copies}
-
-
-def require_allreduce(name: str) -> AllReduce:
-    """`name` if it is a model of the all-reduce; raises `PlanError` otherwise."""
-    known: tuple[AllReduce, ...] = get_args(AllReduce)
-    for model in known:
-        if name == model:
-            return model
-    raise PlanError(
-        f"allreduce: expected one of {', '.join(known)}, found {text_of(name)}. "
-        f"{suggestion(str(name), known)}ring is the default; shared is the recurrence as printed, "
-        "released what the authors' program counts"
-    )
 
 
 def _sums(values: Sequence[float]) -> Matrix:

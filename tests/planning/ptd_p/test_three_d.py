@@ -17,9 +17,8 @@ from penstock.planning.ptd_p.parallel_configs import (
     ParallelConfig,
     estimate_config,
 )
-from penstock.planning.ptd_p.pipeline_simulations import simulate_pipeline
 from penstock.planning.ptd_p.ring_links import Ring
-from penstock.planning.ptd_p.three_d import ThreeDRequest, plan_of, plan_three_d, rank_three_d
+from penstock.planning.ptd_p.three_d import ThreeDRequest, plan_of, plan_three_d, rank_three_d, simulate_pipeline
 from penstock.planning.ptd_p.transformer_costs import (
     ModuleCosts,
     TransformerCosts,

@@ -6,8 +6,7 @@ import numpy
 
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
-from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
-from penstock.fleet.policies.free_workers import fill
+from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space, fill
 from penstock.fleet.problems import Floats, Problem
 
 _PRECISE = 1e-6

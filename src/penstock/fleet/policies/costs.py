@@ -12,8 +12,8 @@ import numpy
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.jobs import Job
+from penstock.fleet.kinds import moving_cost
 from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
-from penstock.fleet.moving_costs import moving_cost
 from penstock.fleet.problems import Floats, Problem
 
 _SLACK = 1e-8

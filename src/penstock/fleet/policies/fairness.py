@@ -8,8 +8,7 @@ import numpy
 
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
-from penstock.fleet.linear_programs import Program, Space
-from penstock.fleet.policies.free_workers import fill
+from penstock.fleet.linear_programs import Program, Space, fill
 from penstock.fleet.problems import Floats, Problem
 
 _FROZEN = 1e-7

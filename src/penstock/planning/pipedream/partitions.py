@@ -27,9 +27,9 @@ from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
-from penstock.planning.predictions import predict, slowest_part
+from penstock.planning.predictions import predict, prediction_of, slowest_part
 from penstock.planning.requests import Request
-from penstock.planning.stage_costs import ChainCosts, Counts, Matrix, chain_costs
+from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkLevels, LinkMatrix
@@ -46,9 +46,7 @@ def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
     """
     if not cluster.is_equal and not request.definition.layout.has_several:
         return next(iter(find_unequal(profile, cluster, request)), None)
-    costs = chain_costs(
-        profile, cluster, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
-    )
+    costs = request.costs(profile, cluster)
     alone = _is_unreplicated(request)
     candidates = [_straight(costs, cluster, request)] if alone else _replicated(costs, cluster, request)
     fitting = []
@@ -72,9 +70,7 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
     devices for them, or too many different ones.
     """
     request.stage_count(cluster.devices)
-    costs = chain_costs(
-        profile, cluster, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
-    )
+    costs = request.costs(profile, cluster)
     limited = cluster.least_memory_bytes is not None
     room = _room_of(request, cluster.devices, inf) if limited else None
     straight = _is_unreplicated(request)
@@ -85,19 +81,12 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
             continue
         plan = request.arrange(stages, profile, cluster)
         part = plan.used(cluster)
-        own = chain_costs(
-            profile, part, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
-        )
+        own = request.costs(profile, part)
         if overfull_rank(peak_bytes(plan, own, request.optimizer_copies), part) is None:
             _, limit = slowest_part(plan.stages, own, part, request.allreduce)
             predicted = predict(plan, profile, own, seconds, request.optimizer_copies, limit=limit)
             found.append(replace(plan, predicted=predicted))
-    return tuple(sorted(found, key=_minibatch_seconds))
-
-
-def _minibatch_seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.minibatch_seconds
+    return tuple(sorted(found, key=lambda plan: prediction_of(plan).minibatch_seconds))
 
 
 def _is_unreplicated(request: Request) -> bool:

@@ -18,16 +18,18 @@ from penstock.planning.ptd_p.parallel_configs import (
     ConfigEstimate,
     ParallelConfig,
     ParallelLinks,
+    boundary_seconds,
     checkpoint_count,
     estimate_config,
     position_bytes,
     stages_in_flight,
 )
-from penstock.planning.ptd_p.pipeline_simulations import simulate_pipeline
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
-from penstock.planning.ptd_p.transformer_costs import tensor_parallel_costs
+from penstock.planning.ptd_p.transformer_costs import TransformerCosts, tensor_parallel_costs
+from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
+from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.quantities import bytes_text, seconds_text
 from penstock.values.transformers import Transformer
 
@@ -411,3 +413,48 @@ def _difference(best: ConfigEstimate, second: ConfigEstimate) -> str:
     ]
     reason = "; ".join(differences) if differences else "no cause differs by a thousandth of the time"
     return f"{second.config} takes {100 * longer:.1f} % longer: {reason}"
+
+
+def simulate_pipeline(
+    layers: int,
+    costs: TransformerCosts,
+    config: ParallelConfig,
+    links: ParallelLinks,
+    microbatches: int,
+    *,
+    overlap: bool = True,
+) -> float:
+    """Seconds from the first forward to the last backward of `microbatches` microbatches in one pipeline.
+
+    The d pipelines do the same at the same time on links of their own, and so do the t devices of a stage; one of each
+    represents all. A layer of the simulated profile is a stage with its gathers and recomputation.
+    """
+    p, stages = config.pipeline, config.pipeline * config.stages_per_rank
+    _, gathering, sent_bytes = boundary_seconds(costs, links)
+    recomputation = costs.layer.forward_seconds if config.recompute else 0.0
+    rows, count = [], layers // stages
+    for stage in range(stages):
+        forward = count * costs.layer.forward_seconds
+        backward = count * (costs.layer.backward_seconds + recomputation)
+        if stage == 0:
+            forward, backward = forward + costs.embedding.forward_seconds, backward + costs.embedding.backward_seconds
+        else:
+            forward += gathering
+        if stage == stages - 1:
+            forward, backward = forward + costs.head.forward_seconds, backward + costs.head.backward_seconds
+        else:
+            backward += gathering
+        rows.append(
+            LayerProfile(
+                name=f"stage {stage}",
+                forward_seconds=forward,
+                backward_seconds=backward,
+                cut_bytes=sent_bytes,
+                saved_bytes=0.0,
+                parameter_bytes=0.0,
+            )
+        )
+    plan = Plan.of_cuts(range(stages + 1), p, config.schedule, microbatches, config.microbatch_size)
+    bandwidth, latency = links.pipeline.bandwidth, links.pipeline.latency_seconds
+    cluster = Cluster.uniform(p, bandwidth, None, latency)
+    return evaluate(plan, Profile(tuple(rows), config.microbatch_size), cluster, overlap=overlap).minibatch_seconds

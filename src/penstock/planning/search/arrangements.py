@@ -7,17 +7,25 @@ fastest device first, the slowest first, and the same without the slowest kinds 
 
 The kind of a device matters to a planner only where devices differ. So a cluster of equal devices is planned without
 kinds, for the profile as it is on them.
+
+Around the best of the plans for different devices a local search (`climb`) moves cuts, swaps devices between stages,
+moves a replica to another stage, takes devices in or leaves them out, and joins or divides stages. In each round the
+moves that are best by the closed form are simulated, and the first that is faster is taken.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations, islice
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planner_names import PlannerName
+from penstock.planning.predictions import slowest_seconds, speed_of
 from penstock.planning.requests import number_ranks
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.search.proposals import Proposer
+from penstock.planning.stage_costs import AllReduce, ChainCosts
 from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
@@ -104,3 +112,162 @@ def _is_slow(query: PlannerQuery) -> bool:
 
 def _chooses_devices(query: PlannerQuery) -> bool:
     return query.planner == PlannerName.PIPEDREAM and not query.request.definition.layout.has_several
+
+
+_TRIED = 16
+"""Moves that are simulated in a round."""
+
+_ROUNDS = 12
+
+_STEPS = (1, 2, 4)
+"""By how many layers a cut moves."""
+
+_Block = tuple[int, int, frozenset[int]]
+"""A stage: its first layer, where it stops, and its devices."""
+
+
+def climb(
+    plan: Plan,
+    cluster: Cluster,
+    costs: ChainCosts,
+    simulate: Callable[[Plan], Plan],
+    allreduce: AllReduce,
+    *,
+    straight: bool,
+    stages: int | None = None,
+    devices: int | None = None,
+) -> Plan:
+    """The fastest plan that moves lead to from `plan`, which has a prediction and one stage per rank.
+
+    ``simulate(plan)`` adds a prediction and raises `PlanError` or `ScheduleError` for a plan that cannot run or does
+    not fit. `straight`: no replicas. `stages`, `devices`: their numbers, if they are fixed.
+    """
+    whole = plan.microbatch_size if plan.routing == "split" else None
+
+    def allowed(blocks: tuple[_Block, ...]) -> bool:
+        widths = [len(devices) for _, _, devices in blocks]
+        plain = max(widths) == 1 or not straight
+        plain = plain and stages in (None, len(blocks)) and devices in (None, sum(widths))
+        return plain and not any((whole or width) % width for width in widths)
+
+    seen = {_signature(_blocks(plan), cluster)}
+    for _ in range(_ROUNDS):
+        fresh: list[tuple[float, tuple[_Block, ...]]] = []
+        for blocks in moved_stages(_blocks(plan), cluster, costs):
+            signature = _signature(blocks, cluster)
+            if signature not in seen and allowed(blocks):
+                seen.add(signature)
+                fresh.append((_price(plan, blocks, costs, cluster, allreduce), blocks))
+        fresh.sort(key=lambda move: move[0])
+        better = next(islice(_faster(plan, [blocks for _, blocks in fresh[:_TRIED]], simulate), 1), None)
+        if better is None:
+            return plan
+        plan = better
+    return plan
+
+
+def moved_stages(blocks: tuple[_Block, ...], cluster: Cluster, costs: ChainCosts) -> Iterator[tuple[_Block, ...]]:
+    """The stages after every move."""
+    yield from _moved_cuts(blocks)
+    yield from _moved_devices(blocks, frozenset(range(cluster.devices)))
+    yield from _joined(blocks)
+    yield from _divided(blocks, costs)
+
+
+def _faster(plan: Plan, moves: Sequence[tuple[_Block, ...]], simulate: Callable[[Plan], Plan]) -> Iterator[Plan]:
+    for blocks in moves:
+        try:
+            found = simulate(_placed(plan, blocks))
+        except (PlanError, ScheduleError):
+            continue
+        if speed_of(found) > speed_of(plan) * (1 + 1e-6):
+            yield found
+
+
+def _moved_cuts(blocks: tuple[_Block, ...]) -> Iterator[tuple[_Block, ...]]:
+    for index in range(len(blocks) - 1):
+        (start, cut, one), (_, stop, two) = blocks[index : index + 2]
+        for step in (*_STEPS, *(-step for step in _STEPS)):
+            if start < cut + step < stop:
+                yield (*blocks[:index], (start, cut + step, one), (cut + step, stop, two), *blocks[index + 2 :])
+
+
+def _moved_devices(blocks: tuple[_Block, ...], every: frozenset[int]) -> Iterator[tuple[_Block, ...]]:
+    """Devices swapped, moved to another stage, taken in and left out."""
+    free = every - frozenset().union(*(devices for _, _, devices in blocks))
+
+    def changed(*changes: tuple[int, frozenset[int]]) -> tuple[_Block, ...]:
+        made = list(blocks)
+        for index, devices in changes:
+            made[index] = (*made[index][:2], devices)
+        return tuple(made)
+
+    for a, b in combinations(range(len(blocks)), 2):
+        one, two = blocks[a][2], blocks[b][2]
+        yield changed((a, two), (b, one))
+        for x in one:
+            for y in two:
+                yield changed((a, one - {x} | {y}), (b, two - {y} | {x}))
+        for here, there, devices, others in ((a, b, one, two), (b, a, two, one)):
+            for x in devices if len(devices) > 1 else ():
+                yield changed((here, devices - {x}), (there, others | {x}))
+    for index, (_, _, devices) in enumerate(blocks):
+        for x in devices:
+            if len(devices) > 1:
+                yield changed((index, devices - {x}))
+            for y in free:
+                yield changed((index, devices - {x} | {y}))
+        for y in free:
+            yield changed((index, devices | {y}))
+
+
+def _joined(blocks: tuple[_Block, ...]) -> Iterator[tuple[_Block, ...]]:
+    """Two stages as one, on the devices of both or of either."""
+    for index in range(len(blocks) - 1):
+        (start, _, one), (_, stop, two) = blocks[index : index + 2]
+        for devices in (one | two, one, two):
+            yield (*blocks[:index], (start, stop, devices), *blocks[index + 2 :])
+
+
+def _divided(blocks: tuple[_Block, ...], costs: ChainCosts) -> Iterator[tuple[_Block, ...]]:
+    """One stage as two, cut where both halves of its devices take equally long."""
+    for index, (start, stop, devices) in enumerate(blocks):
+        if len(devices) < 2 or stop - start < 2:
+            continue
+        ranked = sorted(devices, key=lambda device: (float(costs.seconds_on([device])[0, -1]), device))
+        for ordered in (ranked, ranked[::-1]):
+            for count in {1, len(ordered) // 2, len(ordered) - 1}:
+                first, second = ordered[:count], ordered[count:]
+                here, there = costs.seconds_on(first) / len(first), costs.seconds_on(second) / len(second)
+                cut = min(range(start + 1, stop), key=lambda j: max(here[start, j], there[j, stop]))
+                halves = (start, cut, frozenset(first)), (cut, stop, frozenset(second))
+                yield (*blocks[:index], *halves, *blocks[index + 1 :])
+
+
+def _blocks(plan: Plan) -> tuple[_Block, ...]:
+    devices = plan.devices or tuple(range(plan.ranks))
+    return tuple((stage.start, stage.stop, frozenset(devices[rank] for rank in stage.ranks)) for stage in plan.stages)
+
+
+def _stages(blocks: tuple[_Block, ...]) -> tuple[Stage, ...]:
+    return tuple(Stage(start, stop, tuple(sorted(devices))) for start, stop, devices in blocks)
+
+
+def _placed(plan: Plan, blocks: tuple[_Block, ...]) -> Plan:
+    stages, devices = number_ranks(_stages(blocks))
+    return replace(plan, stages=stages, devices=devices, predicted=None)
+
+
+def _signature(blocks: tuple[_Block, ...], cluster: Cluster) -> object:
+    """Equal for plans that differ only in which of equal devices they use, where all links are equal."""
+    if isinstance(cluster.links, LinkLevels) and len({speed for count, speed in cluster.levels if count > 1}) == 1:
+        return tuple(
+            (start, stop, tuple(sorted(map(repr, map(cluster.class_of, devices))))) for start, stop, devices in blocks
+        )
+    return blocks
+
+
+def _price(plan: Plan, blocks: tuple[_Block, ...], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce) -> float:
+    """The closed form: the slowest part, for each microbatch and, under a flush, for each stage but one."""
+    filling = len(blocks) - 1 if plan.definition.flushes else 0
+    return (plan.microbatches + filling) * slowest_seconds(_stages(blocks), costs, cluster, allreduce)

@@ -6,9 +6,9 @@ call of one planner. Combinations that make no sense are left out.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NoReturn, get_args
 
-from penstock.arguments import FLAG, check_fields, integer, number, text_of
+from penstock.arguments import FLAG, check_fields, choice, integer, number, text_of
 from penstock.errors import PlanError, suggestion
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.planner_names import PlannerName
@@ -87,7 +87,7 @@ class PlanConstraints:
         flags = dict.fromkeys(
             ("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards", "every_device"), FLAG
         )
-        more = {"recompute": FLAG.optional, "optimizer_copies": number(0)}
+        more = {"recompute": FLAG.optional, "optimizer_copies": number(0), "allreduce": choice(get_args(AllReduce))}
         check_fields(self, {"microbatches": MICROBATCHES.optional, **counts, **flags, **more}, PlanError)
         if self.microbatches is not None and self.batch_size is not None:
             raise PlanError(

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Unpack
 
 from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.predictions import prediction_of
 from penstock.planning.prices import cost_of, cost_per_million
 from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
@@ -14,7 +15,7 @@ from penstock.simulating.losses import Losses
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
-from penstock.values.plans import Plan, Prediction
+from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
 from penstock.values.text_tables import table_lines
@@ -47,8 +48,8 @@ def explain_search(
     lines = [str(best), *kinds, "", *_table(search.ranked[:_ROWS], cluster, epoch_samples)]
     hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
-    lines += ["", f"The best is limited by: {_predicted(best).limit}."]
-    needs = f"The fullest device needs {bytes_text(max(_predicted(best).peak_bytes))}"
+    lines += ["", f"The best is limited by: {prediction_of(best).limit}."]
+    needs = f"The fullest device needs {bytes_text(max(prediction_of(best).peak_bytes))}"
     least = cluster.least_memory_bytes
     lines += [f"{needs}; no limit was given." if least is None else f"{needs} of {bytes_text(least)}."]
     lines += [f"Its time goes to: {losses}."]
@@ -71,7 +72,7 @@ def wire_note(best: Plan, profile: Profile, cluster: Cluster, losses: Losses, **
     if losses.transfer < _WORTH * losses.seconds:
         return ""
     halved = evaluate(best, profile.with_wire_share(0.5), cluster, **options).samples_per_second
-    gain = halved / _predicted(best).samples_per_second - 1
+    gain = halved / prediction_of(best).samples_per_second - 1
     if gain < _WORTH:
         return ""
     return (
@@ -144,7 +145,7 @@ def _table(plans: Sequence[Plan], cluster: Cluster, epoch_samples: float | None)
 
 
 def _row(position: int, plan: Plan) -> list[str]:
-    predicted = _predicted(plan)
+    predicted = prediction_of(plan)
     return [
         str(position),
         plan.planner,
@@ -161,16 +162,16 @@ def _row(position: int, plan: Plan) -> list[str]:
 
 def _compare(best: Plan, other: Plan) -> str:
     """Why `other` is not the best."""
-    rate, lost = _predicted(best).samples_per_second, _predicted(other).samples_per_second
+    rate, lost = prediction_of(best).samples_per_second, prediction_of(other).samples_per_second
     name = f"The runner-up ({_name(other)})"
     if lost >= rate * (1 - EQUAL):
-        peaks = [max(_predicted(plan).peak_bytes) for plan in (best, other)]
+        peaks = [max(prediction_of(plan).peak_bytes) for plan in (best, other)]
         if best.definition.flushes and not other.definition.flushes:
             return f"{name} is as fast, but its weights are stale."
         if peaks[0] < peaks[1]:
             return f"{name} is as fast, but needs {bytes_text(peaks[1])} where the best needs {bytes_text(peaks[0])}."
         return f"{name} is as fast and needs as much memory."
-    return f"{name} {_slower(rate, lost)}: it is limited by {_predicted(other).limit}."
+    return f"{name} {_slower(rate, lost)}: it is limited by {prediction_of(other).limit}."
 
 
 def rate_text(rate: float) -> str:
@@ -192,7 +193,7 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
         advice = "it trains with stale weights, so watch the loss"
         same = next((plan for plan in ranked if plan.definition.flushes), None)
         if same is not None:
-            slower = _slower(_predicted(best).samples_per_second, _predicted(same).samples_per_second)
+            slower = _slower(prediction_of(best).samples_per_second, prediction_of(same).samples_per_second)
             advice += (
                 f"; the best plan that trains as one device does ({_name(same)}) {slower}: "
                 "synchronous=True (--synchronous) plans only such"
@@ -224,8 +225,3 @@ def _shorten(reason: str) -> str:
 
 def _name(plan: Plan) -> str:
     return f"{plan.schedule}, {shape_text(plan)}" + (", recompute" if plan.recompute else "")
-
-
-def _predicted(plan: Plan) -> Prediction:
-    assert plan.predicted is not None
-    return plan.predicted

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import overfull_rank
-from penstock.planning.search.arrangements import arrange_cluster, without_kinds
+from penstock.planning.predictions import prediction_of, speed_of
+from penstock.planning.search.arrangements import arrange_cluster, climb, without_kinds
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
-from penstock.planning.search.device_moves import climb
 from penstock.planning.search.refinements import Refiner
 from penstock.planning.stage_costs import chain_costs, simulator_options
 from penstock.progress import progress_line
@@ -155,7 +155,7 @@ def _refine(
                 rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
             if found and (refiner.exact or len(found) == _COMPARED):
                 break
-        simulated += [max(found, key=_speed)] if found else []
+        simulated += [max(found, key=speed_of)] if found else []
     others = sum(map(len, families.values())) - len(simulated)
     kept = [each for each in rejections if each.schedule not in {str(plan.schedule) for plan in simulated}]
     return SearchResult(rank_plans(simulated), others, tuple(kept))
@@ -166,7 +166,7 @@ def _move_devices(
 ) -> list[Plan]:
     """What moves of devices that differ make of the best plan of each of the best schedules."""
     seeds: dict[tuple[str, str, bool], Plan] = {}
-    for plan in sorted(simulated, key=_speed, reverse=True):
+    for plan in sorted(simulated, key=speed_of, reverse=True):
         if not plan.definition.layout.has_several:
             seeds.setdefault((str(plan.schedule), plan.routing, max(plan.replicas) == 1), plan)
     found = []
@@ -201,7 +201,7 @@ def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
     """The plans that are worth a simulation, the fastest by closed form first; more of them where memory is `limited`,
     since the first ones may not fit with their messages.
     """
-    plans.sort(key=_speed, reverse=True)
+    plans.sort(key=speed_of, reverse=True)
     kinds: set[tuple[str, str]] = set()
     chosen = []
     for position, plan in enumerate(plans):
@@ -237,20 +237,14 @@ def simulated_with(constraints: PlanConstraints) -> Options:
 
 def rank_plans(simulated: list[Plan]) -> tuple[Plan, ...]:
     """Fastest first, after the one that rule 2 chooses among those that are equally fast."""
-    simulated.sort(key=_speed, reverse=True)
+    simulated.sort(key=speed_of, reverse=True)
     if not simulated:
         return ()
-    equal = [plan for plan in simulated if _speed(plan) >= (1 - EQUAL) * _speed(simulated[0])]
+    equal = [plan for plan in simulated if speed_of(plan) >= (1 - EQUAL) * speed_of(simulated[0])]
     best = min(equal, key=_tie_break)
     return (best, *(plan for plan in simulated if plan is not best))
 
 
-def _speed(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.samples_per_second
-
-
 def _tie_break(plan: Plan) -> tuple[bool, bool, float, int]:
-    assert plan.predicted is not None
     split = plan.routing == "split" and max(plan.replicas) > 1
-    return not plan.definition.flushes, split, max(plan.predicted.peak_bytes), len(plan.stages)
+    return not plan.definition.flushes, split, max(prediction_of(plan).peak_bytes), len(plan.stages)

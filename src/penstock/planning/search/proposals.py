@@ -155,13 +155,7 @@ class Proposer:
     def _costs_of(self, profile: Profile, request: Request) -> ChainCosts:
         key = profile.microbatch_size, request.recompute, request.full_duplex, request.buffers
         if key not in self._costs:
-            self._costs[key] = chain_costs(
-                profile,
-                self._cluster,
-                recompute=request.recompute,
-                full_duplex=request.full_duplex,
-                buffers=request.buffers,
-            )
+            self._costs[key] = request.costs(profile, self._cluster)
         return self._costs[key]
 
     def _with_buffers(
