@@ -33,7 +33,7 @@ from measurement.launches import conditions
 from penstock.fleet import POLICIES, FleetFile, simulate_fleet
 from penstock.fleet.executor import LeaseRecord, RunState
 from penstock.fleet.lease_processes import LeaseProcess, training_words
-from penstock.values.text_tables import table_lines
+from penstock.values.quantities import table_lines
 
 ROOT = Path(__file__).parents[1]
 PROCESSES = {"double": 2, "single": 1}

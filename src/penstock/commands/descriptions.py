@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, assert_never
 from penstock.errors import visible
 from penstock.values import LinkLevels, LinkMatrix
 from penstock.values.plan_stages import ranks_text
-from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text
-from penstock.values.text_tables import table_lines
+from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text, table_lines
 
 if TYPE_CHECKING:
     from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile

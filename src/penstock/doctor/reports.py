@@ -10,8 +10,7 @@ from penstock.doctor.records import ThreadRecord
 from penstock.doctor.step_pictures import draw_step
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
-from penstock.values.quantities import bytes_text, seconds_text
-from penstock.values.text_tables import table_lines
+from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }

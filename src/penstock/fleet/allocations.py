@@ -8,7 +8,7 @@ import numpy
 from penstock.arguments import entries
 from penstock.errors import PlanError, visible
 from penstock.fleet.problems import Floats, Problem
-from penstock.values.text_tables import table_lines
+from penstock.values.quantities import table_lines
 
 _NEAR = 1e-6
 """A solver meets its constraints up to about this much of a worker or of a job's time."""

@@ -15,8 +15,7 @@ from penstock.planning.search.explanations import shape_text
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
-from penstock.values.quantities import bytes_text, seconds_text
-from penstock.values.text_tables import table_lines
+from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 _CLUSTER = instance(Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load")
 

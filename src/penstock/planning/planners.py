@@ -17,8 +17,7 @@ from penstock.planning.predictions import speed_of
 from penstock.planning.prices import cost_of
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
-from penstock.planning.search.explanations import explain_search, wire_note
-from penstock.planning.search.infeasibility import explain_infeasibility
+from penstock.planning.search.explanations import explain_infeasibility, explain_search, wire_note
 from penstock.planning.search.plan_search import simulated_with
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import AllReduce
@@ -27,8 +26,7 @@ from penstock.simulating.losses import find_losses
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
-from penstock.values.quantities import seconds_text
-from penstock.values.text_tables import table_lines
+from penstock.values.quantities import seconds_text, table_lines
 from penstock.values.transformers import Transformer
 
 _RULES = {

@@ -184,7 +184,9 @@ InputGradients: TypeAlias = Backward | BackwardInput
 WeightGradients: TypeAlias = Backward | BackwardWeight
 """The actions that end the backward of a microbatch: the gradients of its stage's weights are complete then."""
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Update
-Message: TypeAlias = Send | Receive | SendTied | ReceiveTied | SendNorms | ReceiveNorms
+Sending: TypeAlias = Send | SendTied | SendNorms
+Receiving: TypeAlias = Receive | ReceiveTied | ReceiveNorms
+Message: TypeAlias = Sending | Receiving
 Action: TypeAlias = Compute | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (

@@ -10,14 +10,14 @@ rank waits longer than before, and no deadlock is added.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
+from penstock.scheduling.actions import Action, Receive, Receiving, Sending
 from penstock.scheduling.lowering import counterpart, peer, peers
 from penstock.scheduling.placements import Placement
 
 
 def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[int, ...]:
     """The ranks that the `row` of `rank` receives from, ascending."""
-    receives = (action for action in row if isinstance(action, Receive | ReceiveTied | ReceiveNorms))
+    receives = (action for action in row if isinstance(action, Receiving))
     return tuple(sorted({peer(action, rank, placement) for action in receives}))
 
 
@@ -42,7 +42,7 @@ def follow_sends(
     queues = {source: _sent(other, source, rank, placement) for source, other in others.items()}
     early: set[Action] = set()
     for action in row:
-        if not isinstance(action, Receive | ReceiveTied | ReceiveNorms):
+        if not isinstance(action, Receiving):
             yield action
         elif action in early:
             early.remove(action)
@@ -58,5 +58,5 @@ def follow_sends(
 def _sent(row: Iterable[Action], source: int, rank: int, placement: Placement) -> Iterator[Action]:
     """The receives on `rank` of the messages that the row of `source` sends to it."""
     for action in row:
-        if isinstance(action, Send | SendTied | SendNorms) and rank in peers(action, source, placement):
+        if isinstance(action, Sending) and rank in peers(action, source, placement):
             yield counterpart(action)

@@ -14,13 +14,8 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Receive,
-    ReceiveNorms,
-    ReceiveTied,
+    Message,
     Reduce,
-    Send,
-    SendNorms,
-    SendTied,
     Update,
 )
 
@@ -34,10 +29,10 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
     direct: list[tuple[int, int]] = []
     latest: tuple[int, int] | None = None
     for action in row:
+        # Messages first, since most actions are messages.
+        if isinstance(action, Message | Reduce):
+            continue
         match action:
-            # Messages first, since most actions are messages.
-            case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
-                pass
             case Forward():
                 latest = action.stage, action.microbatch
             case Backward() | BackwardInput():

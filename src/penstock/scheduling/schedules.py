@@ -22,13 +22,8 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Receive,
-    ReceiveNorms,
-    ReceiveTied,
+    Message,
     Reduce,
-    Send,
-    SendNorms,
-    SendTied,
     Update,
     format_programs,
 )
@@ -55,6 +50,8 @@ def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
 
 def continued_action(action: Action, guarantees: Guarantees) -> Action:
     """What takes the place of `action` of a fresh run in one that continues another one."""
+    if isinstance(action, Message | Reduce):
+        return action
     match action:
         case Forward(stage, microbatch) | Backward(stage, microbatch):
             return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
@@ -62,8 +59,6 @@ def continued_action(action: Action, guarantees: Guarantees) -> Action:
             return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
         case Update(stage, version):
             return Update(stage, version, version - 1 - guarantees.delays[stage])
-        case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
-            return action
         case _:
             assert_never(action)
 

@@ -1,7 +1,9 @@
-"""Numbers with units, for people to read.
+"""Numbers with units, and tables of text, for people to read.
 
 Inside Penstock all numbers are seconds, bytes, and bytes per second; only printed text has other units.
 """
+
+from collections.abc import Collection, Sequence
 
 
 def seconds_text(seconds: float) -> str:
@@ -28,3 +30,15 @@ def bandwidth_text(bandwidth: float) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def table_lines(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """A line for each row, with columns of equal width: those of the numbers `left` are aligned left, others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -24,8 +24,10 @@ from penstock.scheduling.actions import (
     Receive,
     ReceiveNorms,
     ReceiveTied,
+    Receiving,
     Reduce,
     Send,
+    Sending,
     SendNorms,
     SendTied,
     Update,
@@ -58,22 +60,13 @@ def _require_neighbors(staged: StagedPrograms) -> None:
     for rank, row in enumerate(staged.programs):
         right: set[tuple[type[Action], int, int]] = set()
         for index, action in enumerate(row):
-            match action:
-                case Send(stage=stage, target=other) | SendTied(stage=stage, target=other):
-                    pass
-                case Receive(stage=stage, source=other) | ReceiveTied(stage=stage, source=other):
-                    pass
-                case SendNorms(stage=stage, target=other) | ReceiveNorms(stage=stage, source=other):
-                    pass
-                case Reduce(stage=stage):
-                    if staged.schedule.placement.replicas(stage) == 1:
-                        fix = "drop it, or let lower() derive it"
-                        report(staged, invariant, rank, index, expected=f"none: stage {stage} has no replicas", fix=fix)
-                    continue
-                case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
-                    continue
-                case _:
-                    assert_never(action)
+            stage = action.stage
+            if isinstance(action, Reduce) and staged.schedule.placement.replicas(stage) == 1:
+                fix = "drop it, or let lower() derive it"
+                report(staged, invariant, rank, index, expected=f"none: stage {stage} has no replicas", fix=fix)
+            if not isinstance(action, Message):
+                continue
+            other = counterpart(action).stage
             if (type(action), stage, other) in right:
                 continue
             allowed, expected = _find_neighbors(action, staged)
@@ -245,7 +238,7 @@ def _require_matches(staged: StagedPrograms) -> None:
     for sends in (True, False):
         for (rank, action), index in found.items():
             other = counterpart(action)
-            if isinstance(action, Send | SendTied | SendNorms) != sends:
+            if isinstance(action, Sending) != sends:
                 continue
             for there in peers(action, rank, staged.placement):
                 if (there, other) not in found:
@@ -256,20 +249,15 @@ def _require_matches(staged: StagedPrograms) -> None:
 def _require_fifo(staged: StagedPrograms) -> None:
     invariant = "messages are received in the order in which they were sent, on each edge between two ranks"
     placement = staged.placement
-    sends: defaultdict[tuple[int, int], list[Send | SendTied | SendNorms]] = defaultdict(list)
-    receives: defaultdict[tuple[int, int], list[tuple[int, Receive | ReceiveTied | ReceiveNorms]]] = defaultdict(list)
+    sends: defaultdict[tuple[int, int], list[Sending]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[tuple[int, Receiving]]] = defaultdict(list)
     for rank, row in enumerate(staged.programs):
         for index, action in enumerate(row):
-            match action:
-                case Send() | SendTied() | SendNorms():
-                    for there in peers(action, rank, placement):
-                        sends[rank, there].append(action)
-                case Receive() | ReceiveTied() | ReceiveNorms():
-                    receives[peer(action, rank, placement), rank].append((index, action))
-                case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update() | Reduce():
-                    pass
-                case _:
-                    assert_never(action)
+            if isinstance(action, Sending):
+                for there in peers(action, rank, placement):
+                    sends[rank, there].append(action)
+            elif isinstance(action, Receiving):
+                receives[peer(action, rank, placement), rank].append((index, action))
     for (source_rank, rank), queue in receives.items():
         for send, (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
             if counterpart(send) != receive:
@@ -292,26 +280,21 @@ def _require_progress(staged: StagedPrograms) -> None:
             row, index, end = programs[rank], position[rank], ends[rank]
             while index < end:
                 action = row[index]
-                match action:
-                    case Send() | SendTied() | SendNorms():
-                        sent.add((rank, action))
-                        ready += waiting.pop((rank, action), [])
-                    case Receive() | ReceiveTied() | ReceiveNorms():
-                        due = peer(action, rank, placement), counterpart(action)
-                        if due not in sent:
-                            waiting[due].append(rank)
-                            break
-                    case Reduce(stage=stage):
-                        meeting[action].append(rank)
-                        if len(meeting[action]) < placement.replicas(stage):
-                            index += 1
-                            break
-                        # The last to come goes on at once; those that wait stand behind the action already.
-                        ready += meeting.pop(action)[:-1]
-                    case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
-                        pass
-                    case _:
-                        assert_never(action)
+                if isinstance(action, Sending):
+                    sent.add((rank, action))
+                    ready += waiting.pop((rank, action), [])
+                elif isinstance(action, Receiving):
+                    due = peer(action, rank, placement), counterpart(action)
+                    if due not in sent:
+                        waiting[due].append(rank)
+                        break
+                elif isinstance(action, Reduce):
+                    meeting[action].append(rank)
+                    if len(meeting[action]) < placement.replicas(action.stage):
+                        index += 1
+                        break
+                    # The last to come goes on at once; those that wait stand behind the action already.
+                    ready += meeting.pop(action)[:-1]
                 index += 1
             position[rank] = index
         for action, ranks in meeting.items():
@@ -332,7 +315,7 @@ def _report_deadlock(staged: StagedPrograms, segment: int, blocked: list[int], p
             others = [str(other) for other in staged.placement.stages[action.stage] if other != rank]
             reasons.append(f"rank {rank} waits for rank {' and '.join(others)} to reduce")
         else:
-            assert isinstance(action, Receive | ReceiveTied | ReceiveNorms)
+            assert isinstance(action, Receiving)
             reasons.append(f"rank {rank} waits for rank {peer(action, rank, staged.placement)}")
     within, fix = "", "send before the receive that waits for the answer"
     if staged.segments:
