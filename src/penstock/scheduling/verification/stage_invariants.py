@@ -122,7 +122,8 @@ def require_stage_invariants(staged: StagedPrograms) -> Peaks:
         row, beside = staged.programs[rank], list[_Counts]()
         mine = staged.placement.microbatches_of(rank, range(staged.microbatches))
         for stage in staged.placement.stages_of(rank):
-            beside.append(_Counts(staged, stage, rank, mine, beside, admitted, named))
+            counts = _Counts(staged, stage, rank, mine, beside, admitted=admitted, named=named)
+            beside.append(counts)
         by_stage = {counts.stage: counts for counts in beside}
         turns = [(index, by_stage[action.stage], action) for index, action in enumerate(row)]
         for index, counts, action in (*turns, *((len(row), counts, None) for counts in beside)):
