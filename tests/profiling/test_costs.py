@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.profiling.action_costs import action_seconds, fit_costs, measure_action_seconds
-from penstock.values.message_costs import MessageCosts
+from penstock.values.link_tables import MessageCosts
 
 seconds = st.floats(0, 1)
 

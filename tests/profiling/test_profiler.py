@@ -19,7 +19,7 @@ from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.errors import PenstockError, ProfileError
 from penstock.profiling import ScriptedClock, WallClock, profile
 from penstock.profiling.clocks import MOST_CALLS, calls_per_sample, median_seconds
-from penstock.profiling.saved_tensors import recording
+from penstock.profiling.workspaces import recording
 from penstock.progress import is_interactive, progress_line
 from penstock.values.profiles import LayerProfile, Profile
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from penstock.simulating.bubbles import balanced_bubble
+from penstock.simulating.simulator import balanced_bubble
 from penstock.values.plans import Plan, Stage, schedule
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from penstock.values import Cluster, DeviceKind, LayerProfile, LinkLevels, LinkMatrix, Plan, Prediction, Profile, Stage
-from penstock.values.message_costs import MessageCosts
+from penstock.values.link_tables import MessageCosts
 
 seconds = st.floats(0, 1e3, allow_nan=False)
 sizes = st.one_of(st.integers(0, 10**12), st.floats(0, 1e12, allow_nan=False))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.values import Cluster, LinkLevels, LinkMatrix
-from penstock.values.message_costs import FREE, MessageCosts
+from penstock.values.link_tables import FREE, MessageCosts
 from support.strategies import clusters
 
 

@@ -37,7 +37,7 @@ from penstock.runtime.engine.engine import Engine
 from penstock.runtime.transport.transport import PendingMessage
 from penstock.runtime.transport.worlds import SingleProcess
 from penstock.training.recipes import Recipe
-from penstock.values.message_costs import FREE, MessageCosts
+from penstock.values.link_tables import FREE, MessageCosts
 from penstock.values.plans import Plan
 
 _FEW, _MANY = 2, 10

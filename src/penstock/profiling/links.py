@@ -48,8 +48,7 @@ from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.values.clusters import Cluster
-from penstock.values.link_tables import LinkMatrix
-from penstock.values.message_costs import FREE, MessageCosts
+from penstock.values.link_tables import FREE, LinkMatrix, MessageCosts
 
 RankPair: TypeAlias = tuple[int, int]
 """Two ranks, the lower one first."""

@@ -59,9 +59,8 @@ from penstock.profiling.devices import (
     moved,
     placed,
 )
-from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.spread_layers import local_bytes, longest, sharing_group
-from penstock.profiling.workspaces import Meter, meter_of
+from penstock.profiling.workspaces import Meter, measure_saved_bytes, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
 from penstock.training.losses import LossFunction, compute_loss

@@ -1,8 +1,14 @@
-"""The bytes that a layer needs temporarily: for its kernels, and for gradients on their way.
+"""The bytes that a layer needs: those that autograd keeps until its backward, and those that it needs temporarily.
 
-On a CPU each operation that PyTorch runs, of a forward or of autograd, passes a dispatch mode, which records the
-storages that it makes and drops those that have been freed. Memory that a kernel allocates and frees within one
-operation is not seen.
+Kept bytes are measured, since a formula for each kind of layer would be wrong for the next kind: autograd passes every
+tensor that it saves to a hook, and keeps those that it has not released at the end of the forward. Each distinct
+storage counts once and whole (a saved view keeps all of its base alive). A layer's own inputs count if its backward
+needs them. Not counted are storages that outlive the backward anyway (parameters, buffers and other constants of the
+module), and tensors that an autograd function stores on its context without `save_for_backward`.
+
+Temporary bytes are for its kernels, and for gradients on their way. On a CPU each operation that PyTorch runs, of a
+forward or of autograd, passes a dispatch mode, which records the storages that it makes and drops those that have been
+freed. Memory that a kernel allocates and frees within one operation is not seen.
 
 The allocator of a CUDA device counts this memory, too (workspaces of products, sums of attention). Its blocks are
 multiples of 512 bytes. cuBLAS allocates a workspace for each thread that calls it and keeps it. It belongs to no layer,
@@ -14,11 +20,14 @@ Laws of this file:
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.profiling.spread_layers import local_storage
@@ -26,6 +35,64 @@ from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.cuda import clear_cublas_workspaces
 from penstock.torch_internals.dispatch import TorchDispatchMode
 from penstock.torch_internals.tensors import storage_key
+
+
+class _Kept:
+    """Takes the place of a saved tensor in autograd, and dies when autograd releases that tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Recording:
+    """Holds the tensors that autograd saved while this recording was on, as long as autograd keeps them."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: WeakSet[_Kept] = WeakSet()
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        """Records a tensor that autograd saves."""
+        # Detached: a saved result would otherwise hold the node that saved it, and neither would ever be freed.
+        kept = _Kept(tensor.detach())
+        self._kept.add(kept)
+        return kept
+
+    def storages(self) -> dict[int, int]:
+        """The bytes of every storage that autograd keeps now, by address."""
+        storages = [local_storage(kept.tensor) for kept in self._kept]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes() > 0}
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Records what autograd saves inside a ``with`` block."""
+    record = Recording()
+    with saved_tensors_hooks(record.pack, _unpack):
+        yield record
+
+
+def measure_saved_bytes(forward: Callable[[], object], again: Callable[[], object]) -> int:
+    """The bytes that autograd keeps after `forward`, in storages that live no longer than its backward.
+
+    `again` is the same forward on copies of its inputs. A storage that both keep while both are alive is a parameter, a
+    buffer or a constant of the module, and is not counted.
+    """
+    with recording() as first:
+        result = forward()
+    with recording() as second:
+        repeated = again()
+    kept, constant = first.storages(), second.storages()
+    # Both results must live until here: autograd keeps nothing for a result that is gone.
+    del result, repeated
+    return sum(size for address, size in kept.items() if address not in constant)
+
+
+def _unpack(kept: _Kept) -> Tensor:
+    return kept.tensor
 
 
 class Meter(Protocol):

@@ -13,7 +13,7 @@ from penstock.reporting.peak_flops import peak_flops_of
 from penstock.runtime.engine.step_records import Speed
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
-from penstock.simulating.bubbles import balanced_bubble
+from penstock.simulating.simulator import balanced_bubble
 from penstock.values.plans import Plan
 
 

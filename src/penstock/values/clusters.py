@@ -17,8 +17,17 @@ from penstock.arguments import Entries, FieldRules, check_fields, entries, insta
 from penstock.errors import PlanError
 from penstock.values.device_kinds import DeviceKind, read_kinds, write_kinds
 from penstock.values.documents import YamlNode, number_text, read_yaml, write_text
-from penstock.values.link_tables import LinkLevels, LinkMatrix, Links
-from penstock.values.message_costs import COST_KEYS, FREE, MessageCosts, read_cost, read_costs, write_costs
+from penstock.values.link_tables import (
+    COST_KEYS,
+    FREE,
+    LinkLevels,
+    LinkMatrix,
+    Links,
+    MessageCosts,
+    read_cost,
+    read_costs,
+    write_costs,
+)
 
 _FORMAT = "penstock-cluster/1"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.capturing.writes import find_writable
-from penstock.profiling.saved_tensors import recording
+from penstock.profiling.workspaces import recording
 from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.recomputation import find_direct
 from support import models
