@@ -60,6 +60,13 @@ class OverSamples(nn.Module):
         return mixed + (mixed @ x.T).softmax(-1) @ x
 
 
+class ByCount(nn.Module):
+    """Divides by the number of samples, and computes every entry of dimension 1 by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.shape[0]
+
+
 class Routed(nn.Module):
     """Returns a loss that balances the experts over the batch beside its output."""
 
@@ -97,6 +104,8 @@ def dice(output: Tensor, target: Tensor) -> Tensor:
          "packed into one"),
         (lambda: nn.Sequential(OverSamples(), nn.Tanh(), nn.Linear(4, 4).double()), X, Y, functional.mse_loss,
          "looks at the whole batch"),
+        (lambda: nn.Sequential(nn.Linear(4, 4).double(), ByCount()), X[:, None].expand(8, 6, 4),
+         Y[:, None].expand(8, 6, 4), functional.mse_loss, "looks at the whole batch"),
         (lambda: nn.Sequential(nn.Tanh(), Routed()), X, Y, routed_loss, "loss_weight="),
         (perceptron, X, Y, contrastive, "in-batch negatives"),
         (perceptron, X, Y, masked, "a mask"),
@@ -110,8 +119,8 @@ def dice(output: Tensor, target: Tensor) -> Tensor:
         (perceptron, X, LABELS.clamp(min=0), nn.CrossEntropyLoss(weight=WEIGHTS), "a criterion with weight="),
         (lambda: nn.Sequential(perceptron(), nn.LogSoftmax(-1)), X, LABELS, nn.NLLLoss(), "labels of -100"),
     ],
-    ids=["packed", "attention over samples", "router", "contrastive", "masked", "dice", "sum", "partial sum", "-100",
-         "criterion", "weighted and ignored", "ignore_index", "weighted", "nll"],
+    ids=["packed", "attention over samples", "by the number of samples", "router", "contrastive", "masked", "dice", "sum",
+         "partial sum", "-100", "criterion", "weighted and ignored", "ignore_index", "weighted", "nll"],
 )  # fmt: skip
 def test_what_is_no_mean_over_samples_has_one_warning(
     model: Callable[[], Any], batch: Any, target: Any, loss_fn: Any, says: str
@@ -355,6 +364,16 @@ def test_processes_find_the_same(pool: Pool) -> None:
     for only_here in (None, 1):
         found = pool.run(2, partial(first_step, only_here=only_here), layout, (batch[:4],), batch, target, ignoring)
         assert found == [alone, alone]
+
+
+def count_items(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def test_items_are_counted_where_the_target_is_read(pool: Pool) -> None:
+    job = partial(first_step, loss_weight=count_items, check="strict")
+
+    assert pool.run(2, job, ragged, (tokens(8, 6)[:2],), tokens(8, 6), labels(), ignoring) == [([], "")] * 2
 
 
 def test_rank_0_warns_for_all(pool: Pool) -> None:

@@ -97,7 +97,9 @@ class FirstBatch:
     def _reason(self, microbatches: Sequence[Microbatch]) -> str:
         """Why this process cannot compare; empty if it can."""
         first, known = microbatches[0], self._chain.inputs.microbatch_size
-        whole = self._reads_target or first.target is not None or self._recipe.reads_model_loss
+        # Only where the target is read are its items counted.
+        counts = self._recipe.loss_weight is None
+        whole = self._reads_target or (counts and (first.target is not None or self._recipe.reads_model_loss))
         seconds = sum(estimate_seconds(self._chain, self._device) or ()) * 2 * first.samples / known
         if self._skipped:
             return self._skipped
@@ -249,7 +251,12 @@ def causes_of(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run, parts: 
     named = [pair for module in runs.modules for pair in module.named_modules()]
     layouts = [name for name, inner in named if getattr(inner, "batch_first", None) is False]
     time_first = f" ({layouts[0]} has batch_first=False)" if layouts else ""
-    if not alike and _cut_along_1(runs, model, batch, whole):
+    # A model that divides by the number of its samples, say, can be cut along dimension 1 as well.
+    if (
+        not alike
+        and _cut_along_1(runs, model, batch, whole)
+        and (layouts or not _reversible(runs, model, batch, whole))
+    ):
         return True, (
             f"the samples are in dimension 1{time_first}, along which the inputs can be cut, and not in dimension 0. "
             "Pass inputs and targets with the samples in dimension 0"
@@ -305,6 +312,13 @@ def _cut_along_1(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run) -> b
     with suppress(Exception):
         return runs.joins(whole, [runs.run(model, part(0)), runs.run(model, part(1))], 1)
     return False
+
+
+def _reversible(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run) -> bool:
+    """Whether `batch` in reverse along dimension 0 gives the outputs of `whole` in reverse, as it does for samples."""
+    back = pytree.tree_map_only(Tensor, lambda tensor: tensor.flip(0) if tensor.ndim else tensor, batch)
+    outputs = [output.flip(0) if output.ndim else output for output in runs.run(model, back).outputs]
+    return runs.joins(whole, [_Run(0.0, outputs, random=False)], 0)
 
 
 def _size(tensor: Tensor) -> float:
