@@ -119,8 +119,8 @@ def dice(output: Tensor, target: Tensor) -> Tensor:
         (perceptron, X, LABELS.clamp(min=0), nn.CrossEntropyLoss(weight=WEIGHTS), "a criterion with weight="),
         (lambda: nn.Sequential(perceptron(), nn.LogSoftmax(-1)), X, LABELS, nn.NLLLoss(), "labels of -100"),
     ],
-    ids=["packed", "attention over samples", "by the number of samples", "router", "contrastive", "masked", "dice", "sum",
-         "partial sum", "-100", "criterion", "weighted and ignored", "ignore_index", "weighted", "nll"],
+    ids=["packed", "attention over samples", "by the number of samples", "router", "contrastive", "masked", "dice",
+         "sum", "partial sum", "-100", "criterion", "weighted and ignored", "ignore_index", "weighted", "nll"],
 )  # fmt: skip
 def test_what_is_no_mean_over_samples_has_one_warning(
     model: Callable[[], Any], batch: Any, target: Any, loss_fn: Any, says: str
