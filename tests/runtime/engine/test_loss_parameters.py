@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from support.jobs.loss_parameter_jobs import penalized, refusal_of, tall
+from support.jobs.loss_parameter_jobs import penalized, refusal_of, scaled, tall
 from support.processes import Pool
 
 torch.manual_seed(3)
@@ -70,6 +70,12 @@ def test_processes_refuse_what_one_process_does(pool: Pool) -> None:
     assert found[1] == here
     assert here in found[0]
     assert pool.run(2, refusal_of, "last", "1f1b-flush") == ["", ""]
+
+
+def test_weights_of_another_process_are_not_read_without_gradients_either(pool: Pool) -> None:
+    assert refusal_of("all", "1f1b-flush", scaled) == ""
+    assert "depends on the parameter" in pool.run(2, refusal_of, "all", "1f1b-flush", scaled)[1]
+    assert pool.run(2, refusal_of, "last", "1f1b-flush", scaled) == ["", ""]
 
 
 @pytest.mark.parametrize(

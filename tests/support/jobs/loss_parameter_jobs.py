@@ -1,12 +1,14 @@
 """Losses that read parameters, run where a stage is in another process."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
 
-__all__ = ["penalized", "refusal_of", "tall"]
+__all__ = ["penalized", "refusal_of", "scaled", "tall"]
 
 
 def tall() -> nn.Sequential:
@@ -20,14 +22,21 @@ def penalized(model: nn.Module, output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target) + 0.1 * sum(p.abs().sum() for p in model.parameters())
 
 
-def refusal_of(part: str, schedule: str) -> str:
-    """The error of a step with a penalty on all layers, or on the last one; empty if there is none."""
+def scaled(model: nn.Module, output: Tensor, target: Tensor) -> Tensor:
+    """A loss times a number that depends on the weights of `model`, without gradients."""
+    with torch.no_grad():
+        norms = torch.stack([p.norm() for p in model.parameters()])
+    return functional.mse_loss(output, target) * norms.sum()
+
+
+def refusal_of(part: str, schedule: str, loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = penalized) -> str:
+    """The error of a step with a `loss` that reads all layers, or the last one; empty if there is none."""
     model = tall()
     read = model if part == "all" else model[-1]
     pipe = penstock.Pipeline(
         model,
         (torch.zeros(2, 4).double(),),
-        lambda output, target: penalized(read, output, target),
+        lambda output, target: loss(read, output, target),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         stages=2,
         microbatches=4,

@@ -5,12 +5,14 @@ Laws of this file:
   2. The loss is one layer more: it runs in the stage's forward, so a recomputation repeats it like a layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PenstockError
@@ -29,7 +31,7 @@ class LossHead:
     """Ends the forwards of `rank`, which holds the last stage of `chain`, with the loss.
 
     `weigh`: the weight of a microbatch's loss in the loss that its update minimizes, times the loss scale.
-    `checks`: a loss that is not finite is an error.
+    `checks`: a loss that is not finite is an error. `held`: the parameters of all stages of the process, by name.
     """
 
     def __init__(
@@ -38,13 +40,14 @@ class LossHead:
         chain: LayerChain,
         loss_fn: LossFunction,
         weigh: Callable[[int, Microbatch], float],
+        held: Collection[str],
         *,
         checks: bool,
     ) -> None:
         self.loss_fn, self.checks = loss_fn, checks
         self._rank, self._chain, self._weigh = rank, chain, weigh
         self._batch = BatchRun(training=True)
-        self._parameters: LossParameters | None = LossParameters(chain)
+        self._parameters: LossParameters | None = LossParameters(chain, held)
         """None after the first loss, whose parameters have been looked at."""
         self._gradients: dict[int, Tensor] = {}
         """By microbatch: the gradient of its loss, from its forward to its backward."""
@@ -133,14 +136,15 @@ def _check_trains(loss: Tensor, outputs: tuple[Tensor, ...]) -> None:
 
 
 class LossParameters:
-    """Looks at what the losses of `chain` take gradients of. It is made before the stages run.
+    """Looks at what the losses of `chain` take gradients of, and at the parameters that they read of stages which are
+    not `held` by this process. It is made before the stages run.
 
     Only the process of the last stage runs the loss, with the newest weights of that stage. Of a parameter of another
     stage it may have an old copy, and the gradient would not reach the stage. A parameter outside of the model is in no
     optimizer of the pipeline.
     """
 
-    def __init__(self, chain: LayerChain) -> None:
+    def __init__(self, chain: LayerChain, held: Collection[str]) -> None:
         self._names = {id(parameter): name for name, parameter in chain.parameters.items()}
         self._places = [
             (self._names[id(parameter)], table, key)
@@ -151,6 +155,8 @@ class LossParameters:
             if id(parameter) in self._names
         ]
         """Where each parameter is registered: the stages put other leaves there while they run."""
+        self._elsewhere = {id(table[key]): name for name, table, key in self._places if name not in held}
+        """The parameters of stages in other processes."""
 
     def examined(
         self, loss_fn: LossFunction, stage: StageModule, outputs: Sequence[Tensor], given: Sequence[Tensor]
@@ -158,8 +164,9 @@ class LossParameters:
         """`loss_fn`, which also raises `PenstockError` if it takes a gradient that would be lost: of anything but the
         parameters of `stage`, the last one, its `outputs`, and the tensors `given` by the user.
 
-        A metric may not depend on other parameters of the model either. Those of another pipeline's model may get
-        gradients from the loss, as in adversarial training.
+        A metric may not depend on other parameters of the model either, and neither may read those of other processes,
+        with gradients or without. Those of another pipeline's model may get gradients from the loss, as in adversarial
+        training.
         """
         # Before the loss, which may write the outputs in place.
         ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -168,7 +175,12 @@ class LossParameters:
         names = {**self._names, **{id(table[key]): name for name, table, key in self._places}}
 
         def examine(output: Any, target: Any) -> Any:
-            found = loss_fn(output, target)
+            reads = _Reads(self._elsewhere)
+            # Compiled code would hide what it reads.
+            with torch.compiler.set_stance("force_eager"), reads if self._elsewhere else nullcontext():
+                found = loss_fn(output, target)
+            if reads.name:
+                raise _of_the_model(reads.name)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             for number, tensor in enumerate(tensors):
                 for leaf in leaves_behind(tensor, ends):
@@ -181,6 +193,21 @@ class LossParameters:
             return found
 
         return examine
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the last of `parameters`, by id, that a function takes and makes a tensor of."""
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self._parameters, self.name = parameters, ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)):
+            given = map(id, pytree.tree_leaves((args, kwargs)))
+            self.name = next((self._parameters[each] for each in given if each in self._parameters), self.name)
+        return made
 
 
 def _of_the_model(name: str) -> PenstockError:
