@@ -1,4 +1,4 @@
-"""What a case is: a model, the batches that it takes, and a loss."""
+"""What a case is: a model, the batches that it takes, and a loss; and how inputs are drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from penstock.capturing.samples import flatten
 
-__all__ = ["Case", "loss_of"]
+__all__ = ["LENGTH", "Case", "Draw", "arguments", "integers", "keywords", "loss_of", "normal", "numbers", "ones"]
+
+LENGTH = -1
+"""In a shape: the length of the batch. The number of samples comes before the shape."""
+Draw = Callable[[int, int], Any]
+"""Makes something of a batch for a number of samples and a length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class Case:
     """The library, or the kind of habit."""
     build: Callable[[], nn.Module]
     """Makes the model; called with seeded generators, once for every training."""
-    draw: Callable[[int, int], Any]
+    draw: Draw
     """Makes the inputs for a number of samples of a length: a tuple of arguments or a dict of keywords."""
     lengths: Sequence[int] = (8, 11)
     """The length in the sample, and another one; one number if the model has no free length."""
@@ -29,7 +34,7 @@ class Case:
     """How many microbatches a batch is cut into. Random numbers are drawn in a plain loop's order with one only."""
     draws: bool = False
     """Whether the model draws random numbers: then pipelines leave them to PyTorch's own stream."""
-    between: Callable[[nn.Module, int], None] | None = None
+    between: Callable[[Any, int], Any] | None = None
     """What the user does with the model before a step, which is given by its number."""
     rebuilds: bool = False
     """Whether the user then makes a new optimizer, and a new pipeline."""
@@ -56,3 +61,39 @@ def loss_of(output: Any) -> Tensor:
         wanted = torch.linspace(-1, 1, max(parts[:1].numel(), 1), dtype=parts.dtype, device=parts.device)
         terms.append((parts - wanted[: parts[:1].numel()].reshape(parts[:1].shape)).square().mean())
     return torch.stack([term.double() for term in terms]).sum()
+
+
+def normal(*shape: int) -> Draw:
+    return lambda samples, length: torch.randn(samples, *_sizes(shape, length))
+
+
+def numbers(*shape: int) -> Draw:
+    """Numbers between 0 and 1."""
+    return lambda samples, length: torch.rand(samples, *_sizes(shape, length))
+
+
+def ones(*shape: int) -> Draw:
+    return lambda samples, length: torch.ones(samples, *_sizes(shape, length))
+
+
+def integers(low: int, high: int, *shape: int) -> Draw:
+    return lambda samples, length: torch.randint(low, high, (samples, *_sizes(shape, length)))
+
+
+def arguments(*parts: Draw) -> Draw:
+    """The arguments of a model, by position."""
+    return lambda samples, length: tuple(part(samples, length) for part in parts)
+
+
+def keywords(*batches: Draw, **parts: Draw) -> Draw:
+    """The arguments of a model by name: those of other batches, and more."""
+
+    def draw(samples: int, length: int) -> dict[str, Any]:
+        found = {name: value for batch in batches for name, value in batch(samples, length).items()}
+        return found | {name: part(samples, length) for name, part in parts.items()}
+
+    return draw
+
+
+def _sizes(shape: Sequence[int], length: int) -> list[int]:
+    return [length if size == LENGTH else size for size in shape]

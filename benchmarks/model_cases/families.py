@@ -11,17 +11,15 @@ from torch import nn
 
 import penstock
 from model_cases.cases import Case
-from model_cases.habits import CASES as HABITS
-from model_cases.other_libraries import CASES as LIBRARIES_OTHER
-from model_cases.transformers_other import CASES as OTHER
-from model_cases.transformers_text import CASES as TEXT
-from model_cases.vision_libraries import CASES as VISION
+from model_cases.habit_blocks import CASES as HABIT_BLOCKS
+from model_cases.habit_models import CASES as HABIT_MODELS
+from model_cases.libraries import CASES as OTHER_LIBRARIES
+from model_cases.transformers_models import CASES as TRANSFORMERS
 from model_cases.ways_out import CASES as WAYS
-from model_cases.ways_out_of_libraries import CASES as WAYS_OF_LIBRARIES
 
 __all__ = ["CASES", "missing_packages", "versions", "warm_up"]
 
-CASES: tuple[Case, ...] = (*HABITS, *WAYS, *WAYS_OF_LIBRARIES, *TEXT, *OTHER, *VISION, *LIBRARIES_OTHER)
+CASES: tuple[Case, ...] = (*HABIT_BLOCKS, *HABIT_MODELS, *WAYS, *TRANSFORMERS, *OTHER_LIBRARIES)
 NEEDS = {
     "transformers": ("transformers",),
     "peft": ("transformers", "peft"),

@@ -1,8 +1,14 @@
-"""Habits inside of blocks: state that a forward leaves, hooks, control flow, random numbers."""
+"""Habits inside of blocks: state that a forward leaves, hooks, control flow, random numbers.
 
+A family is a kind of habit. `Stack` has blocks of one kind between two linear layers, and a connection over all of
+them, so that something of the model is in no block.
+"""
+
+import copy
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
@@ -12,11 +18,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from model_cases.cases import Case
+from model_cases.cases import LENGTH, Case, arguments, normal
 
-__all__ = ["CASES", "WIDTH", "Block", "Stack", "draw", "stacked"]
+__all__ = ["CASES", "WIDTH", "Block", "Build", "Habit", "Stack", "draw"]
 
 WIDTH = 6
+Build = Callable[[], nn.Module]
+Inner = Callable[..., Any]
+Habit = Callable[[Any, Inner, Tensor], Any]
+"""A forward: the module that has the state, what it computes without the habit, and its input."""
+Prepare = Callable[[Any], Any]
+"""What is done once with a module that was made."""
+draw = arguments(normal(LENGTH, WIDTH))
 
 
 class Block(nn.Module):
@@ -31,9 +44,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Four blocks of one kind, and a connection over all of them."""
+    """Blocks of one kind, and a connection over all of them, which only a trace of the model finds."""
 
-    def __init__(self, kind: Callable[[], nn.Module], blocks: int = 4) -> None:
+    def __init__(self, kind: Build = Block, blocks: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(kind() for _ in range(blocks))
@@ -41,18 +54,57 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         early = x = self.first(x)
+        return self.last(self.run(x) + early)
+
+    def run(self, x: Tensor) -> Tensor:
+        """What the blocks compute, one after the other."""
         for block in self.blocks:
             x = block(x)
-        return self.last(x + early)
+        return x
 
 
-def draw(samples: int, length: int) -> tuple[Tensor]:
-    return (torch.randn(samples, length, WIDTH),)
+class HabitBlock(Block):
+    """A block that does something around its forward."""
+
+    def __init__(self, habit: Habit, prepare: Prepare | None, state: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._habit = habit
+        give(self, prepare, state)
+
+    def forward(self, x: Tensor) -> Any:
+        return self._habit(self, super().forward, x)
 
 
-def stacked(name: str, kind: Callable[[], nn.Module], family: str = "state in blocks", **options: Any) -> Case:
-    """A case of a stack of blocks."""
-    return Case(name, family, lambda: Stack(kind), draw, **options)
+def give(module: nn.Module, prepare: Prepare | None, state: Mapping[str, Any]) -> None:
+    """Gives `module` copies of a state as attributes, and prepares it."""
+    for name, value in copy.deepcopy(dict(state)).items():
+        setattr(module, name, value)
+    if prepare is not None:
+        prepare(module)
+
+
+def plain(block: Any, inner: Inner, x: Tensor) -> Any:
+    return inner(x)
+
+
+def does(habit: Habit = plain, prepare: Prepare | None = None, **state: Any) -> Build:
+    """Makes blocks with a habit, a state, and what is done once with each of them."""
+    return lambda: HabitBlock(habit, prepare, state)
+
+
+def changed(change: Callable[[Any, Tensor], Any]) -> Habit:
+    """Does something to what the block computes."""
+    return lambda block, inner, x: change(block, inner(x))
+
+
+def residual(change: Callable[[Any, Tensor], Any]) -> Habit:
+    """Does something to what the block computes, and adds the input."""
+    return lambda block, inner, x: x + change(block, inner(x))
+
+
+def replaced(make: Callable[[nn.Linear], Any], habit: Habit = plain) -> Build:
+    """Makes blocks with something else than a linear layer, made from one."""
+    return does(habit, lambda block: setattr(block, "linear", make(nn.Linear(WIDTH, WIDTH))))
 
 
 # State
@@ -95,12 +147,11 @@ class BookFirst(EmaBook):
         return Block.forward(self, x) + self.book.clone()
 
 
-class VectorQuantizer(nn.Module):
+class VectorQuantizer(Block):
     """VQ-VAE: nearest code, straight-through, codes averaged."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("codes", torch.randn(5, WIDTH))
         self.register_buffer("counts", torch.ones(5))
 
@@ -116,12 +167,11 @@ class VectorQuantizer(nn.Module):
         return y + (quantized - y).detach() * 0.5
 
 
-class Queue(nn.Module):
+class Queue(Block):
     """MoCo: a queue with a pointer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("queue", torch.randn(16, WIDTH))
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
 
@@ -137,6 +187,8 @@ class Queue(nn.Module):
 
 
 class Counter(Block):
+    """Counts its calls, and keeps a list and a tensor that is not registered."""
+
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.memory, self.plain = 0, [0.0], torch.zeros(())
@@ -148,66 +200,10 @@ class Counter(Block):
         return super().forward(x) * min(self.calls, 7) + self.memory[-2] + self.plain.to(x)
 
 
-class WarmUp(Block):
-    """Stronger with every training forward, up to the fourth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-        return x + super().forward(x) * min(1.0, self.steps / 4)
-
-
-class RandomDepth(Block):
-    """Skips itself by Python's random numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and random.random() < 0.5:
-            return x
-        return x + super().forward(x)
-
-
-class NumpyMask(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.from_numpy(numpy.random.rand(WIDTH) < 0.5).to(x)
-        return x + super().forward(x) * (mask if self.training else 0.5)
-
-
-class TorchDepth(Block):
-    """Skips itself by PyTorch's random numbers, read as a Python number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and float(torch.rand(())) < 0.5:
-            return x
-        return x + super().forward(x)
-
-
-class DropPath(Block):
-    """Stochastic depth for every sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        keep = torch.rand(x.shape[0], 1, 1, dtype=x.dtype) < 0.7
-        return x + super().forward(x) * (keep if self.training else 0.7)
-
-
-class Dropping(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.3, self.training)
-
-
-class Noisy(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + 0.1 * torch.randn_like(y) if self.training else y
-
-
-class GumbelBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return x + (F.gumbel_softmax(y) if self.training else y.softmax(-1))
+def warm_up(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    """Is stronger with every training forward, up to the fourth."""
+    block.steps += block.training
+    return x + inner(x) * min(1.0, block.steps / 4)
 
 
 class MomentumTwin(Block):
@@ -217,66 +213,192 @@ class MomentumTwin(Block):
         super().__init__()
         self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def average(self) -> None:
         with torch.no_grad():
             for mine, its in zip(self.linear.parameters(), self.target.parameters(), strict=True):
                 its.mul_(0.9).add_(mine, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average()
         return super().forward(x) + self.target(x)
 
 
 class BatchNormed(Block):
-    def __init__(self) -> None:
+    """A norm that has statistics."""
+
+    def __init__(self, norm: Callable[..., nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = norm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
 
 
-class CumulativeNormed(BatchNormed):
-    """momentum=None: a cumulative average."""
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase] = nn.GRU) -> None:
+        super().__init__()
+        self.rnn = kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rnn(x)[0]
+
+
+class Stateful(Recurrent):
+    """Carries its hidden state from call to call, detached: truncated backpropagation through time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.state if self.state is not None and self.state.shape[1] == x.shape[0] else None
+        y, state = self.rnn(x, state)
+        self.state = state.detach()
+        return x + y
 
 
-class InstanceNormed(BatchNormed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)  # type: ignore[assignment]
+class Cached(Block):
+    """functools.cache of a table by length."""
 
+    @functools.cache  # noqa: B019
+    def table(self, length: int) -> Tensor:
+        return torch.sin(torch.arange(length, dtype=torch.float64))[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) + self.table(x.shape[1]).to(x)
+
+
+def grow_table(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    """Has a buffer of positions that grows when it is too short."""
+    if len(block.table) < x.shape[1]:
+        block.table = torch.sin(torch.arange(x.shape[1], dtype=x.dtype))[:, None]
+    return x + inner(x) + block.table[: x.shape[1]]
+
+
+STATE: dict[str, Build] = {
+    "EmaBook": EmaBook,
+    "ReassignedBuffer": ReassignedBuffer,
+    "BufferData": BufferData,
+    "BookFirst": BookFirst,
+    "VectorQuantizer": VectorQuantizer,
+    "Queue": Queue,
+    "Counter": Counter,
+    "WarmUp": does(warm_up, steps=0),
+    "MomentumTwin": MomentumTwin,
+    "BatchNormed": BatchNormed,
+    "CumulativeNormed": lambda: BatchNormed(partial(nn.BatchNorm1d, momentum=None)),
+    "InstanceNormed": lambda: BatchNormed(partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)),
+    "Stateful": Stateful,
+    "Cached": Cached,
+    "GrowingTable": does(grow_table, lambda block: block.register_buffer("table", torch.zeros(0, 1), persistent=False)),
+}
+
+# Random numbers
+
+
+def skip_by(drawn: Callable[[], float]) -> Habit:
+    """Skips the block when a random number says so."""
+    return lambda block, inner, x: x if block.training and drawn() < 0.5 else x + inner(x)
+
+
+def sample(block: Any, y: Tensor) -> Any:
+    """torch.distributions."""
+    normal = torch.distributions.Normal(y, F.softplus(y) + 0.1)
+    return normal.rsample() if block.training else normal.mean
+
+
+RANDOM: dict[str, Build] = {
+    "RandomDepth": does(skip_by(random.random)),
+    "NumpyMask": does(
+        residual(
+            lambda block, y: y * (torch.from_numpy(numpy.random.rand(WIDTH) < 0.5).to(y) if block.training else 0.5)
+        )
+    ),
+    # Read as a Python number.
+    "TorchDepth": does(skip_by(lambda: float(torch.rand(())))),
+    # Stochastic depth for every sample.
+    "DropPath": does(
+        residual(lambda block, y: y * (torch.rand(len(y), 1, 1, dtype=y.dtype) < 0.7 if block.training else 0.7))
+    ),
+    "Dropping": does(changed(lambda block, y: F.dropout(y, 0.3, block.training))),
+    "Noisy": does(changed(lambda block, y: y + 0.1 * torch.randn_like(y) if block.training else y)),
+    "GumbelBlock": does(residual(lambda block, y: F.gumbel_softmax(y) if block.training else y.softmax(-1))),
+    "Sampler": does(residual(sample)),
+}
 
 # Hooks and gradients
 
 
-class GradientMask(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        mask = torch.arange(WIDTH) % 2
-        self.linear.weight.register_hook(lambda gradient: gradient * mask)
+def function(name: str, forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Callable[..., Tensor]:
+    """A function with a backward of its own; both take a context first."""
+    made = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+    return made.apply  # type: ignore[attr-defined, no-any-return]
 
 
-class AfterAccumulation(Block):
-    def __init__(self) -> None:
-        super().__init__()
-
-        def halve(parameter: Tensor) -> None:
-            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
-
-        self.linear.weight.register_post_accumulate_grad_hook(halve)
+def step(ctx: Any, x: Tensor) -> Tensor:
+    ctx.save_for_backward(x)
+    return (x > 0).to(x)
 
 
-class ClampedBackward(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_full_backward_hook(lambda _, inputs, __: tuple(each.clamp(-1e-3, 1e-3) for each in inputs))
+def scale(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    ctx.factor = factor
+    return x.clone()
 
 
-class PreBackward(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_full_backward_pre_hook(lambda _, outputs: tuple(each * 0.5 for each in outputs))
+reverse = function("Reversal", lambda ctx, x: x.view_as(x), lambda ctx, gradient: -gradient)
+# Straight through, clamped where gradients are large.
+round_straight = function("Rounding", lambda ctx, x: x.round(), lambda ctx, gradient: gradient.clamp(-0.01, 0.01))
+# A spiking neuron's step.
+surrogate = function("Surrogate", step, lambda ctx, gradient: gradient / (1 + 10 * ctx.saved_tensors[0].abs()) ** 2)
+scale_gradient = function("Scaling", scale, lambda ctx, gradient: (gradient * ctx.factor, None))
+
+
+def spike(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    potential, spikes = torch.zeros_like(x[:, 0]), []
+    current = block.linear(x)
+    for t in range(x.shape[1]):
+        potential = 0.8 * potential + current[:, t]
+        spike = surrogate(potential - 0.5)
+        potential = potential - spike.detach()
+        spikes.append(spike)
+    return x + torch.stack(spikes, 1)
+
+
+def penalize(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    """A gradient penalty inside of the forward: autograd.grad with create_graph."""
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(inner(point).sum(), point, create_graph=True)
+    return x + force
+
+
+def adapt_gradients(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    """Gradient scaling by a Python number that changes from call to call."""
+    block.calls += 1
+    return scale_gradient(x + inner(x), 1 / block.calls)
+
+
+def hook_result(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    y: Tensor = inner(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * 0.5)
+    return y
+
+
+def halve_gradient(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def mask_gradients(block: Any) -> None:
+    mask = torch.arange(WIDTH) % 2
+    block.linear.weight.register_hook(lambda gradient: gradient * mask)
+
+
+def replace_by_hooks(block: Any) -> None:
+    block.linear.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    block.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
 
 
 class Observed(Block):
@@ -291,104 +413,38 @@ class Observed(Block):
         self.seen += 1
 
 
-class Replacing(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.register_forward_hook(lambda module, inputs, output: output * 0.5)
-        self.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
-
-
-class TensorHook(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * 0.5)
-        return y
-
-
-class Reversal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return -gradient
-
-
-class Reversing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return Reversal.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Rounding(torch.autograd.Function):
-    """Straight through, clamped where gradients are large."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient.clamp(-0.01, 0.01)
-
-
-class StraightThrough(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + Rounding.apply(super().forward(x) * 4) / 4  # type: ignore[no-untyped-call]
-
-
-class Surrogate(torch.autograd.Function):
-    """A spiking neuron's step."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x > 0).to(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return gradient / (1 + 10 * x.abs()) ** 2
-
-
-class Spiking(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        potential, spikes = torch.zeros_like(x[:, 0]), []
-        current = self.linear(x)
-        for t in range(x.shape[1]):
-            potential = 0.8 * potential + current[:, t]
-            spike = Surrogate.apply(potential - 0.5)  # type: ignore[no-untyped-call]
-            potential = potential - spike.detach()
-            spikes.append(spike)
-        return x + torch.stack(spikes, 1)
-
-
-class Penalized(Block):
-    """A gradient penalty inside of the forward: autograd.grad with create_graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            point = x.detach().requires_grad_()
-            energy = self.linear(point).tanh().sum()
-            (force,) = torch.autograd.grad(energy, point, create_graph=True)
-        return x + force
-
-
-class AnomalyFree(Block):
-    """Stops gradients of a half."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return torch.cat([y[..., :3], y[..., 3:].detach()], -1) + x
-
+GRADIENTS: dict[str, Build] = {
+    "GradientMask": does(prepare=mask_gradients),
+    "AfterAccumulation": does(
+        prepare=lambda block: block.linear.weight.register_post_accumulate_grad_hook(halve_gradient)
+    ),
+    "ClampedBackward": does(
+        prepare=lambda block: block.register_full_backward_hook(
+            lambda _, inputs, __: tuple(each.clamp(-1e-3, 1e-3) for each in inputs)
+        )
+    ),
+    "PreBackward": does(
+        prepare=lambda block: block.register_full_backward_pre_hook(
+            lambda _, outputs: tuple(each * 0.5 for each in outputs)
+        )
+    ),
+    "Observed": Observed,
+    "Replacing": does(prepare=replace_by_hooks),
+    "TensorHook": does(hook_result),
+    "Reversing": does(changed(lambda block, y: reverse(y))),
+    "StraightThrough": does(residual(lambda block, y: round_straight(y * 4) / 4)),
+    "Spiking": does(spike),
+    "Penalized": does(penalize),
+    "AnomalyFree": does(residual(lambda block, y: torch.cat([y[..., :3], y[..., 3:].detach()], -1))),
+    "AdaptiveGradient": does(adapt_gradients, calls=0),
+}
 
 # Control flow
 
 
-class Parity(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.shape[1] % 2 == 0 else super().forward(x) * 10
+def parity(block: Any, inner: Inner, x: Tensor) -> Any:
+    """Depends on the length."""
+    return inner(x) if x.shape[1] % 2 == 0 else inner(x) * 10
 
 
 class Routed(nn.Module):
@@ -411,113 +467,64 @@ class Routed(nn.Module):
         return x + y.view_as(x)
 
 
-class Masked(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        chosen = y.sum(-1) > 0
-        if chosen.any():
-            y = y.clone()
-            y[chosen] = y[chosen] * 2
-        return y
+def double_chosen(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    """Decides by the data, and indexes by a mask."""
+    y: Tensor = inner(x)
+    chosen = y.sum(-1) > 0
+    if chosen.any():
+        y = y.clone()
+        y[chosen] = y[chosen] * 2
+    return y
 
 
-class ByItem(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y / max(y.abs().max().item(), 0.1)
-
-
-class Halting(Block):
+def halt(block: Any, inner: Inner, x: Tensor) -> Tensor:
     """Adaptive computation: repeats itself until its mean is small."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(5):
-            x = super().forward(x)
-            if x.abs().mean() < 0.3:
-                break
-        return x
+    for _ in range(5):
+        x = inner(x)
+        if x.abs().mean() < 0.3:
+            break
+    return x
 
 
-class ThroughNumpy(Block):
+def order_by_numpy(block: Any, inner: Inner, x: Tensor) -> Any:
     """Goes through NumPy for something without a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        order = numpy.argsort(y.detach().mean((0, 2)).numpy())
-        return y[:, torch.from_numpy(order.copy())] + x
+    y = inner(x)
+    order = numpy.argsort(y.detach().mean((0, 2)).numpy())
+    return y[:, torch.from_numpy(order.copy())] + x
 
 
-class Assertive(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        assert torch.isfinite(x).all(), "not finite"
-        assert x.shape[-1] == WIDTH
-        return x + super().forward(x)
+def assert_values(block: Any, inner: Inner, x: Tensor) -> Any:
+    assert torch.isfinite(x).all(), "not finite"
+    assert x.shape[-1] == WIDTH
+    return x + inner(x)
 
 
-class Printing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        print("mean", x.mean())
-        return x + super().forward(x)
+def print_mean(block: Any, inner: Inner, x: Tensor) -> Any:
+    print("mean", x.mean())
+    return x + inner(x)
 
 
-class Catching(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            torch.linalg.cholesky(self.linear.weight @ self.linear.weight.T - 10 * torch.eye(WIDTH).to(x))
-        except torch.linalg.LinAlgError:
-            return x + super().forward(x)
-        return x
+def catch(block: Any, inner: Inner, x: Tensor) -> Any:
+    try:
+        torch.linalg.cholesky(block.linear.weight @ block.linear.weight.T - 10 * torch.eye(WIDTH).to(x))
+    except torch.linalg.LinAlgError:
+        return x + inner(x)
+    return x
 
 
-class Sampler(Block):
-    """torch.distributions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        normal = torch.distributions.Normal(y, F.softplus(y) + 0.1)
-        return x + (normal.rsample() if self.training else normal.mean)
-
+FLOW: dict[str, Build] = {
+    "Parity": does(parity),
+    "Routed": Routed,
+    "Masked": does(double_chosen),
+    "ByItem": does(changed(lambda block, y: y / max(y.abs().max().item(), 0.1))),
+    "Halting": does(halt),
+    "ThroughNumpy": does(order_by_numpy),
+    "Assertive": does(assert_values),
+    "Printing": does(print_mean),
+    "Catching": does(catch),
+}
 
 # Kinds of modules and of calls
-
-
-class Scripted(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-
-
-class Traced(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.jit.trace(nn.Linear(WIDTH, WIDTH), torch.randn(2, 8, WIDTH), check_trace=False)
-
-
-class Reentrant(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(super().forward, x, use_reentrant=True)
-
-
-class Checkpointed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(super().forward, x, use_reentrant=False)
-
-
-class Mapped(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.vmap(super().forward)(x)
-
-
-class Functional(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        parameters = dict(self.linear.named_parameters())
-        return x + torch.func.functional_call(self.linear, parameters, (x,)).tanh()
-
-
-class Jacobian(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        _, tangent = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))
-        return x + tangent
 
 
 class Ensemble(nn.Module):
@@ -529,42 +536,6 @@ class Ensemble(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0)
-
-
-class WeightNormed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class OldWeightNormed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = weight_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class SpectralNormed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class OldSpectralNormed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class Orthogonal(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
-
-
-class Pruned(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = prune.l1_unstructured(nn.Linear(WIDTH, WIDTH), "weight", amount=0.4)
 
 
 class LowRank(Block):
@@ -580,21 +551,16 @@ class LowRank(Block):
         return super().forward(x) + x @ self.down.T @ self.up.T
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase] = nn.GRU) -> None:
-        super().__init__()
-        self.rnn = kind(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.rnn(x)[0]
+def pack(x: Tensor, run: Callable[[Any], Any]) -> Tensor:
+    """What `run` makes of packed sequences of several lengths, padded again."""
+    lengths = torch.arange(x.shape[0]) % 3 + x.shape[1] - 2
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(run(packed), batch_first=True, total_length=x.shape[1])[0]
 
 
 class PackedSequences(Recurrent):
     def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.arange(x.shape[0]) % 3 + x.shape[1] - 2
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
-        return x + out
+        return x + pack(x, lambda packed: self.rnn(packed)[0])
 
 
 class CellLoop(nn.Module):
@@ -608,20 +574,6 @@ class CellLoop(nn.Module):
             state = self.cell(x[:, t], state)
             found.append(state[0])
         return x + torch.stack(found, 1)
-
-
-class Stateful(Recurrent):
-    """Carries its hidden state from call to call, detached: truncated backpropagation through time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = self.state if self.state is not None and self.state.shape[1] == x.shape[0] else None
-        y, state = self.rnn(x, state)
-        self.state = state.detach()
-        return x + y
 
 
 class ParameterLists(nn.Module):
@@ -644,35 +596,6 @@ class Complex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(x, dim=-1) * torch.view_as_complex(self.filter)
         return x + torch.fft.irfft(spectrum, n=WIDTH, dim=-1)
-
-
-class InPlace(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        y[:, 0] = 0
-        y[..., 1:3].mul_(2)
-        y.tanh_()
-        return y + x
-
-
-class WritesItsInput(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1
-        return x + super().forward(x)
-
-
-class Autocasting(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.linear(x.float())
-        return x + y.to(x).tanh()
-
-
-class Inner32(Block):
-    """Computes in float32 inside, whatever it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(x.float(), self.linear.weight.float(), self.linear.bias.float()).tanh().to(x)
 
 
 class Einsum(nn.Module):
@@ -704,30 +627,6 @@ class Reversible(nn.Module):
         return pair[0] + pair[1]
 
 
-class NonLeafWeight(Block):
-    """Computes a weight from two parameters and gives it to a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(x, self.linear.weight * self.scale.exp()).tanh()
-
-
-def gate(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
-
-
-class ScriptedFunction(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = torch.jit.script(gate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gate(self.linear(x))
-
-
 class Lazy(nn.Module):
     """A LazyLinear that was run once."""
 
@@ -738,63 +637,6 @@ class Lazy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x).tanh()
-
-
-class Identity(torch.autograd.Function):
-    """Scales gradients by a number that it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient * ctx.factor, None
-
-
-class AdaptiveGradient(Block):
-    """Gradient scaling by a Python number that changes from call to call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return Identity.apply(x + super().forward(x), 1 / self.calls)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Exponential(Block):
-    """A matrix exponential and an inverse."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        skew = self.linear.weight - self.linear.weight.T
-        return x @ torch.linalg.matrix_exp(skew) + torch.linalg.solve(torch.eye(WIDTH).to(x) + skew, x.mT).mT
-
-
-class Cached(Block):
-    """functools.cache of a table by length."""
-
-    @functools.cache  # noqa: B019
-    def table(self, length: int) -> Tensor:
-        return torch.sin(torch.arange(length, dtype=torch.float64))[:, None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x) + self.table(x.shape[1]).to(x)
-
-
-class GrowingTable(Block):
-    """A buffer of positions that grows when it is too short."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(0, 1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(self.table) < x.shape[1]:
-            self.table = torch.sin(torch.arange(x.shape[1], dtype=x.dtype))[:, None]
-        return x + super().forward(x) + self.table[: x.shape[1]]
 
 
 class Attention(nn.Module):
@@ -808,29 +650,98 @@ class Attention(nn.Module):
         return x + self.attention(y, y, y, need_weights=False)[0]
 
 
-RANDOM = (RandomDepth, NumpyMask, TorchDepth, DropPath, Dropping, Noisy, GumbelBlock, Sampler)
-STATE = (
-    EmaBook, ReassignedBuffer, BufferData, BookFirst, VectorQuantizer, Queue, Counter, WarmUp, MomentumTwin,
-    BatchNormed, CumulativeNormed, InstanceNormed, Stateful, Cached, GrowingTable,
-)  # fmt: skip
-GRADIENTS = (
-    GradientMask, AfterAccumulation, ClampedBackward, PreBackward, Observed, Replacing, TensorHook, Reversing,
-    StraightThrough, Spiking, Penalized, AnomalyFree, AdaptiveGradient,
-)  # fmt: skip
-FLOW = (Parity, Routed, Masked, ByItem, Halting, ThroughNumpy, Assertive, Printing, Catching)
-KINDS = (
-    Scripted, Traced, Reentrant, Checkpointed, Mapped, Functional, Jacobian, Ensemble, WeightNormed, OldWeightNormed,
-    SpectralNormed, OldSpectralNormed, Orthogonal, Pruned, LowRank, Recurrent, PackedSequences, CellLoop,
-    ParameterLists, Complex, InPlace, WritesItsInput, Autocasting, Inner32, Einsum, NonLeafWeight, Lazy,
-    ScriptedFunction, Exponential, Attention,
-)  # fmt: skip
+def gate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def write_in_place(block: Any, inner: Inner, x: Tensor) -> Any:
+    y = block.linear(x)
+    y[:, 0] = 0
+    y[..., 1:3].mul_(2)
+    y.tanh_()
+    return y + x
+
+
+def write_its_input(block: Any, inner: Inner, x: Tensor) -> Any:
+    x += 1
+    return x + inner(x)
+
+
+def autocast(block: Any, inner: Inner, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = block.linear(x.float())
+    return x + y.to(x).tanh()
+
+
+def take_exponential(block: Any, inner: Inner, x: Tensor) -> Any:
+    """A matrix exponential and an inverse."""
+    skew = block.linear.weight - block.linear.weight.T
+    return x @ torch.linalg.matrix_exp(skew) + torch.linalg.solve(torch.eye(WIDTH).to(x) + skew, x.mT).mT
+
+
+KINDS: dict[str, Build] = {
+    "Scripted": replaced(torch.jit.script),
+    "Traced": replaced(
+        lambda linear: torch.jit.trace(linear, torch.randn(2, 8, WIDTH), check_trace=False)  # type: ignore[no-untyped-call]
+    ),
+    "Reentrant": does(lambda block, inner, x: x + checkpoint(inner, x, use_reentrant=True)),
+    "Checkpointed": does(lambda block, inner, x: x + checkpoint(inner, x, use_reentrant=False)),
+    "Mapped": does(lambda block, inner, x: x + torch.vmap(inner)(x)),
+    "Functional": does(
+        lambda block, inner, x: (
+            x + torch.func.functional_call(block.linear, dict(block.linear.named_parameters()), (x,)).tanh()
+        )
+    ),
+    "Jacobian": does(lambda block, inner, x: x + torch.func.jvp(inner, (x,), (torch.ones_like(x),))[1]),
+    "Ensemble": Ensemble,
+    "WeightNormed": replaced(parametrizations.weight_norm),
+    "OldWeightNormed": replaced(weight_norm),
+    "SpectralNormed": replaced(parametrizations.spectral_norm),
+    "OldSpectralNormed": replaced(spectral_norm),
+    "Orthogonal": replaced(parametrizations.orthogonal),
+    "Pruned": replaced(lambda linear: prune.l1_unstructured(linear, "weight", amount=0.4)),  # type: ignore[no-untyped-call]
+    "LowRank": LowRank,
+    "Recurrent": Recurrent,
+    "PackedSequences": PackedSequences,
+    "CellLoop": CellLoop,
+    "ParameterLists": ParameterLists,
+    "Complex": Complex,
+    "InPlace": does(write_in_place),
+    "WritesItsInput": does(write_its_input),
+    "Autocasting": does(autocast),
+    # It computes in float32, whatever it is given.
+    "Inner32": does(
+        lambda block, inner, x: (
+            x + F.linear(x.float(), block.linear.weight.float(), block.linear.bias.float()).tanh().to(x)
+        )
+    ),
+    "Einsum": Einsum,
+    # A weight that it computes from two parameters and gives to a function.
+    "NonLeafWeight": does(
+        lambda block, inner, x: x + F.linear(x, block.linear.weight * block.scale.exp()).tanh(),
+        scale=nn.Parameter(torch.ones(WIDTH, 1)),
+    ),
+    "Lazy": Lazy,
+    "ScriptedFunction": does(
+        lambda block, inner, x: x + block.gate(block.linear(x)),
+        lambda block: setattr(block, "gate", torch.jit.script(gate)),
+    ),
+    "Exponential": does(take_exponential),
+    "Attention": Attention,
+    "LSTM": lambda: Recurrent(nn.LSTM),
+}
+
+
+def stacked(family: str, kinds: Mapping[str, Build], **options: Any) -> list[Case]:
+    """Cases of stacks of blocks, by the names of the kinds of blocks."""
+    return [Case(name, family, partial(Stack, kind), draw, **options) for name, kind in kinds.items()]
+
 
 CASES: tuple[Case, ...] = (
-    *(stacked(kind.__name__, kind, "state in blocks") for kind in STATE),
-    *(stacked(kind.__name__, kind, "random numbers in blocks", microbatches=1, draws=True) for kind in RANDOM),
-    *(stacked(kind.__name__, kind, "hooks and gradients in blocks") for kind in GRADIENTS),
-    *(stacked(kind.__name__, kind, "control flow in blocks") for kind in FLOW),
-    *(stacked(kind.__name__, kind, "kinds of blocks") for kind in KINDS),
-    stacked("LSTM", lambda: Recurrent(nn.LSTM), "kinds of blocks"),
+    *stacked("state in blocks", STATE),
+    *stacked("random numbers in blocks", RANDOM, microbatches=1, draws=True),
+    *stacked("hooks and gradients in blocks", GRADIENTS),
+    *stacked("control flow in blocks", FLOW),
+    *stacked("kinds of blocks", KINDS),
     Case("Reversible", "kinds of blocks", Reversible, draw),
 )

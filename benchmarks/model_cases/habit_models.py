@@ -2,7 +2,8 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,322 +11,217 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from model_cases.cases import Case
+from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal
 from model_cases.habit_blocks import (
+    FLOW,
+    GRADIENTS,
+    RANDOM,
     WIDTH,
     Attention,
     BatchNormed,
     Block,
+    Build,
     Counter,
-    Dropping,
     EmaBook,
-    GradientMask,
-    Parity,
-    RandomDepth,
+    Habit,
+    Inner,
+    Prepare,
     Recurrent,
-    Reversal,
     Routed,
     Stack,
+    does,
     draw,
+    give,
+    pack,
+    parity,
+    plain,
+    reverse,
 )
 
 __all__ = ["CASES"]
 
-
-def words(samples: int, length: int) -> tuple[Tensor]:
-    return (torch.randint(0, 20, (samples, length)),)
+words = arguments(integers(0, 20, LENGTH))
 
 
-# State, hooks and control flow outside of the blocks
+class Straight(Stack):
+    """Blocks without a connection over them."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.run(self.first(x)))
 
 
-class BookOutside(Stack):
-    """A running mean of the first layer's output."""
+class Outside(Stack):
+    """A stack that does something around its forward, outside of its blocks."""
 
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.register_buffer("book", torch.zeros(WIDTH))
+    def __init__(self, habit: Habit, prepare: Prepare | None, state: dict[str, Any], kind: Build) -> None:
+        super().__init__(kind)
+        self._habit = habit
+        give(self, prepare, state)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        y = x + self.book
-        with torch.no_grad():
-            self.book.copy_(0.9 * self.book + 0.1 * x.mean((0, 1)))
-        for block in self.blocks:
-            y = block(y)
-        return self.last(y)
+    def forward(self, x: Tensor) -> Any:
+        return self._habit(self, super().forward, x)
 
 
-class ReassignedOutside(BookOutside):
-    def forward(self, x: Tensor) -> Tensor:
-        self.book = 0.9 * self.book + 0.1 * x.detach().mean((0, 1))
-        return Stack.forward(self, x + self.book)
+def outside(habit: Habit = plain, prepare: Prepare | None = None, kind: Build = Block, **state: Any) -> Build:
+    """Makes stacks with a habit, a state, and what is done once with each of them."""
+    return lambda: Outside(habit, prepare, state, kind)
 
 
-class CounterOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.steps = 0
+def by_blocks(step: Callable[[Any, nn.Module, Tensor], Tensor]) -> Habit:
+    """A loop over the blocks: `step` is given the model, a block and its input."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return super().forward(x) * min(1.0, self.steps / 4)
+    def habit(model: Any, inner: Inner, x: Tensor) -> Any:
+        x = model.first(x)
+        for block in model.blocks:
+            x = step(model, block, x)
+        return model.last(x)
 
-
-class TensorCounterOutside(Stack):
-    """A buffer that counts, in place."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return super().forward(x) * (1 + self.steps)
+    return habit
 
 
-class PlainTensorOutside(Stack):
+def before(habit: Habit) -> Habit:
+    """Does something with the first layer."""
+    return lambda model, inner, x: model.last(model.run(habit(model, model.first, x)))
+
+
+# State, hooks and control flow outside of the blocks. Ways out of refusals do the same in a block.
+
+
+def prepare_book(module: Any) -> None:
+    module.register_buffer("book", torch.zeros(WIDTH))
+
+
+def keep_book(module: Any, inner: Inner, x: Tensor) -> Any:
+    """A running mean of what a layer returns."""
+    x = inner(x)
+    y = x + module.book
+    with torch.no_grad():
+        module.book.copy_(0.9 * module.book + 0.1 * x.mean((0, 1)))
+    return y
+
+
+def reassign_book(module: Any, inner: Inner, x: Tensor) -> Any:
+    module.book = 0.9 * module.book + 0.1 * x.detach().mean((0, 1))
+    return inner(x + module.book)
+
+
+def count(module: Any, inner: Inner, x: Tensor) -> Any:
+    module.steps += 1
+    return inner(x) * min(1.0, module.steps / 4)
+
+
+def count_in_a_buffer(module: Any, inner: Inner, x: Tensor) -> Any:
+    module.steps += 1
+    return inner(x) * (1 + module.steps)
+
+
+def count_in_a_tensor(module: Any, inner: Inner, x: Tensor) -> Any:
     """A tensor that is not registered and that is written in place."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.plain = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.plain += 1
-        return super().forward(x) * float(self.plain)
+    module.plain += 1
+    return inner(x) * float(module.plain)
 
 
-class ListOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.memory: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.memory.append(x.detach().mean())
-        return super().forward(x) + sum(self.memory)
+def remember(module: Any, inner: Inner, x: Tensor) -> Any:
+    module.memory.append(x.detach().mean())
+    return inner(x) + sum(module.memory)
 
 
 GLOBAL = {"calls": 0}
 
 
-class GlobalOutside(Stack):
+def count_in_a_global(module: Any, inner: Inner, x: Tensor) -> Any:
     """A counter in a global of the user's file."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        GLOBAL["calls"] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        GLOBAL["calls"] += 1
-        return super().forward(x) * GLOBAL["calls"]
+    GLOBAL["calls"] += 1
+    return inner(x) * GLOBAL["calls"]
 
 
-class RandomOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.random()
+def leave_out(drawn: Callable[[], Any]) -> Habit:
+    """Leaves out blocks by random numbers, in the loop over them."""
+    return by_blocks(lambda model, block, x: x if model.training and drawn() < 0.5 else x + block(x))
 
 
-class LayerDrop(Stack):
-    """Leaves out blocks by Python's random numbers, in the loop over them."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            if self.training and random.random() < 0.5:
-                continue
-            x = x + block(x)
-        return self.last(x)
-
-
-class TorchLayerDrop(Stack):
-    """The same by PyTorch's."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            if self.training and torch.rand([]) < 0.5:
-                continue
-            x = x + block(x)
-        return self.last(x)
-
-
-class ParityOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.shape[1] % 2 == 0 else super().forward(x) * 10
-
-
-class LengthOutside(Stack):
+def pad(module: Any, inner: Inner, x: Tensor) -> Any:
     """Pads to a multiple of four."""
-
-    def __init__(self) -> None:
-        super().__init__(Recurrent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        missing = -x.shape[1] % 4
-        return super().forward(F.pad(x, (0, 0, 0, missing)))[:, : x.shape[1]]
+    missing = -x.shape[1] % 4
+    return inner(F.pad(x, (0, 0, 0, missing)))[:, : x.shape[1]]
 
 
-class LongerIsDeeper(Stack):
+def leave_out_the_last(model: Any, inner: Inner, x: Tensor) -> Any:
     """Leaves out the last block for short sequences."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks if x.shape[1] > 9 else list(self.blocks)[:-1]:
-            x = block(x)
-        return self.last(x)
+    x = model.first(x)
+    for block in model.blocks if x.shape[1] > 9 else list(model.blocks)[:-1]:
+        x = block(x)
+    return model.last(x)
 
 
-class BatchOutside(Stack):
-    """Depends on the number of samples."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / (1 if x.shape[0] < 3 else x.shape[0])
+def divide_by_samples(module: Any, inner: Inner, x: Tensor) -> Any:
+    return inner(x) / (1 if x.shape[0] < 3 else x.shape[0])
 
 
-class ValuesOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y * 2 if y.mean() > 0 else y
+def decide_by_values(module: Any, inner: Inner, x: Tensor) -> Any:
+    y = inner(x)
+    return y * 2 if y.mean() > 0 else y
 
 
-class ItemOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * max(x.abs().max().item(), 1.0)
-
-
-class IndexedOutside(Stack):
+def index(model: Any, inner: Inner, x: Tensor) -> Any:
     """Boolean indexing between blocks."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = x[:, :, 0] > 0
-        flat = self.first(x[mask])
-        for block in self.blocks:
-            flat = block(flat)
-        y = torch.zeros_like(x).masked_scatter(mask[..., None], flat)
-        return self.last(y)
+    mask = x[:, :, 0] > 0
+    flat = model.run(model.first(x[mask]))
+    return model.last(torch.zeros_like(x).masked_scatter(mask[..., None], flat))
 
 
-class EarlyExit(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-            if x.abs().mean() < 0.1:
-                break
-        return self.last(x)
+def exit_early(model: Any, inner: Inner, x: Tensor) -> Any:
+    x = model.first(x)
+    for block in model.blocks:
+        x = block(x)
+        if x.abs().mean() < 0.1:
+            break
+    return model.last(x)
 
 
-class HookedOutside(Stack):
+def observe_model(model: Any) -> None:
     """An observing hook on the whole model."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.seen: list[int] = []
-        self.register_forward_hook(lambda module, inputs, output: self.seen.append(1))
+    model.register_forward_hook(lambda module, inputs, output: model.seen.append(1))
 
 
-class ObservedBlocks(Stack):
+def observe_blocks(model: Any) -> None:
     """Forward hooks that collect the blocks' outputs' means, as probes do."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.seen: list[Tensor] = []
-        for block in self.blocks:
-            block.register_forward_hook(lambda module, inputs, output: self.seen.append(output.detach().mean()))
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: model.seen.append(output.detach().mean()))
 
 
-class ReversalOutside(Stack):
-    """Gradient reversal between the trunk and a head."""
+def two_heads(between: Callable[[Tensor], Tensor]) -> Habit:
+    """Does something between the trunk and a second head."""
 
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.domain = nn.Linear(WIDTH, 2)
+    def habit(model: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = model.run(model.first(x))
+        return model.last(x), model.domain(between(x))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x), self.domain(Reversal.apply(x))  # type: ignore[no-untyped-call]
+    return habit
 
 
-class StraightThroughOutside(Stack):
-    """y + (round(y) - y).detach()."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + (y.round() - y).detach()
+def round_straight_through(model: Any, inner: Inner, x: Tensor) -> Any:
+    y = inner(x)
+    return y + (y.round() - y).detach()
 
 
-class ScaledGradientOutside(Stack):
-    """A hook on an activation between the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient * 0.1)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+def scale_gradient(module: Any, inner: Inner, x: Tensor) -> Any:
+    """A hook on an activation."""
+    y = inner(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * 0.1)
+    return y
 
 
-class ClampedOutside(Stack):
+def clamp_gradients(model: Any) -> None:
     """A hook on the parameter of a layer outside, that clamps large gradients only."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.last.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        self.first.register_full_backward_hook(lambda _, inputs, __: None)
-
-
-class AuxiliaryAttribute(Stack):
-    """Blocks leave a loss in an attribute, which the model adds up."""
-
-    def __init__(self) -> None:
-        super().__init__(Leaving)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        return y, torch.stack([block.auxiliary for block in self.blocks]).sum()
+    model.last.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model.first.register_full_backward_hook(lambda _, inputs, __: None)
 
 
 class Leaving(Block):
+    """Leaves a loss in an attribute."""
+
     auxiliary: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -334,83 +230,56 @@ class Leaving(Block):
         return y
 
 
-class AuxiliaryReturned(Stack):
-    """Blocks return their auxiliary loss."""
-
-    def __init__(self) -> None:
-        super().__init__(Returning)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        early, total = self.first(x), x.new_zeros(())
-        x = early
-        for block in self.blocks:
-            x, own = block(x)
-            total = total + own
-        return {"out": self.last(x + early), "auxiliary": total}
-
-
 class Returning(Block):
+    """Returns its auxiliary loss."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x)
         return y, y.square().mean()
 
 
-class LossInside(Stack):
+def add_losses(model: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks leave a loss in an attribute, which the model adds up."""
+    y = inner(x)
+    return y, torch.stack([block.auxiliary for block in model.blocks]).sum()
+
+
+def add_returned_losses(model: Any, inner: Inner, x: Tensor) -> dict[str, Tensor]:
+    early, total = model.first(x), x.new_zeros(())
+    x = early
+    for block in model.blocks:
+        x, own = block(x)
+        total = total + own
+    return {"out": model.last(x + early), "auxiliary": total}
+
+
+def keep_loss(module: Any, inner: Inner, x: Tensor) -> Any:
     """Keeps its last loss in an attribute for the user to read."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.latest: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.latest = y.detach().square().mean()
-        return y
+    y = inner(x)
+    module.latest = y.detach().square().mean()
+    return y
 
 
-class UnusedNorm(Stack):
+def drop_norm(model: Any, inner: Inner, x: Tensor) -> Any:
     """BatchNorm whose output is not used: its statistics move all the same."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.side = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        self.side(x.transpose(1, 2))
-        return self.last(x)
+    x = model.run(model.first(x))
+    model.side(x.transpose(1, 2))
+    return model.last(x)
 
 
-class UnusedHead(Stack):
+def drop_head(model: Any, inner: Inner, x: Tensor) -> Any:
     """An auxiliary head with BatchNorm, computed and dropped."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.auxiliary = nn.Sequential(nn.Linear(WIDTH, WIDTH), BatchNormed(), nn.Linear(WIDTH, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 1:
-                self.auxiliary(x)
-        return self.last(x)
+    x = model.first(x)
+    for number, block in enumerate(model.blocks):
+        x = block(x)
+        if number == 1:
+            model.auxiliary(x)
+    return model.last(x)
 
 
-class CheckpointedBlocks(Stack):
-    """torch.utils.checkpoint around each block."""
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__(Block)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.last(x)
+def checkpointed(reentrant: bool) -> Build:
+    """Makes stacks with torch.utils.checkpoint around each block."""
+    return outside(by_blocks(lambda model, block, x: checkpoint(block, x, use_reentrant=reentrant)))
 
 
 class CheckpointedSequential(nn.Module):
@@ -419,65 +288,43 @@ class CheckpointedSequential(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(4)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return checkpoint_sequential(self.blocks, 2, self.first(x), use_reentrant=False)
 
 
-class AutocastOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x).float()
+def autocast(module: Any, inner: Inner, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return inner(x)
 
 
-class NoGradTrunk(Stack):
+def autocast_to_float(module: Any, inner: Inner, x: Tensor) -> Any:
+    return autocast(module, inner, x).float()
+
+
+def freeze_trunk(model: Any, inner: Inner, x: Tensor) -> Any:
     """The first half runs under no_grad."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.first(x)
-            for block in self.blocks[:2]:
-                x = block(x)
-        for block in self.blocks[2:]:
+    with torch.no_grad():
+        x = model.first(x)
+        for block in model.blocks[:2]:
             x = block(x)
-        return self.last(x)
+    for block in model.blocks[2:]:
+        x = block(x)
+    return model.last(x)
 
 
-class VmappedOutside(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(super().forward)(x)
+def vmap(module: Any, inner: Inner, x: Tensor) -> Any:
+    return torch.vmap(inner)(x)
 
 
-class FunctionalOutside(Stack):
-    """functional_call of its blocks with weights that it computes."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.func.functional_call(block, {n: p * 0.9 for n, p in block.named_parameters()}, (x,))
-        return self.last(x)
+def call_with_smaller_weights(module: Any, block: Any, x: Tensor) -> Any:
+    """functional_call with weights that are computed."""
+    return torch.func.functional_call(block, {name: weight * 0.9 for name, weight in block.named_parameters()}, (x,))
 
 
-class SwitchedMode(Stack):
+def switch_mode(model: Any, inner: Inner, x: Tensor) -> Any:
     """Its forward puts a frozen part in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__(BatchNormed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.blocks[0].eval()
-        return super().forward(x)
+    model.blocks[0].eval()
+    return inner(x)
 
 
 class Momentum(nn.Module):
@@ -485,7 +332,7 @@ class Momentum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.student, self.teacher = Stack(Block), Stack(Block).requires_grad_(False)
+        self.student, self.teacher = Stack(), Stack().requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -495,7 +342,141 @@ class Momentum(nn.Module):
         return self.student(x), target
 
 
+def write_input(model: Any, inner: Inner, x: Tensor) -> Any:
+    x.mul_(0.5)
+    return inner(x)
+
+
+def write_between(model: Any, block: nn.Module, x: Tensor) -> Tensor:
+    """In-place operators between blocks, on what blocks have returned."""
+    y: Tensor = block(x)
+    y = y + x
+    y.mul_(0.5)
+    y[:, 0] += 1
+    return y
+
+
+class Viewing(Block):
+    """Returns a view of its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, 1:], super().forward(x)[:, 1:].detach().clone() * self.linear.bias
+
+
+def write_views(model: Any, inner: Inner, x: Tensor) -> Any:
+    x = model.first(x).clone()
+    for block in model.blocks:
+        view, y = block(x)
+        view.add_(y)
+    return model.last(x)
+
+
+def make_constants(model: Any, inner: Inner, x: Tensor) -> Any:
+    """Constants that are made anew in every forward, on the fly."""
+    positions = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10
+    mask = torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=x.dtype))
+    return inner(mask @ x / x.shape[1] + positions + torch.tensor(0.5, dtype=x.dtype))
+
+
+class PadAndPack(nn.Module):
+    """Packed sequences between recurrent blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pack(x, self.run)
+
+    def run(self, packed: Any) -> Any:
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        return packed
+
+
+def nest(module: Any, inner: Inner, x: Tensor) -> Any:
+    """A nested tensor between."""
+    nested = torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged)
+    return inner(nested).to_padded_tensor(0.0)
+
+
+def heads(**made: Callable[[], nn.Module]) -> Prepare:
+    """Adds modules."""
+
+    def prepare(model: nn.Module) -> None:
+        for name, make in made.items():
+            model.add_module(name, make())
+
+    return prepare
+
+
+OUTSIDE: dict[str, Build] = {
+    "BookOutside": outside(before(keep_book), prepare_book),
+    "ReassignedOutside": outside(reassign_book, prepare_book),
+    "CounterOutside": outside(count, steps=0),
+    "TensorCounterOutside": outside(
+        count_in_a_buffer, lambda model: model.register_buffer("steps", torch.zeros((), dtype=torch.long))
+    ),
+    "PlainTensorOutside": outside(count_in_a_tensor, plain=torch.zeros(())),
+    "ListOutside": outside(remember, memory=[]),
+    "GlobalOutside": outside(count_in_a_global, lambda model: GLOBAL.update(calls=0)),
+    "ParityOutside": outside(parity),
+    "LengthOutside": outside(pad, kind=Recurrent),
+    "LongerIsDeeper": outside(leave_out_the_last),
+    "BatchOutside": outside(divide_by_samples),
+    "ValuesOutside": outside(decide_by_values),
+    "ItemOutside": outside(lambda model, inner, x: inner(x) * max(x.abs().max().item(), 1.0)),
+    "IndexedOutside": outside(index),
+    "EarlyExit": outside(exit_early),
+    "HookedOutside": outside(prepare=observe_model, seen=[]),
+    "ObservedBlocks": outside(prepare=observe_blocks, seen=[]),
+    "ReversalOutside": outside(two_heads(reverse), heads(domain=lambda: nn.Linear(WIDTH, 2))),
+    "StraightThroughOutside": outside(round_straight_through),
+    "ScaledGradientOutside": outside(before(scale_gradient)),
+    "ClampedOutside": outside(prepare=clamp_gradients),
+    "AuxiliaryAttribute": outside(add_losses, kind=Leaving),
+    "AuxiliaryReturned": outside(add_returned_losses, kind=Returning),
+    "LossInside": outside(keep_loss, latest=None),
+    "UnusedNorm": outside(drop_norm, heads(side=lambda: nn.BatchNorm1d(WIDTH))),
+    "UnusedHead": outside(
+        drop_head,
+        heads(auxiliary=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), BatchNormed(), nn.Linear(WIDTH, 2))),
+    ),
+    "CheckpointedBlocks": checkpointed(reentrant=False),
+    "CheckpointedSequential": CheckpointedSequential,
+    "AutocastOutside": outside(autocast_to_float),
+    "NoGradTrunk": outside(freeze_trunk),
+    "VmappedOutside": outside(vmap),
+    "FunctionalOutside": outside(by_blocks(call_with_smaller_weights)),
+    "SwitchedMode": outside(switch_mode, kind=BatchNormed),
+    "Momentum": Momentum,
+    "InputWritten": outside(write_input),
+    "InPlaceBetween": outside(by_blocks(write_between)),
+    "ViewsBetween": outside(write_views, kind=Viewing),
+    "Captum": outside(make_constants),
+    "PadAndPack": PadAndPack,
+    "Jagged": outside(nest),
+}
+DRAWING: dict[str, Build] = {
+    "RandomOutside": outside(lambda model, inner, x: inner(x) * random.random()),
+    "LayerDrop": outside(leave_out(random.random)),
+    "TorchLayerDrop": outside(leave_out(lambda: torch.rand([]))),
+}
+
 # How blocks are held
+
+
+class InOrder(nn.Module):
+    """Modules of a list, one after the other."""
+
+    def __init__(self, kind: Build) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class TiedWords(nn.Module):
@@ -508,11 +489,14 @@ class TiedWords(nn.Module):
         self.head = nn.Linear(WIDTH, 20, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def run(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.run(tokens))
 
 
 class TiedByFunction(TiedWords):
@@ -520,11 +504,8 @@ class TiedByFunction(TiedWords):
         super().__init__()
         del self.head
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.embedding.weight)
+    def forward(self, tokens: Tensor) -> Any:
+        return F.linear(self.run(tokens), self.embedding.weight)
 
 
 class SparseWords(TiedWords):
@@ -536,11 +517,8 @@ class SparseWords(TiedWords):
 
 
 class SparseSingle(SparseWords):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
+    def forward(self, tokens: Tensor) -> Any:
+        return self.run(tokens)
 
 
 class Bags(nn.Module):
@@ -551,7 +529,7 @@ class Bags(nn.Module):
         self.bag = nn.EmbeddingBag(20, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         x = self.bag(tokens)
         for block in self.blocks:
             x = block(x)
@@ -559,39 +537,23 @@ class Bags(nn.Module):
 
 
 class SharedBlock(Stack):
-    """ALBERT: one block four times."""
+    """Blocks in turn, several times: ALBERT with one, a universal transformer with two."""
 
-    def __init__(self) -> None:
-        super().__init__(Block, blocks=1)
+    def __init__(self, blocks: int, times: int) -> None:
+        super().__init__(blocks=blocks)
+        self.times = times
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.first(x)
-        for _ in range(4):
-            x = self.blocks[0](x)
-        return self.last(x)
-
-
-class CyclicBlocks(Stack):
-    """Two blocks in turn, twice: a universal transformer."""
-
-    def __init__(self) -> None:
-        super().__init__(Block, blocks=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            for block in self.blocks:
-                x = block(x)
+        for _ in range(self.times):
+            x = self.run(x)
         return self.last(x)
 
 
 class Unrolled(Stack):
     """As many passes as there are letters."""
 
-    def __init__(self) -> None:
-        super().__init__(Block, blocks=2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = torch.zeros_like(x[:, 0])
         for t in range(x.shape[1]):
             for block in self.blocks:
@@ -629,25 +591,15 @@ class ParallelLists(nn.Module):
         return x
 
 
-class ParameterListModel(nn.Module):
-    """No modules at all: a list of weights."""
+class Weights(nn.Module):
+    """No modules at all: a list of weights, or one tensor of all layers' weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, stacked: bool) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 2 for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = torch.tanh(x @ weight) + x
-        return x
-
-
-class StackedWeights(nn.Module):
-    """One tensor of all layers' weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 2)
+        if stacked:
+            self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 2)
+        else:
+            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 2 for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -699,40 +651,17 @@ class UnetSkips(nn.Module):
         return x
 
 
-class Dense(Stack):
+def read_all_before(model: Any, inner: Inner, x: Tensor) -> Any:
     """Every block reads all before it."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = [self.first(x)]
-        for block in self.blocks:
-            seen.append(block(torch.stack(seen).sum(0)))
-        return self.last(torch.stack(seen).mean(0))
-
-
-class TwoTowers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Stack(Block, 2), Stack(Block, 2)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.left(x) * self.right(y)
-
-
-class Nested(nn.Module):
-    """A model in a wrapper in a wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = Wrapper(Stack(Block))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
+    seen = [model.first(x)]
+    for block in model.blocks:
+        seen.append(block(torch.stack(seen).sum(0)))
+    return model.last(torch.stack(seen).mean(0))
 
 
 class Wrapper(nn.Module):
+    """A model in a wrapper."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -745,17 +674,17 @@ class Lambdas(Stack):
     """Functions in attributes, and a block that is called by another method than forward."""
 
     def __init__(self) -> None:
-        super().__init__(Block)
+        super().__init__()
         self.activation = lambda x: F.gelu(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.activation(self.first(x))
         for block in self.blocks:
-            x = self.run(block, x)
+            x = self.call(block, x)
         return self.last(x)
 
     @staticmethod
-    def run(block: nn.Module, x: Tensor) -> Tensor:
+    def call(block: nn.Module, x: Tensor) -> Tensor:
         return block.forward(x)  # type: ignore[no-any-return]
 
 
@@ -789,43 +718,13 @@ class Coder(nn.Module):
 class GeneratedBlocks(Stack):
     """A generator over blocks, and a comprehension."""
 
-    def __init__(self) -> None:
-        super().__init__(Block)
-
     def outputs(self, x: Tensor) -> Iterator[Tensor]:
         for block in self.blocks:
             x = block(x)
             yield x
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.stack(list(self.outputs(self.first(x)))).mean(0))
-
-
-# What goes in and out
-
-
-class Pair(NamedTuple):
-    out: Tensor
-    hidden: Tensor
-
-
-@dataclasses.dataclass
-class Result:
-    out: Tensor
-    hidden: Tensor
-    name: str = "result"
-
-
-class Returns(Stack):
-    def __init__(self, make: Any) -> None:
-        super().__init__(Block)
-        self._make = make
-
     def forward(self, x: Tensor) -> Any:
-        hidden = self.first(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self._make(self.last(hidden), hidden)
+        return self.last(torch.stack(list(self.outputs(self.first(x)))).mean(0))
 
 
 class ComplexBlocks(nn.Module):
@@ -852,17 +751,6 @@ class ComplexBlock(nn.Module):
         return z + torch.complex(a.tanh(), b)
 
 
-class ComplexParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Rotation() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Rotation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -872,13 +760,87 @@ class Rotation(nn.Module):
         return (x * self.phase).real + x
 
 
+HELD: dict[str, Build] = {
+    "SharedBlock": partial(SharedBlock, 1, 4),
+    "CyclicBlocks": partial(SharedBlock, 2, 2),
+    "Unrolled": partial(Unrolled, blocks=2),
+    "ListsInAList": ListsInAList,
+    "ParallelLists": ParallelLists,
+    "ParameterListModel": partial(Weights, stacked=False),
+    "StackedWeights": partial(Weights, stacked=True),
+    "Attributes": Attributes,
+    "NamedBlocks": NamedBlocks,
+    "UnetSkips": UnetSkips,
+    "Dense": outside(read_all_before),
+    "Nested": lambda: Wrapper(Wrapper(Stack())),
+    "Lambdas": Lambdas,
+    "OtherMethod": OtherMethod,
+    "GeneratedBlocks": GeneratedBlocks,
+    "ComplexBlocks": ComplexBlocks,
+    "ComplexParameter": partial(InOrder, Rotation),
+}
+
+
+def sequence(kind: Build, blocks: int = 4) -> Build:
+    return lambda: nn.Sequential(*(kind() for _ in range(blocks)))
+
+
+BLOCKS = {"Block": Block, "EmaBook": EmaBook, "Counter": Counter, "GradientMask": GRADIENTS["GradientMask"]}
+BLOCKS |= {"Routed": Routed, "Parity": FLOW["Parity"]}
+SEQUENTIAL: dict[str, Build] = {
+    "nn.Sequential" + (name != "Block") * f" of {name}": sequence(kind) for name, kind in BLOCKS.items()
+}
+
+# What goes in and out
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Stack(blocks=2), Stack(blocks=2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.left(x) * self.right(y)
+
+
+class Pair(NamedTuple):
+    out: Tensor
+    hidden: Tensor
+
+
+@dataclasses.dataclass
+class Result:
+    out: Tensor
+    hidden: Tensor
+    name: str = "result"
+
+
+class Returns(Stack):
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.run(self.first(x))
+        return self._make(self.last(hidden), hidden)
+
+
+RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a tuple": lambda out, hidden: (out, hidden),
+    "a dict": lambda out, hidden: {"out": out, "hidden": hidden, "name": "x"},
+    "a named tuple": Pair,
+    "a dataclass": Result,
+    "None and numbers": lambda out, hidden: (out, None, 3, [hidden]),
+}
+
+
 class Masks(Stack):
     """An attention mask made of a padding mask, given to every block."""
 
     def __init__(self) -> None:
         super().__init__(lambda: nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True))
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor) -> Any:  # type: ignore[override]
         x = self.first(x)
         for block in self.blocks:
             x = block(x, src_key_padding_mask=padding)
@@ -888,120 +850,35 @@ class Masks(Stack):
 class Dated(Stack):
     """A dict of inputs with a nested tuple."""
 
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:  # type: ignore[override]
+    def forward(self, batch: dict[str, Any]) -> Any:  # type: ignore[override]
         x, (shift, _) = batch["x"], batch["rest"]
         return super().forward(x + shift)
 
 
-class InputWritten(Stack):
-    """Writes its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5)
-        return super().forward(x)
+def padding(samples: int, length: int) -> Tensor:
+    return torch.arange(length).expand(samples, -1) > length - 3
 
 
-class InPlaceBetween(Stack):
-    """In-place operators between blocks, on what blocks have returned."""
+dated = keywords(x=normal(LENGTH, WIDTH), rest=arguments(normal(1, 1), lambda samples, length: torch.ones(())))
 
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            y = block(x)
-            y = y + x
-            y.mul_(0.5)
-            y[:, 0] += 1
-            x = y
-        return self.last(x)
+# What is trained
 
 
-class ViewsBetween(Stack):
-    """A block returns a view of its input, which the model then writes."""
+def frozen(*names: str) -> Build:
+    """Makes stacks of which some parts are not trained."""
 
-    def __init__(self) -> None:
-        super().__init__(Viewing)
+    def build() -> nn.Module:
+        model = Stack()
+        for name in names:
+            model.get_submodule(name).requires_grad_(False)
+        return model
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).clone()
-        for block in self.blocks:
-            view, y = block(x)
-            view.add_(y)
-        return self.last(x)
-
-
-class Viewing(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, 1:], super().forward(x)[:, 1:].detach().clone() * self.linear.bias
-
-
-class Captum(Stack):
-    """Constants that are made anew in every forward, on the fly."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10
-        mask = torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=x.dtype))
-        return super().forward(mask @ x / x.shape[1] + positions + torch.tensor(0.5, dtype=x.dtype))
-
-
-class PadAndPack(nn.Module):
-    """Packed sequences between recurrent blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.arange(x.shape[0]) % 3 + x.shape[1] - 2
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        for layer in self.layers:
-            packed, _ = layer(packed)
-        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])[0]
-
-
-class Jagged(Stack):
-    """A nested tensor between."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nested = torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged)
-        return super().forward(nested).to_padded_tensor(0.0)
-
-
-def frozen_part() -> nn.Module:
-    model = Stack(Block)
-    model.first.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    return model
-
-
-def frozen_end() -> nn.Module:
-    model = Stack(Block)
-    model.blocks[2:].requires_grad_(False)
-    model.last.requires_grad_(False)
-    return model
-
-
-def evaluated_norm() -> nn.Module:
-    """Frozen BatchNorm: evaluation mode inside of a model that trains; the loop calls train() before."""
-    model = FrozenNorm()
-    return model
+    return build
 
 
 class FrozenNorm(Stack):
+    """Frozen BatchNorm: evaluation mode inside of a model that trains; the loop calls train() before."""
+
     def __init__(self) -> None:
         super().__init__(BatchNormed)
 
@@ -1012,199 +889,122 @@ class FrozenNorm(Stack):
         return self
 
 
-def unused() -> nn.Module:
-    model = Stack(Block)
-    model.spare = nn.Linear(WIDTH, WIDTH)
-    return model
-
-
 # What users change between steps
 
-
-def warmer(model: nn.Module, step: int) -> None:
-    model.blocks[1].linear.bias.data.add_(0.1 * step)  # type: ignore[union-attr,index]
-
-
-def freeze(model: nn.Module, step: int) -> None:
-    if step == 1:
-        model.blocks[0].requires_grad_(False)  # type: ignore[index,union-attr]
+Change = Callable[[Any, int], Any]
+"""What is done with a model before a step, which is given by its number."""
 
 
-def unfreeze(model: nn.Module, step: int) -> None:
-    model.blocks[0].requires_grad_(step > 0)  # type: ignore[index,union-attr]
+def once(change: Callable[[Any], Any]) -> Change:
+    """Before the second step."""
+    return lambda model, step: change(model) if step == 1 else None
 
 
-def still(model: nn.Module, step: int) -> None:
-    if step == 1:
+def blocks_of(model: Any) -> Any:
+    return model if isinstance(model, nn.Sequential) else model.blocks
+
+
+def of_norms(change: Callable[[nn.BatchNorm1d, int], Any]) -> Change:
+    def changed(model: Any, step: int) -> None:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm1d):
-                module.eval()
+                change(module, step)
+
+    return changed
 
 
-def slower(model: nn.Module, step: int) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d):
-            module.momentum = 0.1 / (step + 1)
+def replace_data(model: Any) -> None:
+    weight = blocks_of(model)[1].linear.weight
+    weight.data = weight.data * 0.5
 
 
-def replace_data(model: nn.Module, step: int) -> None:
-    if step == 1:
-        weight = model.blocks[1].linear.weight  # type: ignore[index,union-attr]
-        weight.data = weight.data * 0.5
+def replace_parameter(model: Any) -> None:
+    linear = model.blocks[1].linear
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
 
 
-def replace_parameter(model: nn.Module, step: int) -> None:
-    if step == 1:
-        linear = model.blocks[1].linear  # type: ignore[index,union-attr]
-        linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
+def replace_buffer(model: Any) -> None:
+    model.blocks[1].book = torch.ones(WIDTH, dtype=torch.float64)
 
 
-def replace_buffer(model: nn.Module, step: int) -> None:
-    if step == 1:
-        model.blocks[1].book = torch.ones(WIDTH, dtype=torch.float64)  # type: ignore[index,union-attr]
+def replace_block(model: Any) -> None:
+    torch.manual_seed(3)
+    model.blocks[1] = Block().double()
 
 
-def replace_block(model: nn.Module, step: int) -> None:
-    if step == 1:
-        torch.manual_seed(3)
-        model.blocks[1] = Block().double()  # type: ignore[index,operator]
-
-
-def write_in_place(model: nn.Module, step: int) -> None:
+def write_in_place(model: Any, step: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
 
 
-def load(model: nn.Module, step: int) -> None:
-    if step == 1:
-        torch.manual_seed(3)
-        model.load_state_dict({name: torch.randn_like(value) / 3 for name, value in model.state_dict().items()})
+def load(model: Any) -> None:
+    torch.manual_seed(3)
+    model.load_state_dict({name: torch.randn_like(value) / 3 for name, value in model.state_dict().items()})
 
 
-def heat_inside(model: nn.Module, step: int) -> None:
-    for block in model.blocks:  # type: ignore[union-attr]
+def heat_blocks(model: Any, step: int) -> None:
+    for block in model.blocks:
         block.temperature = 1.0 + step
 
 
-def heat_outside(model: nn.Module, step: int) -> None:
-    model.temperature = 1.0 + step  # type: ignore[assignment]
+def freeze(model: Any) -> None:
+    blocks_of(model)[0].requires_grad_(False)
 
 
-def late_hook(model: nn.Module, step: int) -> None:
-    if step == 1:
-        model.blocks[1].linear.weight.register_hook(lambda gradient: gradient * 0.1)  # type: ignore[index,union-attr]
+def unfreeze(model: Any, step: int) -> None:
+    model.blocks[0].requires_grad_(step > 0)
 
 
-def late_forward_hook(model: nn.Module, step: int) -> None:
-    if step == 1:
-        model.blocks[1].register_forward_hook(lambda _, __, output: output * 0.5)  # type: ignore[index,union-attr]
+def halve_output(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _, __, output: output * 0.5)
 
 
-def late_model_hook(model: nn.Module, step: int) -> None:
-    if step == 1:
-        model.register_forward_hook(lambda _, __, output: output * 0.5)
+def cool(module: Any, inner: Inner, x: Tensor) -> Any:
+    return inner(x) / module.temperature
 
 
-def to_eval(model: nn.Module, step: int) -> None:
-    model.train(step != 1)
-
-
-class Tempered(Block):
-    temperature = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / self.temperature
-
-
-class TemperedOutside(Stack):
-    temperature = 1.0
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / self.temperature
-
-
-def pair(samples: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, length, WIDTH), torch.randn(samples, length, WIDTH)
-
-
-def padded(samples: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, length, WIDTH), torch.arange(length).expand(samples, -1) > length - 3
-
-
-def dated(samples: int, length: int) -> tuple[dict[str, Any]]:
-    return ({"x": torch.randn(samples, length, WIDTH), "rest": (torch.randn(samples, 1, 1), torch.ones(()))},)
-
-
-OUTSIDE = (
-    BookOutside, ReassignedOutside, CounterOutside, TensorCounterOutside, PlainTensorOutside, ListOutside,
-    GlobalOutside, ParityOutside, LengthOutside, LongerIsDeeper, BatchOutside, ValuesOutside, ItemOutside,
-    IndexedOutside, EarlyExit, HookedOutside, ObservedBlocks, ReversalOutside, StraightThroughOutside,
-    ScaledGradientOutside, ClampedOutside, AuxiliaryAttribute, AuxiliaryReturned, LossInside, UnusedNorm, UnusedHead,
-    CheckpointedBlocks, CheckpointedSequential, AutocastOutside, NoGradTrunk, VmappedOutside, FunctionalOutside,
-    SwitchedMode, Momentum, InputWritten, InPlaceBetween, ViewsBetween, Captum, PadAndPack, Jagged,
-)  # fmt: skip
-HELD = (
-    SharedBlock, CyclicBlocks, Unrolled, ListsInAList, ParallelLists, ParameterListModel, StackedWeights, Attributes,
-    NamedBlocks, UnetSkips, Dense, Nested, Lambdas, OtherMethod, GeneratedBlocks, ComplexBlocks, ComplexParameter,
-)  # fmt: skip
-SEQUENTIAL = {
-    "nn.Sequential": lambda: nn.Sequential(*(Block() for _ in range(4))),
-    "nn.Sequential of EmaBook": lambda: nn.Sequential(*(EmaBook() for _ in range(4))),
-    "nn.Sequential of Counter": lambda: nn.Sequential(*(Counter() for _ in range(4))),
-    "nn.Sequential of GradientMask": lambda: nn.Sequential(*(GradientMask() for _ in range(4))),
-    "nn.Sequential of Routed": lambda: nn.Sequential(*(Routed() for _ in range(4))),
-    "nn.Sequential of Parity": lambda: nn.Sequential(*(Parity() for _ in range(4))),
-}
-RETURNS = {
-    "a tuple": lambda out, hidden: (out, hidden),
-    "a dict": lambda out, hidden: {"out": out, "hidden": hidden, "name": "x"},
-    "a named tuple": Pair,
-    "a dataclass": Result,
-    "None and numbers": lambda out, hidden: (out, None, 3, [hidden]),
-}
-CHANGES = {
-    "load_state_dict": (lambda: Stack(Block), load),
-    "writes in place": (lambda: Stack(Block), write_in_place),
-    "bias.data.add_": (lambda: Stack(Block), warmer),
-    "requires_grad_(False)": (lambda: Stack(Block), freeze),
-    "requires_grad_(True)": (lambda: Stack(Block), unfreeze),
-    "bn.eval()": (lambda: Stack(BatchNormed), still),
-    "bn.momentum": (lambda: Stack(BatchNormed), slower),
-    "p.data = ...": (lambda: Stack(Block), replace_data),
-    "a new nn.Parameter": (lambda: Stack(Block), replace_parameter),
-    "a new buffer": (lambda: Stack(EmaBook), replace_buffer),
-    "a new block": (lambda: Stack(Block), replace_block),
-    "block.temperature": (lambda: Stack(Tempered), heat_inside),
-    "model.temperature": (TemperedOutside, heat_outside),
-    "register_hook": (lambda: Stack(Block), late_hook),
-    "a hook on a block": (lambda: Stack(Block), late_forward_hook),
-    "a hook on the model": (lambda: Stack(Block), late_model_hook),
-    "model.eval()": (lambda: Stack(BatchNormed), to_eval),
-    "nn.Sequential, p.data = ...": (
-        lambda: nn.Sequential(Block(), Block(), Block()),
-        lambda model, step: replace_data(Blocks(model), step),
+normed = partial(Stack, BatchNormed)
+three = sequence(Block, 3)
+CHANGES: dict[str, tuple[Build, Change]] = {
+    "load_state_dict": (Stack, once(load)),
+    "writes in place": (Stack, write_in_place),
+    "bias.data.add_": (Stack, lambda model, step: model.blocks[1].linear.bias.data.add_(0.1 * step)),
+    "requires_grad_(False)": (Stack, once(freeze)),
+    "requires_grad_(True)": (Stack, unfreeze),
+    "bn.eval()": (normed, of_norms(lambda norm, step: norm.eval() if step == 1 else None)),
+    "bn.momentum": (normed, of_norms(lambda norm, step: setattr(norm, "momentum", 0.1 / (step + 1)))),
+    "p.data = ...": (Stack, once(replace_data)),
+    "a new nn.Parameter": (Stack, once(replace_parameter)),
+    "a new buffer": (partial(Stack, EmaBook), once(replace_buffer)),
+    "a new block": (Stack, once(replace_block)),
+    "block.temperature": (partial(Stack, does(cool, temperature=1.0)), heat_blocks),
+    "model.temperature": (
+        outside(cool, temperature=1.0),
+        lambda model, step: setattr(model, "temperature", 1.0 + step),
     ),
-    "nn.Sequential, requires_grad_(False)": (
-        lambda: nn.Sequential(Block(), Block(), Block()),
-        lambda model, step: freeze(Blocks(model), step),
+    "register_hook": (
+        Stack,
+        once(lambda model: model.blocks[1].linear.weight.register_hook(lambda gradient: gradient * 0.1)),
     ),
+    "a hook on a block": (Stack, once(lambda model: halve_output(model.blocks[1]))),
+    "a hook on the model": (Stack, once(halve_output)),
+    "model.eval()": (normed, lambda model, step: model.train(step != 1)),
+    "nn.Sequential, p.data = ...": (three, once(replace_data)),
+    "nn.Sequential, requires_grad_(False)": (three, once(freeze)),
 }
 
+# torch.nn
 
-class Blocks(nn.Module):
-    """Shows the elements of a sequence as `blocks`."""
-
-    def __init__(self, blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = blocks
+vectors = arguments(normal(LENGTH, 8))
 
 
-def transformer(norm_first: bool) -> nn.Module:
-    return nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+def two_vectors(samples: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, length, 8), torch.randn(samples, length - 2, 8)
+
+
+def transformer(norm_first: bool) -> Build:
+    return lambda: nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
 
 
 class CausalEncoder(nn.Module):
@@ -1218,41 +1018,44 @@ class CausalEncoder(nn.Module):
         return self.encoder(x, mask=mask, is_causal=self.causal)
 
 
-def vectors(samples: int, length: int) -> tuple[Tensor]:
-    return (torch.randn(samples, length, 8),)
+def cases(family: str, models: Mapping[str, Build], inputs: Draw = draw, **options: Any) -> list[Case]:
+    return [Case(name, family, build, inputs, **options) for name, build in models.items()]
 
 
-def two_vectors(samples: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, length, 8), torch.randn(samples, length - 2, 8)
-
-
+WORDS: dict[str, Build] = {
+    "TiedWords": TiedWords,
+    "TiedByFunction": TiedByFunction,
+    "Bags": Bags,
+    "SparseWords": SparseWords,
+    "SparseSingle": SparseSingle,
+}
+TRAINED: dict[str, Build] = {
+    "frozen beginning": frozen("first", "blocks.0"),
+    "frozen end": frozen("blocks.2", "blocks.3", "last"),
+    "frozen BatchNorm": FrozenNorm,
+    "unused parameters": outside(prepare=heads(spare=lambda: nn.Linear(WIDTH, WIDTH))),
+}
 CASES: tuple[Case, ...] = (
-    *(Case(kind.__name__, "outside of blocks", kind, draw) for kind in OUTSIDE),
-    Case("CheckpointedBlocks, reentrant", "outside of blocks", lambda: CheckpointedBlocks(True), draw),
-    *(
-        Case(kind.__name__, "outside of blocks", kind, draw, microbatches=1, draws=True)
-        for kind in (RandomOutside, LayerDrop, TorchLayerDrop)
+    *cases("outside of blocks", OUTSIDE),
+    Case("CheckpointedBlocks, reentrant", "outside of blocks", checkpointed(reentrant=True), draw),
+    *cases("outside of blocks", DRAWING, microbatches=1, draws=True),
+    *cases("how blocks are held", HELD),
+    *cases("how blocks are held", WORDS, words),
+    *cases("how blocks are held", SEQUENTIAL),
+    Case("TwoTowers", "inputs and outputs", TwoTowers, arguments(normal(LENGTH, WIDTH), normal(LENGTH, WIDTH))),
+    Case("Masks", "inputs and outputs", Masks, arguments(normal(LENGTH, WIDTH), padding)),
+    Case("a nested dict", "inputs and outputs", Dated, arguments(dated)),
+    *cases("inputs and outputs", {name: partial(Returns, make) for name, make in RETURNS.items()}),
+    *cases("what is trained", TRAINED),
+    *(Case(name, "changes between steps", build, draw, between=between) for name, (build, between) in CHANGES.items()),
+    *cases("torch.nn", {"nn.Transformer": transformer(norm_first=False)}, two_vectors),
+    *cases("torch.nn", {"nn.Transformer, norm first": transformer(norm_first=True)}, two_vectors),
+    *cases("torch.nn", {"nn.TransformerEncoder, causal mask": lambda: CausalEncoder(None)}, vectors),
+    *cases("torch.nn", {"nn.TransformerEncoder, is_causal": lambda: CausalEncoder(True)}, vectors),
+    *cases(
+        "random numbers in blocks",
+        {"Dropping, RandomDepth": lambda: Stack(lambda: nn.Sequential(RANDOM["Dropping"](), RANDOM["RandomDepth"]()))},
+        microbatches=1,
+        draws=True,
     ),
-    *(Case(kind.__name__, "how blocks are held", kind, draw) for kind in HELD),
-    *(Case(kind.__name__, "how blocks are held", kind, words) for kind in (TiedWords, TiedByFunction, Bags)),
-    *(Case(kind.__name__, "how blocks are held", kind, words) for kind in (SparseWords, SparseSingle)),
-    *(Case(name, "how blocks are held", make, draw) for name, make in SEQUENTIAL.items()),
-    Case("TwoTowers", "inputs and outputs", TwoTowers, pair),
-    Case("Masks", "inputs and outputs", Masks, padded),
-    Case("a nested dict", "inputs and outputs", Dated, dated),
-    *(Case(name, "inputs and outputs", lambda make=make: Returns(make), draw) for name, make in RETURNS.items()),
-    Case("frozen beginning", "what is trained", frozen_part, draw),
-    Case("frozen end", "what is trained", frozen_end, draw),
-    Case("frozen BatchNorm", "what is trained", evaluated_norm, draw),
-    Case("unused parameters", "what is trained", unused, draw),
-    *(
-        Case(name, "changes between steps", make, draw, between=between)
-        for name, (make, between) in CHANGES.items()
-    ),
-    Case("nn.Transformer", "torch.nn", lambda: transformer(False), two_vectors),
-    Case("nn.Transformer, norm first", "torch.nn", lambda: transformer(True), two_vectors),
-    Case("nn.TransformerEncoder, causal mask", "torch.nn", lambda: CausalEncoder(None), vectors),
-    Case("nn.TransformerEncoder, is_causal", "torch.nn", lambda: CausalEncoder(True), vectors),
-    Case("Dropping, RandomDepth", "random numbers in blocks",
-         lambda: Stack(lambda: nn.Sequential(Dropping(), RandomDepth())), draw, microbatches=1, draws=True),
-)  # fmt: skip
+)

@@ -1,338 +1,159 @@
-"""The models by hand that are refused, once more with the way out that the error names.
+"""The models that are refused, once more with the way out that the error names.
 
 A case is called after the refused one: ``name: what was done``. Most compute what the refused model computes.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from model_cases import habit_models
-from model_cases.cases import Case
-from model_cases.habit_blocks import WIDTH, BatchNormed, Block, Reversal, Stack, draw
-from model_cases.habit_models import Coder, PadAndPack, ParameterListModel, StackedWeights
+from model_cases import habit_models as habits
+from model_cases import libraries, transformers_models
+from model_cases.cases import Case, loss_of
+from model_cases.habit_blocks import (
+    KINDS,
+    WIDTH,
+    BatchNormed,
+    Block,
+    Build,
+    Habit,
+    Inner,
+    MomentumTwin,
+    Prepare,
+    Stack,
+    does,
+    draw,
+    give,
+    pack,
+    reverse,
+    skip_by,
+)
+from model_cases.habit_models import Straight, outside
 from model_cases.pages import WAYS_OUT
 
 __all__ = ["CASES"]
 
-# What the model did around its blocks, done by its first or its last layer
+# What the model did around its blocks, done by its first or its last layer or by its blocks
 
 
 class Around(nn.Module):
-    """A layer, and what is done before or after it."""
+    """A layer, and what is done around it."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, habit: Habit, prepare: Prepare | None, state: dict[str, Any]) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self._habit = layer, habit
+        give(self, prepare, state)
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return self._habit(self, self.layer, x, *rest)
 
 
-class Booked(Around):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        self.register_buffer("book", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        y = x + self.book
-        with torch.no_grad():
-            self.book.copy_(0.9 * self.book + 0.1 * x.mean((0, 1)))
-        return y
+Wrap = Callable[[nn.Module], nn.Module]
 
 
-class Reassigning(Booked):
-    def forward(self, x: Tensor) -> Tensor:
-        self.book = 0.9 * self.book + 0.1 * x.detach().mean((0, 1))
-        return self.layer(x + self.book)  # type: ignore[no-any-return]
+def around(habit: Habit, prepare: Prepare | None = None, **state: Any) -> Wrap:
+    return lambda layer: Around(layer, habit, prepare, state)
 
 
-class Straight(Stack):
-    """The blocks without a connection over them."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-class Counting(Around):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        self.steps, self.plain = 0, torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return self.layer(x) * min(1.0, self.steps / 4)  # type: ignore[no-any-return]
-
-
-class PlainTensor(Counting):
-    def forward(self, x: Tensor) -> Tensor:
-        self.plain += 1
-        return self.layer(x) * float(self.plain)  # type: ignore[no-any-return]
-
-
-class Multiplying(Counting):
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return self.layer(x) * self.steps  # type: ignore[no-any-return]
-
-
-class Remembering(Around):
-    """Returns what it remembers, too."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        self.memory: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.memory.append(x.detach().mean())
-        return self.layer(x), torch.stack(self.memory).sum()
-
-
-class WithMemory(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.first = Remembering(self.first)  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        early, total = self.first(x)
-        x = early
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x + early) + total  # type: ignore[no-any-return]
-
-
-class Drawing(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * random.random()  # type: ignore[no-any-return]
-
-
-class DrawingTensors(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * torch.rand([])  # type: ignore[no-any-return]
-
-
-class Batch(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) / (1 if x.shape[0] < 3 else x.shape[0])  # type: ignore[no-any-return]
-
-
-class Values(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y * 2 if y.mean() > 0 else y
-
-
-class ChoosingValues(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return torch.where(y.mean() > 0, y * 2, y)
-
-
-class WithoutItem(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * x.abs().max().clamp(min=1.0)
-
-
-class Loss(Around):
-    latest: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        self.latest = y.detach().square().mean()
-        return y
-
-
-class Scaling(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * 0.1)
-        return y
-
-
-class Reversing(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(Reversal.apply(x))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class WithDomain(Stack):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.domain = Reversing(nn.Linear(WIDTH, 2))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x), self.domain(x)
-
-
-def around(
-    first: Callable[[nn.Module], nn.Module] = lambda layer: layer,
-    block: Callable[[nn.Module], nn.Module] = lambda layer: layer,
-    last: Callable[[nn.Module], nn.Module] = lambda layer: layer,
-    kind: Callable[[], Stack] = lambda: Stack(Block),
-) -> Callable[[], nn.Module]:
-    """Builds a stack in whose layers something else is done."""
+def inside(
+    first: Wrap = lambda layer: layer,
+    block: Wrap = lambda layer: layer,
+    last: Wrap = lambda layer: layer,
+    kind: Build = Stack,
+) -> Build:
+    """Makes stacks in whose layers something else is done."""
 
     def build() -> nn.Module:
-        model = kind()
-        model.first, model.last = first(model.first), last(model.last)  # type: ignore[assignment]
+        model: Any = kind()
+        model.first, model.last = first(model.first), last(model.last)
         model.blocks = nn.ModuleList(map(block, model.blocks))
-        return model
+        return model  # type: ignore[no-any-return]
 
     return build
 
 
-# What the model did with its blocks, done by each block
+def multiply(module: Any, inner: Inner, x: Tensor) -> Any:
+    module.steps += 1
+    return inner(x) * module.steps
 
 
-class Dropped(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and random.random() < 0.5:
-            return x
-        return x + self.layer(x)  # type: ignore[no-any-return]
+def return_memory(module: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what it remembers, too."""
+    module.memory.append(x.detach().mean())
+    return inner(x), torch.stack(module.memory).sum()
 
 
-class DroppedByTorch(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and torch.rand([]) < 0.5:
-            return x
-        return x + self.layer(x)  # type: ignore[no-any-return]
+def add_memory(model: Any, inner: Inner, x: Tensor) -> Any:
+    early, total = model.first(x)
+    return model.last(model.run(early) + early) + total
 
 
-class Exiting(Around):
+def choose_by_values(model: Any, inner: Inner, x: Tensor) -> Tensor:
+    y = inner(x)
+    return torch.where(y.mean() > 0, y * 2, y)
+
+
+def exit_once(module: Any, inner: Inner, x: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[misc]
     """Does nothing once a block before it is done."""
-
-    def forward(self, x: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
-        if done:
-            return x, done
-        x = self.layer(x)
-        return x, x.abs().mean() < 0.1
+    if done:
+        return x, done
+    x = inner(x)
+    return x, x.abs().mean() < 0.1
 
 
-class WithExits(Stack):
-    def __init__(self) -> None:
-        super().__init__(lambda: Exiting(Block()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        done = torch.zeros((), dtype=torch.bool)
-        for block in self.blocks:
-            x, done = block(x, done)
-        return self.last(x)
+def pass_exits(model: Any, inner: Inner, x: Tensor) -> Any:
+    x = model.first(x)
+    done = torch.zeros((), dtype=torch.bool)
+    for block in model.blocks:
+        x, done = block(x, done)
+    return model.last(x)
 
 
-class Observed(Block):
-    """Its hook writes in an attribute of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-        self.register_forward_hook(lambda module, inputs, output: module.seen.append(output.detach().mean()))
-
-
-class Leaving(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        y = super().forward(x)
-        return y, y.square().mean()
+def add_losses(model: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]:
+    early = x = model.first(x)
+    losses = []
+    for block in model.blocks:
+        x, loss = block(x)
+        losses.append(loss)
+    return model.last(x + early), torch.stack(losses).sum()
 
 
-class Returned(Stack):
-    def __init__(self) -> None:
-        super().__init__(Leaving)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        early = x = self.first(x)
-        losses = []
-        for block in self.blocks:
-            x, loss = block(x)
-            losses.append(loss)
-        return self.last(x + early), torch.stack(losses).sum()
-
-
-class Autocast(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.layer(x)  # type: ignore[no-any-return]
-
-
-class ToFloat(Autocast):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
-
-
-class Vmapped(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(self.layer)(x)  # type: ignore[no-any-return]
-
-
-class Functional(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        weights = {name: parameter * 0.9 for name, parameter in self.layer.named_parameters()}
-        return torch.func.functional_call(self.layer, weights, (x,))  # type: ignore[no-any-return]
-
-
-class Still(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        self.layer.eval()
-        return self.layer(x)  # type: ignore[no-any-return]
+def evaluate(module: Any, inner: Inner, x: Tensor) -> Any:
+    module.layer.eval()
+    return inner(x)
 
 
 def still() -> nn.Module:
     model = Stack(BatchNormed)
-    model.blocks[0] = Still(model.blocks[0])
+    model.blocks[0] = around(evaluate)(model.blocks[0])
     return model
 
 
-class Packed(Around):
-    """Packs and unpacks what it takes."""
+def observe_itself(module: Any) -> None:
+    """A hook that writes in an attribute of its own module."""
+    module.register_forward_hook(lambda module, inputs, output: module.seen.append(output.detach().mean()))
 
+
+def hooked() -> nn.Module:
+    """The observing hook of `HookedOutside` on its last layer."""
+    model: Any = Stack()
+    model.last.seen = []
+    model.last.register_forward_hook(lambda module, inputs, output: module.seen.append(1))
+    return model  # type: ignore[no-any-return]
+
+
+class CopyingTwin(MomentumTwin):
     def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.arange(x.shape[0]) % 3 + x.shape[1] - 2
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        found, _ = self.layer(packed)
-        return nn.utils.rnn.pad_packed_sequence(found, batch_first=True, total_length=x.shape[1])[0]
-
-
-class NestedTensors(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        nested = torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged)
-        return self.layer(nested).to_padded_tensor(0.0)  # type: ignore[no-any-return]
-
-
-class NotReentrant(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(super().forward, x, use_reentrant=False)
-
-
-class CopyingTwin(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for mine, its in zip(self.linear.parameters(), self.target.parameters(), strict=True):
-                its.mul_(0.9).add_(mine, alpha=0.1)
-        return super().forward(x) + nn.functional.linear(x, self.target.weight.clone(), self.target.bias.clone())
-
-
-# Blocks that were none
+        self.average()
+        weight, bias = self.target.weight.clone(), self.target.bias.clone()
+        return Block.forward(self, x) + nn.functional.linear(x, weight, bias)
 
 
 class Weighted(nn.Module):
@@ -344,160 +165,328 @@ class Weighted(nn.Module):
         return torch.tanh(x @ self.weight) + x
 
 
-class Tanh(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).tanh()  # type: ignore[no-any-return]
-
-
-def weighted(weights: Iterable[Tensor]) -> nn.Module:
-    return nn.Sequential(*map(Weighted, weights))
+def weighted(stacked: bool) -> nn.Module:
+    return nn.Sequential(*map(Weighted, habits.Weights(stacked).weights))
 
 
 def coders() -> nn.Module:
-    blocks = [Coder() for _ in range(3)]
-    return nn.Sequential(*(Tanh(each.there) for each in blocks), *(Tanh(each.back) for each in blocks))
+    blocks = [habits.Coder() for _ in range(3)]
+    tanh = around(lambda module, inner, x: inner(x).tanh())
+    return nn.Sequential(*(tanh(each.there) for each in blocks), *(tanh(each.back) for each in blocks))
 
 
 def packed() -> nn.Module:
-    return nn.Sequential(*map(Packed, PadAndPack().layers))
+    """Each block packs and unpacks what it takes."""
+    wrap = around(lambda module, layer, x: pack(x, lambda packed: layer(packed)[0]))
+    return nn.Sequential(*map(wrap, habits.PadAndPack().layers))
 
+
+wide, nested, vmapped = around(habits.autocast), around(habits.nest), around(habits.vmap)
+IN_A_BLOCK: dict[str, Build] = {
+    "BookOutside": inside(first=around(habits.keep_book, habits.prepare_book), kind=Straight),
+    "ReassignedOutside": inside(first=around(habits.reassign_book, habits.prepare_book)),
+    "CounterOutside": inside(last=around(habits.count, steps=0)),
+    "PlainTensorOutside": inside(last=around(habits.count_in_a_tensor, plain=torch.zeros(()))),
+    "ListOutside": outside(
+        add_memory, lambda model: setattr(model, "first", around(return_memory, memory=[])(model.first))
+    ),
+    "GlobalOutside": inside(last=around(multiply, steps=0)),
+    "BatchOutside": inside(last=around(habits.divide_by_samples)),
+    "ValuesOutside": inside(last=around(habits.decide_by_values)),
+    "EarlyExit": outside(pass_exits, kind=lambda: around(exit_once)(Block())),
+    "ReversalOutside": outside(
+        habits.two_heads(lambda x: x),
+        habits.heads(domain=lambda: around(lambda module, inner, x: inner(reverse(x)))(nn.Linear(WIDTH, 2))),
+    ),
+    "ScaledGradientOutside": inside(first=around(habits.scale_gradient), kind=Straight),
+    "LossInside": inside(last=around(habits.keep_loss, latest=None)),
+    "AutocastOutside": inside(wide, wide, around(habits.autocast_to_float)),
+    "VmappedOutside": inside(vmapped, vmapped, vmapped),
+    "FunctionalOutside": inside(block=around(habits.call_with_smaller_weights), kind=Straight),
+    "SwitchedMode": still,
+    "PadAndPack": packed,
+    "Jagged": inside(nested, nested, nested),
+}
+OTHER: dict[str, Build] = {
+    "HookedOutside: on a block": hooked,
+    "ValuesOutside: torch.where": outside(choose_by_values),
+    "ItemOutside: operators on tensors": outside(lambda model, inner, x: inner(x) * x.abs().max().clamp(min=1.0)),
+    "ObservedBlocks: in the block's own list": partial(Stack, does(prepare=observe_itself, seen=[])),
+    "AuxiliaryAttribute: returned": outside(add_losses, kind=habits.Returning),
+    "Reentrant: use_reentrant=False": partial(Stack, KINDS["Checkpointed"]),
+    "CheckpointedBlocks, reentrant: use_reentrant=False": habits.checkpointed(reentrant=False),
+    "MomentumTwin: reads a copy": partial(Stack, CopyingTwin),
+    "ParameterListModel: a module for each weight": partial(weighted, stacked=False),
+    "StackedWeights: a module for each weight": partial(weighted, stacked=True),
+    "OtherMethod: a module for each method": coders,
+}
+DRAWING: dict[str, Build] = {
+    "RandomOutside: in a block": inside(last=around(lambda module, inner, x: inner(x) * random.random())),
+    "RandomOutside: torch.rand": inside(last=around(lambda module, inner, x: inner(x) * torch.rand([]))),
+    "LayerDrop: in a block": inside(block=around(skip_by(random.random)), kind=Straight),
+    "TorchLayerDrop: in a block": inside(block=around(skip_by(lambda: torch.rand([]))), kind=Straight),
+}
 
 # What the user changed between steps
 
 
-def write_data(model: nn.Module, step: int) -> None:
-    if step == 1:
-        with torch.no_grad():
-            model.blocks[1].linear.weight.mul_(0.5)  # type: ignore[index,union-attr,operator]
+def write_data(model: Any) -> None:
+    with torch.no_grad():
+        habits.blocks_of(model)[1].linear.weight.mul_(0.5)
 
 
-def write_block(model: nn.Module, step: int) -> None:
-    if step == 1:
-        torch.manual_seed(3)
-        model.blocks[1].load_state_dict(Block().double().state_dict())  # type: ignore[index,union-attr,operator]
+def write_block(model: Any) -> None:
+    torch.manual_seed(3)
+    model.blocks[1].load_state_dict(Block().double().state_dict())
 
 
-class Tempered(Around):
-    temperature = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) / self.temperature  # type: ignore[no-any-return]
-
-
-def heat(model: nn.Module, step: int) -> None:
-    model.last.temperature = 1.0 + step  # type: ignore[union-attr,assignment]
-
-
-class Masked(Block):
+def scale_gradients(block: Any) -> None:
     """Has its hook from the beginning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.share = 1.0
-        self.linear.weight.register_hook(lambda gradient: gradient * self.share)
+    block.linear.weight.register_hook(lambda gradient: gradient * block.share)
 
 
-def mask(model: nn.Module, step: int) -> None:
-    if step == 1:
-        model.blocks[1].share = 0.1  # type: ignore[index,union-attr]
-
-
-def halve(model: nn.Module, step: int) -> None:
-    if step == 1:
-        model.last.register_forward_hook(lambda _, __, output: output * 0.5)  # type: ignore[union-attr,operator]
-
-
-def still_blocks(model: nn.Module, step: int) -> None:
-    for block in model.blocks:  # type: ignore[union-attr]
+def still_blocks(model: Any, step: int) -> None:
+    for block in model.blocks:
         block.train(step != 1)
 
 
-def in_blocks(change: Callable[[nn.Module, int], None]) -> Callable[[nn.Module, int], None]:
-    return lambda model, step: change(habit_models.Blocks(model), step)
-
-
-def sequence() -> nn.Module:
-    return nn.Sequential(Block(), Block(), Block())
-
-
-IN_A_BLOCK: dict[str, Callable[[], nn.Module]] = {
-    "BookOutside": around(first=Booked, kind=Straight),
-    "ReassignedOutside": around(first=Reassigning),
-    "CounterOutside": around(last=Counting),
-    "PlainTensorOutside": around(last=PlainTensor),
-    "ListOutside": WithMemory,
-    "GlobalOutside": around(last=Multiplying),
-    "BatchOutside": around(last=Batch),
-    "ValuesOutside": around(last=Values),
-    "EarlyExit": WithExits,
-    "ReversalOutside": WithDomain,
-    "ScaledGradientOutside": around(first=Scaling, kind=Straight),
-    "LossInside": around(last=Loss),
-    "AutocastOutside": around(Autocast, Autocast, ToFloat),
-    "VmappedOutside": around(Vmapped, Vmapped, Vmapped),
-    "FunctionalOutside": around(block=Functional, kind=Straight),
-    "SwitchedMode": still,
-    "PadAndPack": packed,
-    "Jagged": around(NestedTensors, NestedTensors, NestedTensors),
+CHANGES: dict[str, tuple[Build, habits.Change]] = {
+    "p.data = ...: written in place": (Stack, habits.once(write_data)),
+    "a new nn.Parameter: written in place": (Stack, habits.once(write_data)),
+    "a new block: written in place": (Stack, habits.once(write_block)),
+    "model.temperature: in a block": (
+        inside(last=around(habits.cool, temperature=1.0)),
+        lambda model, step: setattr(model.last, "temperature", 1.0 + step),
+    ),
+    "register_hook: before the pipeline": (
+        partial(Stack, does(prepare=scale_gradients, share=1.0)),
+        habits.once(lambda model: setattr(model.blocks[1], "share", 0.1)),
+    ),
+    "a hook on the model: on a block": (Stack, habits.once(lambda model: habits.halve_output(model.last))),
+    "model.eval(): of its blocks": (habits.normed, still_blocks),
+    "nn.Sequential, p.data = ...: written in place": (habits.three, habits.once(write_data)),
 }
-OTHER: dict[str, Callable[[], nn.Module]] = {
-    "ValuesOutside: torch.where": ChoosingValues,
-    "ItemOutside: operators on tensors": WithoutItem,
-    "ObservedBlocks: in the block's own list": lambda: Stack(Observed),
-    "AuxiliaryAttribute: returned": Returned,
-    "Reentrant: use_reentrant=False": lambda: Stack(NotReentrant),
-    "CheckpointedBlocks, reentrant: use_reentrant=False": lambda: habit_models.CheckpointedBlocks(False),
-    "MomentumTwin: reads a copy": lambda: Stack(CopyingTwin),
-    "ParameterListModel: a module for each weight": lambda: weighted(ParameterListModel().weights),
-    "StackedWeights: a module for each weight": lambda: weighted(StackedWeights().weights),
-    "OtherMethod: a module for each method": coders,
-}
-DRAWING: dict[str, Callable[[], nn.Module]] = {
-    "RandomOutside: in a block": around(last=Drawing),
-    "RandomOutside: torch.rand": around(last=DrawingTensors),
-    "LayerDrop: in a block": around(block=Dropped, kind=Straight),
-    "TorchLayerDrop: in a block": around(block=DroppedByTorch, kind=Straight),
-}
-CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], None]]] = {
-    "p.data = ...: written in place": (lambda: Stack(Block), write_data),
-    "a new nn.Parameter: written in place": (lambda: Stack(Block), write_data),
-    "a new block: written in place": (lambda: Stack(Block), write_block),
-    "model.temperature: in a block": (around(last=Tempered), heat),
-    "register_hook: before the pipeline": (lambda: Stack(Masked), mask),
-    "a hook on the model: on a block": (lambda: Stack(Block), halve),
-    "model.eval(): of its blocks": (lambda: Stack(BatchNormed), still_blocks),
-    "nn.Sequential, p.data = ...: written in place": (sequence, in_blocks(write_data)),
-}
-FROZEN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], None]]] = {
-    "requires_grad_(False): a new pipeline": (lambda: Stack(Block), habit_models.freeze),
-    "requires_grad_(True): a new pipeline": (lambda: Stack(Block), habit_models.unfreeze),
-    "nn.Sequential, requires_grad_(False): a new pipeline": (sequence, in_blocks(habit_models.freeze)),
+FROZEN: dict[str, tuple[Build, habits.Change]] = {
+    "requires_grad_(False): a new pipeline": (Stack, habits.once(habits.freeze)),
+    "requires_grad_(True): a new pipeline": (Stack, habits.unfreeze),
+    "nn.Sequential, requires_grad_(False): a new pipeline": (habits.three, habits.once(habits.freeze)),
 }
 
+# Models of libraries
 
-def hooked() -> nn.Module:
-    """The observing hook of `HookedOutside` on its last layer."""
-    model = Stack(Block)
-    model.last.seen = []  # type: ignore[assignment]
-    model.last.register_forward_hook(lambda module, inputs, output: module.seen.append(1))
-    return model
+REFUSED = {case.name: case for case in (*transformers_models.CASES, *libraries.CASES)}
+HF = ("transformers",)
 
 
-def case(name: str, build: Callable[[], nn.Module], **options: Any) -> Case:
+def with_decoder_mask(samples: int, length: int) -> dict[str, Tensor]:
+    """What the code between blocks decided, passed as an argument."""
+    batch: dict[str, Tensor] = REFUSED["fsmt"].draw(samples, length)
+    return {**batch, "decoder_attention_mask": torch.ones_like(batch["decoder_input_ids"])}
+
+
+def without_checks(name: str) -> Build:
+    """Makes the refused model without the checks of PyTorch's distributions."""
+
+    def build() -> nn.Module:
+        torch.distributions.Distribution.set_default_validate_args(False)
+        return REFUSED[name].build()
+
+    return build
+
+
+def contrastive(output: Any, target: Any) -> Tensor:
+    """A loss that compares the samples of a microbatch."""
+    logits = output.logits_per_text
+    samples = torch.arange(len(logits))
+    losses = [nn.functional.cross_entropy(each, samples) for each in (logits, logits.t())]
+    return loss_of((sum(losses) / 2, output))
+
+
+def llava() -> nn.Module:
+    """Its projector takes the pieces of all images as those of one, so that a loop over images has one turn."""
+    model: Any = REFUSED["llava"].build()
+    in_one_piece = around(lambda module, projector, x: projector(x).flatten(0, 1)[None])
+    model.model.multi_modal_projector = in_one_piece(model.model.multi_modal_projector)
+    return model  # type: ignore[no-any-return]
+
+
+def idefics3() -> nn.Module:
+    """A method without the code that depends on values: no image is left out."""
+    model: Any = REFUSED["idefics3"].build()
+    # A method, so that it is of the copy in a copy of the model.
+    model.model.get_image_features = MethodType(see_all, model.model)
+    return model  # type: ignore[no-any-return]
+
+
+def see_all(self: Any, pixel_values: Tensor, *rest: Any, **options: Any) -> Any:
+    images = pixel_values.flatten(0, 1)
+    side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+    mask = torch.ones(images.shape[0], side, side, dtype=torch.bool, device=images.device)
+    output = self.vision_model(pixel_values=images, patch_attention_mask=mask, return_dict=True)
+    output.pooler_output = [self.connector(output.last_hidden_state).flatten(0, 1)]
+    return output
+
+
+class Reversible(nn.Module):
+    """The encoder of Reformer as operators. It needs the memory that the library's own backward saves."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.layers, self.layer_norm = encoder.layers, encoder.layer_norm
+        for layer in self.layers:
+            # They are for a second forward in the backward.
+            layer._init_attention_seed = layer._init_feed_forward_seed = do_nothing
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, orig_sequence_length: Any = None, **rest: Any
+    ) -> Any:
+        attended = hidden = hidden_states
+        for layer in self.layers:
+            output = layer(attended, hidden, attention_mask=attention_mask, orig_sequence_length=orig_sequence_length)
+            attended, hidden = output.attn_output, output.hidden_states
+        states = self.layer_norm(torch.cat([attended, hidden], dim=-1))
+        return SimpleNamespace(hidden_states=states, all_hidden_states=(), all_attentions=(), past_buckets_states=None)
+
+
+def do_nothing() -> None:
+    pass
+
+
+def reformer() -> nn.Module:
+    model: Any = REFUSED["reformer"].build()
+    model.reformer.encoder = Reversible(model.reformer.encoder)
+    return model  # type: ignore[no-any-return]
+
+
+# The graph U-Net as a list of layers, which run as they are
+
+
+def begin(module: Any, convolution: nn.Module, given: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    x, edges = given
+    weights = x.new_ones(edges.shape[1])
+    x = convolution(x, edges, weights).relu()
+    return x, edges, weights, edges.new_zeros(x.shape[0]), x, edges, weights
+
+
+class Down(nn.Module):
+    """One level down: what is after the first level of the graph U-Net."""
+
+    def __init__(self, pool: nn.Module, convolution: nn.Module) -> None:
+        super().__init__()
+        self.pool, self.convolution = pool, convolution
+
+    def forward(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, edges, weights, batch, *saved = state
+        unet = import_module("torch_geometric.nn").GraphUNet
+        edges, weights = unet.augment_adj(None, edges, weights, x.shape[0])
+        x, edges, weights, batch, chosen, _ = self.pool(x, edges, weights, batch)
+        x = self.convolution(x, edges, weights).relu()
+        return x, edges, weights, batch, *saved, chosen, x, edges, weights
+
+
+def up(module: Any, convolution: nn.Module, state: Sequence[Tensor]) -> Any:
+    x, edges, weights, batch, *saved = state
+    *saved, before, edges, weights, chosen, _, _, _ = saved
+    filled = torch.zeros_like(before)
+    filled[chosen] = x
+    x = convolution(before + filled, edges, weights)
+    return x if module.last else (x.relu(), edges, weights, batch, *saved, before, edges, weights)
+
+
+def graph_unet() -> nn.Module:
+    unet: Any = REFUSED["GraphUNet"].build()
+    first, *rest = unet.down_convs
+    return nn.Sequential(
+        around(begin)(first),
+        *(Down(pool, convolution) for pool, convolution in zip(unet.pools, rest, strict=True)),
+        *(around(up, last=index == unet.depth - 1)(convolution) for index, convolution in enumerate(unet.up_convs)),
+    )
+
+
+# An object that was shared by all blocks, in each block
+
+
+class Prefix:
+    """What an attention takes for a cache: keys and values that come before its own."""
+
+    def __init__(self, prompt: Tensor, samples: int) -> None:
+        """`prompt`: by token, keys and values, head, entry."""
+        self.keys, self.values = prompt.permute(1, 2, 0, 3)[:, None].expand(-1, samples, -1, -1, -1)
+
+    def update(self, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
+
+
+class Prefixed(nn.Module):
+    """A layer of Llama with a prompt of its own."""
+
+    def __init__(self, layer: nn.Module, prompt: Tensor) -> None:
+        super().__init__()
+        self.layer, self.prompt = layer, nn.Parameter(prompt.detach().clone())
+
+    def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
+        rest["past_key_values"] = Prefix(self.prompt, hidden_states.shape[0])
+        return self.layer(hidden_states, **rest)  # type: ignore[no-any-return]
+
+
+class PrefixTuned(nn.Module):
+    """Llama with prefixes, which takes what the model of PEFT takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tuned: Any = REFUSED["prefix tuning of llama"].build()
+        self.llama = tuned.get_base_model()
+        config = self.llama.config
+        prompts = tuned.prompt_encoder.default.embedding.weight
+        self.tokens = prompts.shape[0]
+        prompts = prompts.view(self.tokens, config.num_hidden_layers, 2, config.num_key_value_heads, -1)
+        layers = self.llama.model.layers
+        self.llama.model.layers = nn.ModuleList(Prefixed(layer, prompts[:, i]) for i, layer in enumerate(layers))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        before = positions[:, None] >= positions[None, :]
+        own = before[None, None] & attention_mask[:, None, None, :].bool()
+        mask = torch.cat([own.new_ones(*own.shape[:3], self.tokens), own], -1)
+        return self.llama(input_ids, attention_mask=mask, position_ids=(positions + self.tokens)[None])
+
+
+def case(name: str, build: Build, **options: Any) -> Case:
     return Case(name, WAYS_OUT, build, draw, **options)
+
+
+def again(refused: str, way: str, build: Build | None = None, imports: Sequence[str] = HF, **options: Any) -> Case:
+    """The refused case of a library with another model, or other inputs, or another loss."""
+    its = REFUSED[refused]
+    changed = {"name": f"{refused}: {way}", "family": WAYS_OUT, "imports": imports, "draws": False, **options}
+    return replace(its, build=build or its.build, **changed)
 
 
 CASES: tuple[Case, ...] = (
     *(case(f"{name}: in a block", build) for name, build in IN_A_BLOCK.items()),
-    case("HookedOutside: on a block", hooked),
     *(case(name, build) for name, build in OTHER.items()),
     Case(
         "nn.TransformerEncoder, causal mask: is_causal=True",
         WAYS_OUT,
-        lambda: habit_models.CausalEncoder(True),
-        habit_models.vectors,
+        lambda: habits.CausalEncoder(True),
+        habits.vectors,
     ),
     *(case(name, build, microbatches=1, draws=True) for name, build in DRAWING.items()),
     *(case(name, build, between=between) for name, (build, between) in CHANGES.items()),
     *(case(name, build, between=between, rebuilds=True) for name, (build, between) in FROZEN.items()),
+    again("reformer", "the encoder as operators", reformer),
+    again("fsmt", "decoder_attention_mask", draw=with_decoder_mask),
+    again("clip, return_loss", "the loss in loss_fn", draw=REFUSED["clip"].draw, loss=contrastive),
+    again("llava", "images in one piece", llava),
+    again("idefics3", "a method without decisions", idefics3),
+    again("time_series_transformer", "set_default_validate_args(False)", without_checks("time_series_transformer")),
+    again("informer", "set_default_validate_args(False)", without_checks("informer")),
+    again(
+        "GraphUNet",
+        "nn.Sequential",
+        graph_unet,
+        ("torch_geometric",),
+        draw=lambda samples, length: (libraries.graph(samples, length),),
+    ),
+    again("prefix tuning of llama", "a prefix in each block", PrefixTuned, ("transformers", "peft")),
 )
