@@ -13,7 +13,7 @@ from model_cases.cases import Case
 from model_cases.comparison import compare
 from model_cases.families import CASES
 from model_cases.habit_blocks import Stack, draw
-from model_cases.pages import outcome_of, page
+from model_cases.pages import outcome_of, page, summary
 from model_cases.training import Outcome
 from model_cases.trials import try_case
 
@@ -72,8 +72,8 @@ def test_a_case_that_is_wrong_shows() -> None:
     record = try_case(Case("colder", "state in blocks", Colder, draw), lambda record: None)
 
     assert outcome_of(record) == "wrong"
-    assert "**wrong**: 1f1b-flush on 2 stages" in page([record], "")
-    assert "| **other numbers than the plain loop** | 0 | 1 |" in page([record], "")
+    assert "colder" in summary(record)
+    assert "| **other numbers than the plain loop**: colder | 0 | 1 |" in page([record], "")
 
 
 def test_right_and_refused_cases_are_on_the_page() -> None:
@@ -81,9 +81,10 @@ def test_right_and_refused_cases_are_on_the_page() -> None:
     text = page(records, "torch 2")
 
     assert [outcome_of(record) for record in records] == ["close", "refused"]
-    assert "1 of 2 models by hand train unchanged on 2 stages" in text
+    assert "0 of 0 models of libraries, and 1 of 2 by hand" in text
     assert "| refused, with a `PenstockError` | 0 | 1 |" in text
-    assert "its forward changes steps" in text
+    assert "outside of its blocks | move that into a block, or draw with `torch.rand` | CounterOutside |" in text
+    assert "No way out was tried for: CounterOutside." in text
 
 
 @pytest.mark.processes
