@@ -12,6 +12,7 @@ from torch import nn
 import penstock
 from model_cases.cases import Case
 from model_cases.habit_blocks import CASES as HABIT_BLOCKS
+from model_cases.habit_blocks import WIDTH, Stack
 from model_cases.habit_models import CASES as HABIT_MODELS
 from model_cases.libraries import CASES as OTHER_LIBRARIES
 from model_cases.transformers_models import CASES as TRANSFORMERS
@@ -56,25 +57,21 @@ def warm_up(families: Collection[str]) -> None:
     for name in {name for family in families for name in NEEDS.get(family, ())}:
         import_module(name)
 
-    class Warm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
     def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
     for schedule in ("zb-h1", "2bw"):
         with penstock.Pipeline(
-            Warm(), torch.randn(2, 4), lambda o, t: o.square().mean(), sgd, schedule=schedule, stages=2, microbatches=2
+            Stack(blocks=2),
+            torch.randn(2, 4, WIDTH),
+            lambda o, t: o.square().mean(),
+            sgd,
+            schedule=schedule,
+            stages=2,
+            microbatches=2,
         ) as pipe:
-            pipe.step(torch.randn(4, 4), None)
-            pipe.predict(torch.randn(4, 4))
+            pipe.step(torch.randn(4, 4, WIDTH), None)
+            pipe.predict(torch.randn(4, 4, WIDTH))
 
 
 def declare_torchvision_operators() -> None:

@@ -19,11 +19,11 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from model_cases.cases import LENGTH, Case, arguments, normal
+from model_cases.modules import Build, InOrder, holds, weight
 
-__all__ = ["CASES", "WIDTH", "Block", "Build", "Habit", "Stack", "draw"]
+__all__ = ["CASES", "KINDS", "WIDTH", "Block", "Habit", "Stack", "draw"]
 
 WIDTH = 6
-Build = Callable[[], nn.Module]
 Inner = Callable[..., Any]
 Habit = Callable[[Any, Inner, Tensor], Any]
 """A forward: the module that has the state, what it computes without the habit, and its input."""
@@ -527,28 +527,10 @@ FLOW: dict[str, Build] = {
 # Kinds of modules and of calls
 
 
-class Ensemble(nn.Module):
-    """stack_module_state and vmap over parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0)
-
-
-class LowRank(Block):
+def add_low_rank(block: Any) -> None:
     """LoRA by hand, on a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, WIDTH) / 4)
-        self.up = nn.Parameter(torch.randn(WIDTH, 2) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x @ self.down.T @ self.up.T
+    block.linear.requires_grad_(False)
+    block.down, block.up = weight(2, WIDTH, over=4)(), weight(WIDTH, 2, over=4)()
 
 
 def pack(x: Tensor, run: Callable[[Any], Any]) -> Tensor:
@@ -563,80 +545,44 @@ class PackedSequences(Recurrent):
         return x + pack(x, lambda packed: self.rnn(packed)[0])
 
 
-class CellLoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state, found = None, []
-        for t in range(x.shape[1]):
-            state = self.cell(x[:, t], state)
-            found.append(state[0])
-        return x + torch.stack(found, 1)
+def loop_over_cell(block: Any, x: Tensor) -> Tensor:
+    state, found = None, []
+    for t in range(x.shape[1]):
+        state = block.cell(x[:, t], state)
+        found.append(state[0])
+    return x + torch.stack(found, 1)
 
 
-class ParameterLists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(2))
-        self.named = nn.ParameterDict({"scale": torch.ones(WIDTH)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x + torch.tanh(x @ weight) * self.named["scale"]
-        return x
+def apply_lists(block: Any, x: Tensor) -> Tensor:
+    for each in block.weights:
+        x = x + torch.tanh(x @ each) * block.named["scale"]
+    return x
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(x, dim=-1) * torch.view_as_complex(self.filter)
-        return x + torch.fft.irfft(spectrum, n=WIDTH, dim=-1)
-
-
-class Einsum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, WIDTH, 3) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.einsum("blw,hwk->blhk", x, self.weight).flatten(2)
+def filter_spectrum(block: Any, x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x, dim=-1) * torch.view_as_complex(block.filter)
+    return x + torch.fft.irfft(spectrum, n=WIDTH, dim=-1)
 
 
 class TwoOutputs(Block):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, y = pair
         return y + super().forward(x), x
 
 
-class Reversible(nn.Module):
+class Reversible(InOrder):
     """Blocks that pass a pair on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(TwoOutputs() for _ in range(4))
-
     def forward(self, x: Tensor) -> Tensor:
-        pair = (x, x)
-        for block in self.blocks:
-            pair = block(pair)
-        return pair[0] + pair[1]
+        first, second = super().forward((x, x))
+        return first + second
 
 
-class Lazy(nn.Module):
+def lazy() -> nn.Module:
     """A LazyLinear that was run once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.LazyLinear(WIDTH)
-        self.linear(torch.randn(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
+    linear = nn.LazyLinear(WIDTH)
+    linear(torch.randn(1, WIDTH))
+    return linear
 
 
 class Attention(nn.Module):
@@ -679,7 +625,7 @@ def take_exponential(block: Any, inner: Inner, x: Tensor) -> Any:
     return x @ torch.linalg.matrix_exp(skew) + torch.linalg.solve(torch.eye(WIDTH).to(x) + skew, x.mT).mT
 
 
-KINDS: dict[str, Build] = {
+OF_MODULES: dict[str, Build] = {
     "Scripted": replaced(torch.jit.script),
     "Traced": replaced(
         lambda linear: torch.jit.trace(linear, torch.randn(2, 8, WIDTH), check_trace=False)  # type: ignore[no-untyped-call]
@@ -693,19 +639,27 @@ KINDS: dict[str, Build] = {
         )
     ),
     "Jacobian": does(lambda block, inner, x: x + torch.func.jvp(inner, (x,), (torch.ones_like(x),))[1]),
-    "Ensemble": Ensemble,
+    # stack_module_state and vmap over parameters.
+    "Ensemble": holds(
+        lambda block, x: x + torch.vmap(lambda weight: torch.tanh(x @ weight))(block.weights).mean(0),
+        weights=weight(3, WIDTH, WIDTH, over=3),
+    ),
     "WeightNormed": replaced(parametrizations.weight_norm),
     "OldWeightNormed": replaced(weight_norm),
     "SpectralNormed": replaced(parametrizations.spectral_norm),
     "OldSpectralNormed": replaced(spectral_norm),
     "Orthogonal": replaced(parametrizations.orthogonal),
     "Pruned": replaced(lambda linear: prune.l1_unstructured(linear, "weight", amount=0.4)),  # type: ignore[no-untyped-call]
-    "LowRank": LowRank,
+    "LowRank": does(lambda block, inner, x: inner(x) + x @ block.down.T @ block.up.T, add_low_rank),
     "Recurrent": Recurrent,
     "PackedSequences": PackedSequences,
-    "CellLoop": CellLoop,
-    "ParameterLists": ParameterLists,
-    "Complex": Complex,
+    "CellLoop": holds(loop_over_cell, cell=lambda: nn.LSTMCell(WIDTH, WIDTH)),
+    "ParameterLists": holds(
+        apply_lists,
+        weights=lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(2)),
+        named=lambda: nn.ParameterDict({"scale": torch.ones(WIDTH)}),
+    ),
+    "Complex": holds(filter_spectrum, filter=weight(WIDTH // 2 + 1, 2)),
     "InPlace": does(write_in_place),
     "WritesItsInput": does(write_its_input),
     "Autocasting": does(autocast),
@@ -715,13 +669,16 @@ KINDS: dict[str, Build] = {
             x + F.linear(x.float(), block.linear.weight.float(), block.linear.bias.float()).tanh().to(x)
         )
     ),
-    "Einsum": Einsum,
+    "Einsum": holds(
+        lambda block, x: x + torch.einsum("blw,hwk->blhk", x, block.weight).flatten(2),
+        weight=weight(2, WIDTH, 3, over=4),
+    ),
     # A weight that it computes from two parameters and gives to a function.
     "NonLeafWeight": does(
         lambda block, inner, x: x + F.linear(x, block.linear.weight * block.scale.exp()).tanh(),
         scale=nn.Parameter(torch.ones(WIDTH, 1)),
     ),
-    "Lazy": Lazy,
+    "Lazy": holds(lambda block, x: x + block.linear(x).tanh(), linear=lazy),
     "ScriptedFunction": does(
         lambda block, inner, x: x + block.gate(block.linear(x)),
         lambda block: setattr(block, "gate", torch.jit.script(gate)),
@@ -730,6 +687,9 @@ KINDS: dict[str, Build] = {
     "Attention": Attention,
     "LSTM": lambda: Recurrent(nn.LSTM),
 }
+
+KINDS = STATE | RANDOM | GRADIENTS | FLOW | OF_MODULES
+"""All kinds of blocks by the names of their cases."""
 
 
 def stacked(family: str, kinds: Mapping[str, Build], **options: Any) -> list[Case]:
@@ -742,6 +702,6 @@ CASES: tuple[Case, ...] = (
     *stacked("random numbers in blocks", RANDOM, microbatches=1, draws=True),
     *stacked("hooks and gradients in blocks", GRADIENTS),
     *stacked("control flow in blocks", FLOW),
-    *stacked("kinds of blocks", KINDS),
-    Case("Reversible", "kinds of blocks", Reversible, draw),
+    *stacked("kinds of blocks", OF_MODULES),
+    Case("Reversible", "kinds of blocks", partial(Reversible, TwoOutputs), draw),
 )

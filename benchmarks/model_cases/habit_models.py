@@ -11,32 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from model_cases import habit_blocks as in_blocks
 from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal
-from model_cases.habit_blocks import (
-    FLOW,
-    GRADIENTS,
-    RANDOM,
-    WIDTH,
-    Attention,
-    BatchNormed,
-    Block,
-    Build,
-    Counter,
-    EmaBook,
-    Habit,
-    Inner,
-    Prepare,
-    Recurrent,
-    Routed,
-    Stack,
-    does,
-    draw,
-    give,
-    pack,
-    parity,
-    plain,
-    reverse,
-)
+from model_cases.habit_blocks import WIDTH, Attention, BatchNormed, Block, EmaBook, Habit, Inner, Prepare, Stack, draw
+from model_cases.modules import Build, InOrder, holds, many, sequence, weight
 
 __all__ = ["CASES"]
 
@@ -56,13 +34,13 @@ class Outside(Stack):
     def __init__(self, habit: Habit, prepare: Prepare | None, state: dict[str, Any], kind: Build) -> None:
         super().__init__(kind)
         self._habit = habit
-        give(self, prepare, state)
+        in_blocks.give(self, prepare, state)
 
     def forward(self, x: Tensor) -> Any:
         return self._habit(self, super().forward, x)
 
 
-def outside(habit: Habit = plain, prepare: Prepare | None = None, kind: Build = Block, **state: Any) -> Build:
+def outside(habit: Habit = in_blocks.plain, prepare: Prepare | None = None, kind: Build = Block, **state: Any) -> Build:
     """Makes stacks with a habit, a state, and what is done once with each of them."""
     return lambda: Outside(habit, prepare, state, kind)
 
@@ -282,16 +260,6 @@ def checkpointed(reentrant: bool) -> Build:
     return outside(by_blocks(lambda model, block, x: checkpoint(block, x, use_reentrant=reentrant)))
 
 
-class CheckpointedSequential(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint_sequential(self.blocks, 2, self.first(x), use_reentrant=False)
-
-
 def autocast(module: Any, inner: Inner, x: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return inner(x)
@@ -327,19 +295,13 @@ def switch_mode(model: Any, inner: Inner, x: Tensor) -> Any:
     return inner(x)
 
 
-class Momentum(nn.Module):
+def average(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """A student and a teacher that the model's forward averages (BYOL)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = Stack(), Stack().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            for mine, its in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
-                its.mul_(0.9).add_(mine, alpha=0.1)
-            target = self.teacher(x)
-        return self.student(x), target
+    with torch.no_grad():
+        for mine, its in zip(model.student.parameters(), model.teacher.parameters(), strict=True):
+            its.mul_(0.9).add_(mine, alpha=0.1)
+        target = model.teacher(x)
+    return model.student(x), target
 
 
 def write_input(model: Any, inner: Inner, x: Tensor) -> Any:
@@ -386,7 +348,7 @@ class PadAndPack(nn.Module):
         self.layers = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return pack(x, self.run)
+        return in_blocks.pack(x, self.run)
 
     def run(self, packed: Any) -> Any:
         for layer in self.layers:
@@ -420,8 +382,8 @@ OUTSIDE: dict[str, Build] = {
     "PlainTensorOutside": outside(count_in_a_tensor, plain=torch.zeros(())),
     "ListOutside": outside(remember, memory=[]),
     "GlobalOutside": outside(count_in_a_global, lambda model: GLOBAL.update(calls=0)),
-    "ParityOutside": outside(parity),
-    "LengthOutside": outside(pad, kind=Recurrent),
+    "ParityOutside": outside(in_blocks.parity),
+    "LengthOutside": outside(pad, kind=in_blocks.Recurrent),
     "LongerIsDeeper": outside(leave_out_the_last),
     "BatchOutside": outside(divide_by_samples),
     "ValuesOutside": outside(decide_by_values),
@@ -430,7 +392,7 @@ OUTSIDE: dict[str, Build] = {
     "EarlyExit": outside(exit_early),
     "HookedOutside": outside(prepare=observe_model, seen=[]),
     "ObservedBlocks": outside(prepare=observe_blocks, seen=[]),
-    "ReversalOutside": outside(two_heads(reverse), heads(domain=lambda: nn.Linear(WIDTH, 2))),
+    "ReversalOutside": outside(two_heads(in_blocks.reverse), heads(domain=lambda: nn.Linear(WIDTH, 2))),
     "StraightThroughOutside": outside(round_straight_through),
     "ScaledGradientOutside": outside(before(scale_gradient)),
     "ClampedOutside": outside(prepare=clamp_gradients),
@@ -443,13 +405,17 @@ OUTSIDE: dict[str, Build] = {
         heads(auxiliary=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), BatchNormed(), nn.Linear(WIDTH, 2))),
     ),
     "CheckpointedBlocks": checkpointed(reentrant=False),
-    "CheckpointedSequential": CheckpointedSequential,
+    "CheckpointedSequential": holds(
+        lambda model, x: checkpoint_sequential(model.blocks, 2, model.first(x), use_reentrant=False),
+        first=lambda: nn.Linear(WIDTH, WIDTH),
+        blocks=sequence(Block),
+    ),
     "AutocastOutside": outside(autocast_to_float),
     "NoGradTrunk": outside(freeze_trunk),
     "VmappedOutside": outside(vmap),
     "FunctionalOutside": outside(by_blocks(call_with_smaller_weights)),
     "SwitchedMode": outside(switch_mode, kind=BatchNormed),
-    "Momentum": Momentum,
+    "Momentum": holds(average, student=Stack, teacher=lambda: Stack().requires_grad_(False)),
     "InputWritten": outside(write_input),
     "InPlaceBetween": outside(by_blocks(write_between)),
     "ViewsBetween": outside(write_views, kind=Viewing),
@@ -466,74 +432,24 @@ DRAWING: dict[str, Build] = {
 # How blocks are held
 
 
-class InOrder(nn.Module):
-    """Modules of a list, one after the other."""
+class Words(nn.Module):
+    """An embedding, blocks, and what is done after them; the embedding is the head if it is tied."""
 
-    def __init__(self, kind: Build) -> None:
+    def __init__(
+        self, end: Callable[[Any, Tensor], Any], embedding: nn.Module, blocks: int = 4, tied: bool = True
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class TiedWords(nn.Module):
-    """The embedding is the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.embedding, self._end = embedding, end
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 20, bias=False)
-        self.head.weight = self.embedding.weight
+        if tied:
+            self.head.weight = embedding.weight
 
-    def run(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return x
-
-    def forward(self, tokens: Tensor) -> Any:
-        return self.head(self.run(tokens))
-
-
-class TiedByFunction(TiedWords):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, tokens: Tensor) -> Any:
-        return F.linear(self.run(tokens), self.embedding.weight)
-
-
-class SparseWords(TiedWords):
-    """A sparse embedding, which has sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, WIDTH, sparse=True)
-
-
-class SparseSingle(SparseWords):
-    def forward(self, tokens: Tensor) -> Any:
-        return self.run(tokens)
-
-
-class Bags(nn.Module):
-    """EmbeddingBag with offsets as another input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(20, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, tokens: Tensor) -> Any:
-        x = self.bag(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self._end(self, x)
 
 
 class SharedBlock(Stack):
@@ -561,94 +477,49 @@ class Unrolled(Stack):
         return self.last(h)
 
 
-class ListsInAList(nn.Module):
+def run_lists(model: Any, x: Tensor) -> Tensor:
     """Lucidrains: ModuleList([ModuleList([norm, attention, norm, mlp]), ...])."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleList([nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), Block()]) for _ in range(6)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, attention, other, mlp in self.layers:
-            x = attention(norm(x)) + x
-            x = mlp(other(x)) + x
-        return x
+    for norm, attention, other, mlp in model.layers:
+        x = attention(norm(x)) + x
+        x = mlp(other(x)) + x
+    return x
 
 
-class ParallelLists(nn.Module):
+def run_parallel_lists(model: Any, x: Tensor) -> Tensor:
     """attentions[i] and mlps[i]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attentions = nn.ModuleList(Attention() for _ in range(4))
-        self.mlps = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
-            x = mlp(attention(x)) + x
-        return x
+    for attention, mlp in zip(model.attentions, model.mlps, strict=True):
+        x = mlp(attention(x)) + x
+    return x
 
 
-class Weights(nn.Module):
+def apply_weights(model: Any, x: Tensor) -> Tensor:
     """No modules at all: a list of weights, or one tensor of all layers' weights."""
-
-    def __init__(self, stacked: bool) -> None:
-        super().__init__()
-        if stacked:
-            self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 2)
-        else:
-            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 2 for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = torch.tanh(x @ weight) + x
-        return x
+    for each in model.weights:
+        x = torch.tanh(x @ each) + x
+    return x
 
 
-class Attributes(nn.Module):
-    """setattr(self, f'layer{i}', ...) and getattr."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for number in range(4):
-            setattr(self, f"layer{number}", Block())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in range(4):
-            x = getattr(self, f"layer{number}")(x)
-        return x
+def run_attributes(model: Any, x: Tensor) -> Tensor:
+    for number in range(4):
+        x = getattr(model, f"layer{number}")(x)
+    return x
 
 
-class NamedBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({f"block {number}": Block() for number in range(4)})
-        self.order = [f"block {number}" for number in (2, 0, 3, 1)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name in self.order:
-            x = self.blocks[name](x)
-        return x
+def run_named(model: Any, x: Tensor) -> Tensor:
+    for name in model.order:
+        x = model.blocks[name](x)
+    return x
 
 
-class UnetSkips(nn.Module):
+def skip(model: Any, x: Tensor) -> Tensor:
     """Down, up, and skips between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(Block() for _ in range(3))
-        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for block in self.down:
-            x = block(x)
-            kept.append(x)
-        for block in self.up:
-            x = block(torch.cat([x, kept.pop()], -1)).tanh()
-        return x
+    kept = []
+    for block in model.down:
+        x = block(x)
+        kept.append(x)
+    for block in model.up:
+        x = block(torch.cat([x, kept.pop()], -1)).tanh()
+    return x
 
 
 def read_all_before(model: Any, inner: Inner, x: Tensor) -> Any:
@@ -688,21 +559,6 @@ class Lambdas(Stack):
         return block.forward(x)  # type: ignore[no-any-return]
 
 
-class OtherMethod(nn.Module):
-    """Blocks with methods encode and decode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Coder() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block.encode(x)
-        for block in self.blocks:
-            x = block.decode(x)
-        return x
-
-
 class Coder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -713,6 +569,15 @@ class Coder(nn.Module):
 
     def decode(self, x: Tensor) -> Tensor:
         return self.back(x).tanh()
+
+
+def run_other_methods(model: Any, x: Tensor) -> Tensor:
+    """Blocks with methods encode and decode."""
+    for block in model.blocks:
+        x = block.encode(x)
+    for block in model.blocks:
+        x = block.decode(x)
+    return x
 
 
 class GeneratedBlocks(Stack):
@@ -727,80 +592,71 @@ class GeneratedBlocks(Stack):
         return self.last(torch.stack(list(self.outputs(self.first(x)))).mean(0))
 
 
-class ComplexBlocks(nn.Module):
+def run_complex(model: Any, x: Tensor) -> Tensor:
     """Complex numbers travel between blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ComplexBlock() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.complex(x, torch.zeros_like(x))
-        for block in self.blocks:
-            z = block(z)
-        return torch.view_as_real(z).flatten(-2)
+    z = torch.complex(x, torch.zeros_like(x))
+    for block in model.blocks:
+        z = block(z)
+    return torch.view_as_real(z).flatten(-2)
 
 
-class ComplexBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.real, self.imaginary = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, z: Tensor) -> Tensor:
-        a, b = self.real(z.real) - self.imaginary(z.imag), self.real(z.imag) + self.imaginary(z.real)
-        return z + torch.complex(a.tanh(), b)
+def multiply_complex(block: Any, z: Tensor) -> Tensor:
+    a, b = block.real(z.real) - block.imaginary(z.imag), block.real(z.imag) + block.imaginary(z.real)
+    return z + torch.complex(a.tanh(), b)
 
 
-class Rotation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+def norm_attention_and_mlp() -> nn.Module:
+    return nn.ModuleList([nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), Block()])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.phase).real + x
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 HELD: dict[str, Build] = {
     "SharedBlock": partial(SharedBlock, 1, 4),
     "CyclicBlocks": partial(SharedBlock, 2, 2),
     "Unrolled": partial(Unrolled, blocks=2),
-    "ListsInAList": ListsInAList,
-    "ParallelLists": ParallelLists,
-    "ParameterListModel": partial(Weights, stacked=False),
-    "StackedWeights": partial(Weights, stacked=True),
-    "Attributes": Attributes,
-    "NamedBlocks": NamedBlocks,
-    "UnetSkips": UnetSkips,
+    "ListsInAList": holds(run_lists, layers=many(norm_attention_and_mlp, 6)),
+    "ParallelLists": holds(run_parallel_lists, attentions=many(Attention), mlps=many(Block)),
+    "ParameterListModel": holds(
+        apply_weights, weights=lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) / 2 for _ in range(4))
+    ),
+    "StackedWeights": holds(apply_weights, weights=weight(4, WIDTH, WIDTH, over=2)),
+    "Attributes": holds(run_attributes, layer0=Block, layer1=Block, layer2=Block, layer3=Block),
+    "NamedBlocks": holds(
+        run_named,
+        blocks=lambda: nn.ModuleDict({f"block {number}": Block() for number in range(4)}),
+        order=lambda: [f"block {number}" for number in (2, 0, 3, 1)],
+    ),
+    "UnetSkips": holds(skip, down=many(Block, 3), up=many(lambda: nn.Linear(2 * WIDTH, WIDTH), 3)),
     "Dense": outside(read_all_before),
     "Nested": lambda: Wrapper(Wrapper(Stack())),
     "Lambdas": Lambdas,
-    "OtherMethod": OtherMethod,
+    "OtherMethod": holds(run_other_methods, blocks=many(Coder, 3)),
     "GeneratedBlocks": GeneratedBlocks,
-    "ComplexBlocks": ComplexBlocks,
-    "ComplexParameter": partial(InOrder, Rotation),
+    "ComplexBlocks": holds(run_complex, blocks=many(holds(multiply_complex, real=linear, imaginary=linear))),
+    "ComplexParameter": partial(
+        InOrder,
+        holds(
+            lambda block, x: (x * block.phase).real + x,
+            phase=lambda: nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128)),
+        ),
+    ),
 }
 
 
-def sequence(kind: Build, blocks: int = 4) -> Build:
-    return lambda: nn.Sequential(*(kind() for _ in range(blocks)))
-
-
-BLOCKS = {"Block": Block, "EmaBook": EmaBook, "Counter": Counter, "GradientMask": GRADIENTS["GradientMask"]}
-BLOCKS |= {"Routed": Routed, "Parity": FLOW["Parity"]}
+BLOCKS = ("EmaBook", "Counter", "GradientMask", "Routed", "Parity")
 SEQUENTIAL: dict[str, Build] = {
-    "nn.Sequential" + (name != "Block") * f" of {name}": sequence(kind) for name, kind in BLOCKS.items()
+    "nn.Sequential": sequence(Block),
+    **{f"nn.Sequential of {name}": sequence(in_blocks.KINDS[name]) for name in BLOCKS},
 }
 
 # What goes in and out
 
 
-class TwoTowers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Stack(blocks=2), Stack(blocks=2)
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.left(x) * self.right(y)
+half = partial(Stack, blocks=2)
+two_towers = holds(lambda model, x, y: model.left(x) * model.right(y), left=half, right=half)
 
 
 class Pair(NamedTuple):
@@ -978,7 +834,7 @@ CHANGES: dict[str, tuple[Build, Change]] = {
     "a new nn.Parameter": (Stack, once(replace_parameter)),
     "a new buffer": (partial(Stack, EmaBook), once(replace_buffer)),
     "a new block": (Stack, once(replace_block)),
-    "block.temperature": (partial(Stack, does(cool, temperature=1.0)), heat_blocks),
+    "block.temperature": (partial(Stack, in_blocks.does(cool, temperature=1.0)), heat_blocks),
     "model.temperature": (
         outside(cool, temperature=1.0),
         lambda model, step: setattr(model, "temperature", 1.0 + step),
@@ -1023,17 +879,31 @@ def cases(family: str, models: Mapping[str, Build], inputs: Draw = draw, **optio
 
 
 WORDS: dict[str, Build] = {
-    "TiedWords": TiedWords,
-    "TiedByFunction": TiedByFunction,
-    "Bags": Bags,
-    "SparseWords": SparseWords,
-    "SparseSingle": SparseSingle,
+    "TiedWords": lambda: Words(lambda model, x: model.head(x), nn.Embedding(20, WIDTH)),
+    "TiedByFunction": lambda: Words(lambda model, x: F.linear(x, model.embedding.weight), nn.Embedding(20, WIDTH)),
+    "Bags": lambda: Words(lambda model, x: x, nn.EmbeddingBag(20, WIDTH), blocks=3),
+    # A sparse embedding has sparse gradients.
+    "SparseWords": lambda: Words(lambda model, x: model.head(x), nn.Embedding(20, WIDTH, sparse=True), tied=False),
+    "SparseSingle": lambda: Words(lambda model, x: x, nn.Embedding(20, WIDTH, sparse=True), tied=False),
 }
 TRAINED: dict[str, Build] = {
     "frozen beginning": frozen("first", "blocks.0"),
     "frozen end": frozen("blocks.2", "blocks.3", "last"),
     "frozen BatchNorm": FrozenNorm,
     "unused parameters": outside(prepare=heads(spare=lambda: nn.Linear(WIDTH, WIDTH))),
+}
+TORCH: dict[str, Build] = {
+    "nn.Transformer": transformer(norm_first=False),
+    "nn.Transformer, norm first": transformer(norm_first=True),
+}
+ENCODERS: dict[str, Build] = {
+    "nn.TransformerEncoder, causal mask": partial(CausalEncoder, None),
+    "nn.TransformerEncoder, is_causal": partial(CausalEncoder, True),
+}
+BOTH: dict[str, Build] = {
+    "Dropping, RandomDepth": lambda: Stack(
+        lambda: nn.Sequential(in_blocks.KINDS["Dropping"](), in_blocks.KINDS["RandomDepth"]())
+    )
 }
 CASES: tuple[Case, ...] = (
     *cases("outside of blocks", OUTSIDE),
@@ -1042,20 +912,13 @@ CASES: tuple[Case, ...] = (
     *cases("how blocks are held", HELD),
     *cases("how blocks are held", WORDS, words),
     *cases("how blocks are held", SEQUENTIAL),
-    Case("TwoTowers", "inputs and outputs", TwoTowers, arguments(normal(LENGTH, WIDTH), normal(LENGTH, WIDTH))),
+    Case("TwoTowers", "inputs and outputs", two_towers, arguments(normal(LENGTH, WIDTH), normal(LENGTH, WIDTH))),
     Case("Masks", "inputs and outputs", Masks, arguments(normal(LENGTH, WIDTH), padding)),
     Case("a nested dict", "inputs and outputs", Dated, arguments(dated)),
     *cases("inputs and outputs", {name: partial(Returns, make) for name, make in RETURNS.items()}),
     *cases("what is trained", TRAINED),
     *(Case(name, "changes between steps", build, draw, between=between) for name, (build, between) in CHANGES.items()),
-    *cases("torch.nn", {"nn.Transformer": transformer(norm_first=False)}, two_vectors),
-    *cases("torch.nn", {"nn.Transformer, norm first": transformer(norm_first=True)}, two_vectors),
-    *cases("torch.nn", {"nn.TransformerEncoder, causal mask": lambda: CausalEncoder(None)}, vectors),
-    *cases("torch.nn", {"nn.TransformerEncoder, is_causal": lambda: CausalEncoder(True)}, vectors),
-    *cases(
-        "random numbers in blocks",
-        {"Dropping, RandomDepth": lambda: Stack(lambda: nn.Sequential(RANDOM["Dropping"](), RANDOM["RandomDepth"]()))},
-        microbatches=1,
-        draws=True,
-    ),
+    *cases("torch.nn", TORCH, two_vectors),
+    *cases("torch.nn", ENCODERS, vectors),
+    *cases("random numbers in blocks", BOTH, microbatches=1, draws=True),
 )

@@ -1,7 +1,8 @@
 """Models of other libraries than transformers, small and with random weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -10,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal, numbers
+from model_cases.modules import Build, InOrder, holds, many, sequence
 from model_cases.pages import WAYS_OUT
 from model_cases.transformers_models import GPT, SIZES, T5, decoder, masked, paired, tokens, transformer
 
 __all__ = ["CASES", "graph"]
-
-Build = Callable[[], nn.Module]
 
 
 def imported(module: str, name: str, *args: Any, **kwargs: Any) -> Build:
@@ -284,18 +284,6 @@ def with_mask(samples: int, length: int) -> dict[str, Tensor]:
     return {"x": torch.randint(0, 99, (samples, length)), "mask": mask}
 
 
-class Continuous(nn.Module):
-    """x-transformers before a linear layer of the user's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers("Encoder")
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))
-
-
 XS: dict[str, tuple[Build, Draw]] = {
     "Decoder": (x_transformer("Decoder"), ids),
     "Decoder, rotary": (x_transformer("Decoder", rotary_pos_emb=True), ids),
@@ -306,7 +294,14 @@ XS: dict[str, tuple[Build, Draw]] = {
     "Encoder": (x_transformer("Encoder"), ids),
     "Encoder, mask": (x_transformer("Encoder"), with_mask),
     "Encoder, sandwich": (x_transformer("Encoder", sandwich_coef=2), ids),
-    "Encoder in a model": (Continuous, vectors),
+    "Encoder in a model": (
+        holds(
+            lambda model, x: model.head(model.layers(x)),
+            layers=lambda: layers("Encoder"),
+            head=lambda: nn.Linear(32, 5),
+        ),
+        vectors,
+    ),
 }
 
 # PyTorch Geometric. A batch is one graph, so that there is one microbatch.
@@ -325,48 +320,33 @@ def batched_graph(samples: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 7, 8), torch.stack([torch.arange(7), (torch.arange(7) * 3 + 1) % 7])
 
 
-class GraphStack(nn.Module):
-    """Convolutions of a library, one after the other."""
-
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__()
-        library = import_module(G)
-        make = getattr(library, name)
-        self.convolutions = nn.ModuleList(make(8, 8, **options) for _ in range(4))
-        self.norms = nn.ModuleList(library.GraphNorm(8) if name == "GCNConv" else nn.LayerNorm(8) for _ in range(4))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x = x + norm(convolution(x, edges)).relu()
-        return self.head(x)
+def run_graph(model: Any, x: Tensor, edges: Tensor) -> Any:
+    for convolution, norm in zip(model.convolutions, model.norms, strict=True):
+        x = x + norm(convolution(x, edges)).relu()
+    return model.head(x)
 
 
-class Residual(nn.Module):
-    """Blocks of a convolution and what is around it."""
-
-    def __init__(self, name: str, *args: Any, **options: Any) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(GraphBlock(name, *args, **options) for _ in range(4))
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, edges)
-        return x
+def graph_list(name: str, **options: Any) -> Build:
+    """Makes a list of convolutions, which are called one after the other."""
+    norm = imported(G, "GraphNorm", 8) if name == "GCNConv" else lambda: nn.LayerNorm(8)
+    convolutions = many(imported(G, name, 8, 8, **options))
+    return holds(run_graph, convolutions=convolutions, norms=many(norm), head=lambda: nn.Linear(8, 3))
 
 
-class GraphBlock(nn.Module):
-    def __init__(self, name: str, *args: Any, **options: Any) -> None:
-        super().__init__()
-        inputs = [each() if callable(each) else each for each in args]
-        self.convolution, self.norm = getattr(import_module(G), name)(*inputs, **options), nn.LayerNorm(8)
+def graph_blocks(convolution: Build) -> Build:
+    """Makes blocks of a convolution and what is around it."""
+    block = holds(
+        lambda block, x, edges: x + block.norm(block.convolution(x, edges)).relu(),
+        convolution=convolution,
+        norm=lambda: nn.LayerNorm(8),
+    )
+    return partial(InOrder, block)
 
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return x + self.norm(self.convolution(x, edges)).relu()
 
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+def isomorphism() -> nn.Module:
+    perceptron = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    made: nn.Module = import_module(G).GINConv(perceptron)
+    return made
 
 
 GRAPHS: dict[str, Build] = {
@@ -377,13 +357,13 @@ GRAPHS: dict[str, Build] = {
     "GIN": imported(G, "GIN", 8, 8, 4, out_channels=3),
     "EdgeCNN": imported(G, "EdgeCNN", 8, 8, 4, out_channels=3),
     "GraphUNet": imported(G, "GraphUNet", 8, 8, 3, depth=2),
-    "GCNConv in a list": lambda: GraphStack("GCNConv"),
-    "GATConv in a list": lambda: GraphStack("GATConv", heads=2, concat=False),
-    "TransformerConv in a list": lambda: GraphStack("TransformerConv", heads=2, concat=False),
-    "ChebConv in a list": lambda: GraphStack("ChebConv", K=2),
-    "GINConv in blocks": lambda: Residual("GINConv", perceptron),
-    "GATv2Conv in blocks": lambda: Residual("GATv2Conv", 8, 4, heads=2),
-    "GatedGraphConv in blocks": lambda: Residual("GatedGraphConv", 8, 2),
+    "GCNConv in a list": graph_list("GCNConv"),
+    "GATConv in a list": graph_list("GATConv", heads=2, concat=False),
+    "TransformerConv in a list": graph_list("TransformerConv", heads=2, concat=False),
+    "ChebConv in a list": graph_list("ChebConv", K=2),
+    "GINConv in blocks": graph_blocks(isomorphism),
+    "GATv2Conv in blocks": graph_blocks(imported(G, "GATv2Conv", 8, 4, heads=2)),
+    "GatedGraphConv in blocks": graph_blocks(imported(G, "GatedGraphConv", 8, 2)),
 }
 
 # PEFT
@@ -423,37 +403,27 @@ ADAPTED: dict[str, tuple[Build, Draw]] = {
 # Smaller libraries
 
 
-class Quantizing(nn.Module):
-    """A quantizer of vector-quantize-pytorch between blocks."""
-
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList(Mlp() for _ in range(2))
-        self.quantizer = getattr(import_module("vector_quantize_pytorch"), name)(dim=32, codebook_size=16, **options)
-        self.decoder = nn.ModuleList(Mlp() for _ in range(2))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        for block in self.encoder:
-            x = block(x)
-        x, _, *rest = self.quantizer(x)
-        for block in self.decoder:
-            x = block(x)
-        return x, rest[0].mean() if rest else x.mean()
+def quantize(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x, _, *rest = model.quantizer(model.encoder(x))
+    return model.decoder(x), rest[0].mean() if rest else x.mean()
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+mlp = holds(
+    lambda block, x: x + block.down(F.gelu(block.up(x))), up=lambda: nn.Linear(32, 48), down=lambda: nn.Linear(48, 32)
+)
+two = partial(InOrder, mlp, blocks=2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+
+def quantizing(name: str, **options: Any) -> Build:
+    """Makes a quantizer of vector-quantize-pytorch between blocks."""
+    quantizer = imported("vector_quantize_pytorch", name, dim=32, codebook_size=16, **options)
+    return holds(quantize, encoder=two, quantizer=quantizer, decoder=two)
 
 
 QUANTIZERS: dict[str, Build] = {
-    "VectorQuantize": lambda: Quantizing("VectorQuantize", decay=0.8),
-    "VectorQuantize, cosine": lambda: Quantizing("VectorQuantize", use_cosine_sim=True),
-    "ResidualVQ": lambda: Quantizing("ResidualVQ", num_quantizers=2),
+    "VectorQuantize": quantizing("VectorQuantize", decay=0.8),
+    "VectorQuantize, cosine": quantizing("VectorQuantize", use_cosine_sim=True),
+    "ResidualVQ": quantizing("ResidualVQ", num_quantizers=2),
 }
 
 
@@ -463,44 +433,19 @@ def mamba() -> nn.Module:
     return made
 
 
-class RotaryModel(nn.Module):
+def attend(block: Any, x: Tensor, rotary: Any) -> Tensor:
     """lucidrains' rotary embeddings in the attention of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotary = import_module("rotary_embedding_torch").RotaryEmbedding(dim=8)
-        self.blocks = nn.ModuleList(RotaryBlock() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, self.rotary)
-        return x
+    q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in block.qkv(x).chunk(3, -1))
+    q, k = rotary.rotate_queries_or_keys(q), rotary.rotate_queries_or_keys(k)
+    return x + block.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class RotaryBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, rotary: nn.Module) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        q, k = rotary.rotate_queries_or_keys(q), rotary.rotate_queries_or_keys(k)  # type: ignore[operator]
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class OwnRotaryBlock(RotaryBlock):
-    """Has rotary embeddings of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotary = import_module("rotary_embedding_torch").RotaryEmbedding(dim=8)
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x, self.rotary)
-
-
-def own_rotary() -> nn.Module:
-    return nn.Sequential(*(OwnRotaryBlock() for _ in range(4)))
+ATTENTION: dict[str, Build] = dict(qkv=lambda: nn.Linear(32, 96), out=lambda: nn.Linear(32, 32))
+rotary = imported("rotary_embedding_torch", "RotaryEmbedding", dim=8)
+shared_rotary = holds(
+    lambda model, x: model.blocks(x, model.rotary), rotary=rotary, blocks=partial(InOrder, holds(attend, **ATTENTION))
+)
+own_rotary = sequence(holds(lambda block, x: attend(block, x, block.rotary), **ATTENTION, rotary=rotary))
 
 
 def images(family: str, models: Mapping[str, Build]) -> list[Case]:
@@ -539,13 +484,13 @@ CASES: tuple[Case, ...] = (
     *(
         Case(f"{name} of a fixed graph", "torch_geometric", build, batched_graph, lengths=(8,), samples=3)
         for name, build in (
-            ("GCNConv", lambda: Residual("GCNConv", 8, 8)),
-            ("SAGEConv", lambda: Residual("SAGEConv", 8, 8)),
+            ("GCNConv", graph_blocks(imported(G, "GCNConv", 8, 8))),
+            ("SAGEConv", graph_blocks(imported(G, "SAGEConv", 8, 8))),
         )
     ),
     *(Case(name, "peft", build, draw) for name, (build, draw) in ADAPTED.items()),
     *(Case(name, "vector-quantize-pytorch", build, vectors) for name, build in QUANTIZERS.items()),
     Case("Mamba", "mambapy", mamba, vectors),
-    Case("rotary-embedding-torch", "x-transformers", RotaryModel, vectors, imports=("rotary_embedding_torch",)),
+    Case("rotary-embedding-torch", "x-transformers", shared_rotary, vectors, imports=("rotary_embedding_torch",)),
     Case("rotary-embedding-torch: in a block", WAYS_OUT, own_rotary, vectors, imports=("rotary_embedding_torch",)),
 )

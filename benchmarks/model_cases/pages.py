@@ -182,8 +182,8 @@ def _share(libraries: Sequence[Record], habits: Sequence[Record]) -> str:
     share = sum(right) / max(sum(map(len, asked)), 1)
     return (
         "**Models with blocks** hold two or more modules of one class in a list or an `nn.Sequential`, and nothing is "
-        f"changed between their steps. Of them {share:.1%} train unchanged, with the numbers of the plain loop in all of "
-        f"these trainings: {right[0]} of {len(asked[0])} models of libraries, and {right[1]} of {len(asked[1])} by hand."
+        f"changed between their steps. Of them {share:.1%} train unchanged, with the numbers of the plain loop in all "
+        f"trainings: {right[0]} of {len(asked[0])} models of libraries, and {right[1]} of {len(asked[1])} by hand."
     )
 
 

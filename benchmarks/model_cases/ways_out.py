@@ -14,28 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model_cases import habit_blocks as in_blocks
 from model_cases import habit_models as habits
 from model_cases import libraries, transformers_models
 from model_cases.cases import Case, loss_of
-from model_cases.habit_blocks import (
-    KINDS,
-    WIDTH,
-    BatchNormed,
-    Block,
-    Build,
-    Habit,
-    Inner,
-    MomentumTwin,
-    Prepare,
-    Stack,
-    does,
-    draw,
-    give,
-    pack,
-    reverse,
-    skip_by,
-)
+from model_cases.habit_blocks import WIDTH, Block, Habit, Inner, Prepare, Stack, draw
 from model_cases.habit_models import Straight, outside
+from model_cases.modules import Build, holds
 from model_cases.pages import WAYS_OUT
 
 __all__ = ["CASES"]
@@ -49,7 +34,7 @@ class Around(nn.Module):
     def __init__(self, layer: nn.Module, habit: Habit, prepare: Prepare | None, state: dict[str, Any]) -> None:
         super().__init__()
         self.layer, self._habit = layer, habit
-        give(self, prepare, state)
+        in_blocks.give(self, prepare, state)
 
     def forward(self, x: Tensor, *rest: Any) -> Any:
         return self._habit(self, self.layer, x, *rest)
@@ -131,7 +116,7 @@ def evaluate(module: Any, inner: Inner, x: Tensor) -> Any:
 
 
 def still() -> nn.Module:
-    model = Stack(BatchNormed)
+    model = Stack(in_blocks.BatchNormed)
     model.blocks[0] = around(evaluate)(model.blocks[0])
     return model
 
@@ -149,24 +134,23 @@ def hooked() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-class CopyingTwin(MomentumTwin):
+class CopyingTwin(in_blocks.MomentumTwin):
     def forward(self, x: Tensor) -> Tensor:
         self.average()
         weight, bias = self.target.weight.clone(), self.target.bias.clone()
         return Block.forward(self, x) + nn.functional.linear(x, weight, bias)
 
 
-class Weighted(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach().clone())
+def weighted(name: str) -> Build:
+    """Makes a sequence of a module for each weight of a model."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight) + x
+    def layer(each: Tensor) -> nn.Module:
+        make = holds(
+            lambda block, x: torch.tanh(x @ block.weight) + x, weight=lambda: nn.Parameter(each.detach().clone())
+        )
+        return make()
 
-
-def weighted(stacked: bool) -> nn.Module:
-    return nn.Sequential(*map(Weighted, habits.Weights(stacked).weights))
+    return lambda: nn.Sequential(*map(layer, habits.HELD[name]().weights))  # type: ignore[arg-type]
 
 
 def coders() -> nn.Module:
@@ -177,7 +161,7 @@ def coders() -> nn.Module:
 
 def packed() -> nn.Module:
     """Each block packs and unpacks what it takes."""
-    wrap = around(lambda module, layer, x: pack(x, lambda packed: layer(packed)[0]))
+    wrap = around(lambda module, layer, x: in_blocks.pack(x, lambda packed: layer(packed)[0]))
     return nn.Sequential(*map(wrap, habits.PadAndPack().layers))
 
 
@@ -196,7 +180,7 @@ IN_A_BLOCK: dict[str, Build] = {
     "EarlyExit": outside(pass_exits, kind=lambda: around(exit_once)(Block())),
     "ReversalOutside": outside(
         habits.two_heads(lambda x: x),
-        habits.heads(domain=lambda: around(lambda module, inner, x: inner(reverse(x)))(nn.Linear(WIDTH, 2))),
+        habits.heads(domain=lambda: around(lambda module, inner, x: inner(in_blocks.reverse(x)))(nn.Linear(WIDTH, 2))),
     ),
     "ScaledGradientOutside": inside(first=around(habits.scale_gradient), kind=Straight),
     "LossInside": inside(last=around(habits.keep_loss, latest=None)),
@@ -211,20 +195,20 @@ OTHER: dict[str, Build] = {
     "HookedOutside: on a block": hooked,
     "ValuesOutside: torch.where": outside(choose_by_values),
     "ItemOutside: operators on tensors": outside(lambda model, inner, x: inner(x) * x.abs().max().clamp(min=1.0)),
-    "ObservedBlocks: in the block's own list": partial(Stack, does(prepare=observe_itself, seen=[])),
+    "ObservedBlocks: in the block's own list": partial(Stack, in_blocks.does(prepare=observe_itself, seen=[])),
     "AuxiliaryAttribute: returned": outside(add_losses, kind=habits.Returning),
-    "Reentrant: use_reentrant=False": partial(Stack, KINDS["Checkpointed"]),
+    "Reentrant: use_reentrant=False": partial(Stack, in_blocks.KINDS["Checkpointed"]),
     "CheckpointedBlocks, reentrant: use_reentrant=False": habits.checkpointed(reentrant=False),
     "MomentumTwin: reads a copy": partial(Stack, CopyingTwin),
-    "ParameterListModel: a module for each weight": partial(weighted, stacked=False),
-    "StackedWeights: a module for each weight": partial(weighted, stacked=True),
+    "ParameterListModel: a module for each weight": weighted("ParameterListModel"),
+    "StackedWeights: a module for each weight": weighted("StackedWeights"),
     "OtherMethod: a module for each method": coders,
 }
 DRAWING: dict[str, Build] = {
     "RandomOutside: in a block": inside(last=around(lambda module, inner, x: inner(x) * random.random())),
     "RandomOutside: torch.rand": inside(last=around(lambda module, inner, x: inner(x) * torch.rand([]))),
-    "LayerDrop: in a block": inside(block=around(skip_by(random.random)), kind=Straight),
-    "TorchLayerDrop: in a block": inside(block=around(skip_by(lambda: torch.rand([]))), kind=Straight),
+    "LayerDrop: in a block": inside(block=around(in_blocks.skip_by(random.random)), kind=Straight),
+    "TorchLayerDrop: in a block": inside(block=around(in_blocks.skip_by(lambda: torch.rand([]))), kind=Straight),
 }
 
 # What the user changed between steps
@@ -259,7 +243,7 @@ CHANGES: dict[str, tuple[Build, habits.Change]] = {
         lambda model, step: setattr(model.last, "temperature", 1.0 + step),
     ),
     "register_hook: before the pipeline": (
-        partial(Stack, does(prepare=scale_gradients, share=1.0)),
+        partial(Stack, in_blocks.does(prepare=scale_gradients, share=1.0)),
         habits.once(lambda model: setattr(model.blocks[1], "share", 0.1)),
     ),
     "a hook on the model: on a block": (Stack, habits.once(lambda model: habits.halve_output(model.last))),
