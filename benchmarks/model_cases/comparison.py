@@ -1,7 +1,7 @@
 """Comparing two trainings: to the bit, or by how much they differ and where."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ class Difference:
 
 def compare(expected: Outcome, found: Outcome) -> Difference:
     """The greatest difference in losses, parameters, buffers and attributes; 0 if they are equal to the bit."""
-    worst = Difference(0.0, "")
     if len(expected.losses) != len(found.losses):
         return Difference(math.inf, "the number of losses")
     pairs: list[tuple[str, Any, Any]] = [
@@ -36,11 +35,7 @@ def compare(expected: Outcome, found: Outcome) -> Difference:
         for number, (a, b) in enumerate(zip(expected.losses, found.losses, strict=True))
     ]
     pairs += _states(expected.state, found.state)
-    for where, a, b in pairs:
-        relative = _relative(a, b)
-        if relative > worst.relative:
-            worst = Difference(relative, where)
-    return worst
+    return _worst(pairs)
 
 
 def compare_outputs(expected: Any, found: Any) -> Difference:
@@ -48,11 +43,15 @@ def compare_outputs(expected: Any, found: Any) -> Difference:
     mine, theirs = ([leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)] for tree in (expected, found))
     if len(mine) != len(theirs):
         return Difference(math.inf, "the number of outputs")
+    return _worst([(f"output {index}", a, b) for index, (a, b) in enumerate(zip(mine, theirs, strict=True))])
+
+
+def _worst(pairs: Iterable[tuple[str, Any, Any]]) -> Difference:
     worst = Difference(0.0, "")
-    for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+    for where, a, b in pairs:
         relative = _relative(a, b)
         if relative > worst.relative:
-            worst = Difference(relative, f"output {index}")
+            worst = Difference(relative, where)
     return worst
 
 

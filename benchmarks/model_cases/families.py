@@ -5,6 +5,7 @@ from collections.abc import Collection
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,18 +61,14 @@ def warm_up(families: Collection[str]) -> None:
     def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
+    sample, batch = torch.randn(2, 4, WIDTH), torch.randn(4, 4, WIDTH)
+    options: dict[str, Any] = {"stages": 2, "microbatches": 2}
     for schedule in ("zb-h1", "2bw"):
         with penstock.Pipeline(
-            Stack(blocks=2),
-            torch.randn(2, 4, WIDTH),
-            lambda o, t: o.square().mean(),
-            sgd,
-            schedule=schedule,
-            stages=2,
-            microbatches=2,
+            Stack(blocks=2), sample, lambda o, t: o.square().mean(), sgd, schedule=schedule, **options
         ) as pipe:
-            pipe.step(torch.randn(4, 4, WIDTH), None)
-            pipe.predict(torch.randn(4, 4, WIDTH))
+            pipe.step(batch, None)
+            pipe.predict(batch)
 
 
 def declare_torchvision_operators() -> None:

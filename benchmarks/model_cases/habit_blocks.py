@@ -4,7 +4,6 @@ A family is a kind of habit. `Stack` has blocks of one kind between two linear l
 them, so that something of the model is in no block.
 """
 
-import copy
 import functools
 import random
 from collections.abc import Callable, Mapping
@@ -19,17 +18,16 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from model_cases.cases import LENGTH, Case, arguments, normal
-from model_cases.modules import Build, InOrder, holds, weight
+from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, holds, weight, with_habit
 
-__all__ = ["CASES", "KINDS", "WIDTH", "Block", "Habit", "Stack", "draw"]
+__all__ = ["CASES", "KINDS", "WIDTH", "Block", "Stack", "draw"]
 
 WIDTH = 6
-Inner = Callable[..., Any]
-Habit = Callable[[Any, Inner, Tensor], Any]
-"""A forward: the module that has the state, what it computes without the habit, and its input."""
-Prepare = Callable[[Any], Any]
-"""What is done once with a module that was made."""
 draw = arguments(normal(LENGTH, WIDTH))
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 class Block(nn.Module):
@@ -37,7 +35,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).tanh()
@@ -63,33 +61,13 @@ class Stack(nn.Module):
         return x
 
 
-class HabitBlock(Block):
-    """A block that does something around its forward."""
-
-    def __init__(self, habit: Habit, prepare: Prepare | None, state: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._habit = habit
-        give(self, prepare, state)
-
-    def forward(self, x: Tensor) -> Any:
-        return self._habit(self, super().forward, x)
-
-
-def give(module: nn.Module, prepare: Prepare | None, state: Mapping[str, Any]) -> None:
-    """Gives `module` copies of a state as attributes, and prepares it."""
-    for name, value in copy.deepcopy(dict(state)).items():
-        setattr(module, name, value)
-    if prepare is not None:
-        prepare(module)
-
-
 def plain(block: Any, inner: Inner, x: Tensor) -> Any:
     return inner(x)
 
 
 def does(habit: Habit = plain, prepare: Prepare | None = None, **state: Any) -> Build:
     """Makes blocks with a habit, a state, and what is done once with each of them."""
-    return lambda: HabitBlock(habit, prepare, state)
+    return partial(with_habit(Block), habit, prepare, state)
 
 
 def changed(change: Callable[[Any, Tensor], Any]) -> Habit:
@@ -104,7 +82,7 @@ def residual(change: Callable[[Any, Tensor], Any]) -> Habit:
 
 def replaced(make: Callable[[nn.Linear], Any], habit: Habit = plain) -> Build:
     """Makes blocks with something else than a linear layer, made from one."""
-    return does(habit, lambda block: setattr(block, "linear", make(nn.Linear(WIDTH, WIDTH))))
+    return does(habit, lambda block: setattr(block, "linear", make(linear())))
 
 
 # State

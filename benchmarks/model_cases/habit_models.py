@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from model_cases import habit_blocks as in_blocks
 from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal
-from model_cases.habit_blocks import WIDTH, Attention, BatchNormed, Block, EmaBook, Habit, Inner, Prepare, Stack, draw
-from model_cases.modules import Build, InOrder, holds, many, sequence, weight
+from model_cases.habit_blocks import WIDTH, Attention, BatchNormed, Block, EmaBook, Stack, draw, linear
+from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, holds, many, sequence, weight, with_habit
 
 __all__ = ["CASES"]
 
@@ -28,21 +28,9 @@ class Straight(Stack):
         return self.last(self.run(self.first(x)))
 
 
-class Outside(Stack):
-    """A stack that does something around its forward, outside of its blocks."""
-
-    def __init__(self, habit: Habit, prepare: Prepare | None, state: dict[str, Any], kind: Build) -> None:
-        super().__init__(kind)
-        self._habit = habit
-        in_blocks.give(self, prepare, state)
-
-    def forward(self, x: Tensor) -> Any:
-        return self._habit(self, super().forward, x)
-
-
 def outside(habit: Habit = in_blocks.plain, prepare: Prepare | None = None, kind: Build = Block, **state: Any) -> Build:
     """Makes stacks with a habit, a state, and what is done once with each of them."""
-    return lambda: Outside(habit, prepare, state, kind)
+    return partial(with_habit(Stack), habit, prepare, state, kind)
 
 
 def by_blocks(step: Callable[[Any, nn.Module, Tensor], Tensor]) -> Habit:
@@ -55,6 +43,11 @@ def by_blocks(step: Callable[[Any, nn.Module, Tensor], Tensor]) -> Habit:
         return model.last(x)
 
     return habit
+
+
+def after_blocks(end: Callable[[Any, Tensor], Any]) -> Habit:
+    """Does something with what the blocks compute, without a connection over them."""
+    return lambda model, inner, x: end(model, model.run(model.first(x)))
 
 
 def before(habit: Habit) -> Habit:
@@ -168,16 +161,6 @@ def observe_blocks(model: Any) -> None:
         block.register_forward_hook(lambda module, inputs, output: model.seen.append(output.detach().mean()))
 
 
-def two_heads(between: Callable[[Tensor], Tensor]) -> Habit:
-    """Does something between the trunk and a second head."""
-
-    def habit(model: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = model.run(model.first(x))
-        return model.last(x), model.domain(between(x))
-
-    return habit
-
-
 def round_straight_through(model: Any, inner: Inner, x: Tensor) -> Any:
     y = inner(x)
     return y + (y.round() - y).detach()
@@ -238,9 +221,8 @@ def keep_loss(module: Any, inner: Inner, x: Tensor) -> Any:
     return y
 
 
-def drop_norm(model: Any, inner: Inner, x: Tensor) -> Any:
+def drop_norm(model: Any, x: Tensor) -> Any:
     """BatchNorm whose output is not used: its statistics move all the same."""
-    x = model.run(model.first(x))
     model.side(x.transpose(1, 2))
     return model.last(x)
 
@@ -392,22 +374,25 @@ OUTSIDE: dict[str, Build] = {
     "EarlyExit": outside(exit_early),
     "HookedOutside": outside(prepare=observe_model, seen=[]),
     "ObservedBlocks": outside(prepare=observe_blocks, seen=[]),
-    "ReversalOutside": outside(two_heads(in_blocks.reverse), heads(domain=lambda: nn.Linear(WIDTH, 2))),
+    "ReversalOutside": outside(
+        after_blocks(lambda model, x: (model.last(x), model.domain(in_blocks.reverse(x)))),
+        heads(domain=lambda: nn.Linear(WIDTH, 2)),
+    ),
     "StraightThroughOutside": outside(round_straight_through),
     "ScaledGradientOutside": outside(before(scale_gradient)),
     "ClampedOutside": outside(prepare=clamp_gradients),
     "AuxiliaryAttribute": outside(add_losses, kind=Leaving),
     "AuxiliaryReturned": outside(add_returned_losses, kind=Returning),
     "LossInside": outside(keep_loss, latest=None),
-    "UnusedNorm": outside(drop_norm, heads(side=lambda: nn.BatchNorm1d(WIDTH))),
+    "UnusedNorm": outside(after_blocks(drop_norm), heads(side=lambda: nn.BatchNorm1d(WIDTH))),
     "UnusedHead": outside(
         drop_head,
-        heads(auxiliary=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), BatchNormed(), nn.Linear(WIDTH, 2))),
+        heads(auxiliary=lambda: nn.Sequential(linear(), BatchNormed(), nn.Linear(WIDTH, 2))),
     ),
     "CheckpointedBlocks": checkpointed(reentrant=False),
     "CheckpointedSequential": holds(
         lambda model, x: checkpoint_sequential(model.blocks, 2, model.first(x), use_reentrant=False),
-        first=lambda: nn.Linear(WIDTH, WIDTH),
+        first=linear,
         blocks=sequence(Block),
     ),
     "AutocastOutside": outside(autocast_to_float),
@@ -541,28 +526,18 @@ class Wrapper(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-class Lambdas(Stack):
-    """Functions in attributes, and a block that is called by another method than forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = lambda x: F.gelu(x)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.activation(self.first(x))
-        for block in self.blocks:
-            x = self.call(block, x)
-        return self.last(x)
-
-    @staticmethod
-    def call(block: nn.Module, x: Tensor) -> Tensor:
-        return block.forward(x)  # type: ignore[no-any-return]
+def call_forwards(model: Any, inner: Inner, x: Tensor) -> Any:
+    """Functions in attributes, and blocks that are called by another method."""
+    x = model.activation(model.first(x))
+    for block in model.blocks:
+        x = block.forward(x)
+    return model.last(x)
 
 
 class Coder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.there, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.there, self.back = linear(), linear()
 
     def encode(self, x: Tensor) -> Tensor:
         return self.there(x).tanh()
@@ -580,16 +555,15 @@ def run_other_methods(model: Any, x: Tensor) -> Tensor:
     return x
 
 
-class GeneratedBlocks(Stack):
+def generate(model: Any, inner: Inner, x: Tensor) -> Any:
     """A generator over blocks, and a comprehension."""
 
-    def outputs(self, x: Tensor) -> Iterator[Tensor]:
-        for block in self.blocks:
+    def outputs(x: Tensor) -> Iterator[Tensor]:
+        for block in model.blocks:
             x = block(x)
             yield x
 
-    def forward(self, x: Tensor) -> Any:
-        return self.last(torch.stack(list(self.outputs(self.first(x)))).mean(0))
+    return model.last(torch.stack(list(outputs(model.first(x)))).mean(0))
 
 
 def run_complex(model: Any, x: Tensor) -> Tensor:
@@ -607,10 +581,6 @@ def multiply_complex(block: Any, z: Tensor) -> Tensor:
 
 def norm_attention_and_mlp() -> nn.Module:
     return nn.ModuleList([nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), Block()])
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 HELD: dict[str, Build] = {
@@ -632,9 +602,9 @@ HELD: dict[str, Build] = {
     "UnetSkips": holds(skip, down=many(Block, 3), up=many(lambda: nn.Linear(2 * WIDTH, WIDTH), 3)),
     "Dense": outside(read_all_before),
     "Nested": lambda: Wrapper(Wrapper(Stack())),
-    "Lambdas": Lambdas,
+    "Lambdas": outside(call_forwards, activation=F.gelu),
     "OtherMethod": holds(run_other_methods, blocks=many(Coder, 3)),
-    "GeneratedBlocks": GeneratedBlocks,
+    "GeneratedBlocks": outside(generate),
     "ComplexBlocks": holds(run_complex, blocks=many(holds(multiply_complex, real=linear, imaginary=linear))),
     "ComplexParameter": partial(
         InOrder,
@@ -654,7 +624,6 @@ SEQUENTIAL: dict[str, Build] = {
 
 # What goes in and out
 
-
 half = partial(Stack, blocks=2)
 two_towers = holds(lambda model, x, y: model.left(x) * model.right(y), left=half, right=half)
 
@@ -671,50 +640,35 @@ class Result:
     name: str = "result"
 
 
-class Returns(Stack):
-    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def forward(self, x: Tensor) -> Any:
-        hidden = self.run(self.first(x))
-        return self._make(self.last(hidden), hidden)
-
-
-RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "a tuple": lambda out, hidden: (out, hidden),
-    "a dict": lambda out, hidden: {"out": out, "hidden": hidden, "name": "x"},
-    "a named tuple": Pair,
-    "a dataclass": Result,
-    "None and numbers": lambda out, hidden: (out, None, 3, [hidden]),
+RETURNS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a tuple": lambda model, x: (model.last(x), x),
+    "a dict": lambda model, x: {"out": model.last(x), "hidden": x, "name": "x"},
+    "a named tuple": lambda model, x: Pair(model.last(x), x),
+    "a dataclass": lambda model, x: Result(model.last(x), x),
+    "None and numbers": lambda model, x: (model.last(x), None, 3, [x]),
 }
 
 
-class Masks(Stack):
+def pass_masks(model: Any, inner: Inner, x: Tensor, padding: Tensor) -> Any:
     """An attention mask made of a padding mask, given to every block."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True))
-
-    def forward(self, x: Tensor, padding: Tensor) -> Any:  # type: ignore[override]
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, src_key_padding_mask=padding)
-        return self.last(x)
+    x = model.first(x)
+    for block in model.blocks:
+        x = block(x, src_key_padding_mask=padding)
+    return model.last(x)
 
 
-class Dated(Stack):
+def shift(model: Any, inner: Inner, batch: dict[str, Any]) -> Any:
     """A dict of inputs with a nested tuple."""
-
-    def forward(self, batch: dict[str, Any]) -> Any:  # type: ignore[override]
-        x, (shift, _) = batch["x"], batch["rest"]
-        return super().forward(x + shift)
+    x, (shift, _) = batch["x"], batch["rest"]
+    return inner(x + shift)
 
 
 def padding(samples: int, length: int) -> Tensor:
     return torch.arange(length).expand(samples, -1) > length - 3
 
 
+layer = partial(nn.TransformerEncoderLayer, WIDTH, 2, 12, dropout=0.0, batch_first=True)
+masked = outside(pass_masks, kind=layer)
 dated = keywords(x=normal(LENGTH, WIDTH), rest=arguments(normal(1, 1), lambda samples, length: torch.ones(())))
 
 # What is trained
@@ -890,7 +844,7 @@ TRAINED: dict[str, Build] = {
     "frozen beginning": frozen("first", "blocks.0"),
     "frozen end": frozen("blocks.2", "blocks.3", "last"),
     "frozen BatchNorm": FrozenNorm,
-    "unused parameters": outside(prepare=heads(spare=lambda: nn.Linear(WIDTH, WIDTH))),
+    "unused parameters": outside(prepare=heads(spare=linear)),
 }
 TORCH: dict[str, Build] = {
     "nn.Transformer": transformer(norm_first=False),
@@ -913,9 +867,9 @@ CASES: tuple[Case, ...] = (
     *cases("how blocks are held", WORDS, words),
     *cases("how blocks are held", SEQUENTIAL),
     Case("TwoTowers", "inputs and outputs", two_towers, arguments(normal(LENGTH, WIDTH), normal(LENGTH, WIDTH))),
-    Case("Masks", "inputs and outputs", Masks, arguments(normal(LENGTH, WIDTH), padding)),
-    Case("a nested dict", "inputs and outputs", Dated, arguments(dated)),
-    *cases("inputs and outputs", {name: partial(Returns, make) for name, make in RETURNS.items()}),
+    Case("Masks", "inputs and outputs", masked, arguments(normal(LENGTH, WIDTH), padding)),
+    Case("a nested dict", "inputs and outputs", outside(shift), arguments(dated)),
+    *cases("inputs and outputs", {name: outside(after_blocks(end)) for name, end in RETURNS.items()}),
     *cases("what is trained", TRAINED),
     *(Case(name, "changes between steps", build, draw, between=between) for name, (build, between) in CHANGES.items()),
     *cases("torch.nn", TORCH, two_vectors),

@@ -1,14 +1,20 @@
 """Modules that are made of parts and a forward, so that a table can name them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Build", "InOrder", "holds", "many", "sequence", "weight"]
+__all__ = ["Build", "Habit", "InOrder", "Inner", "Prepare", "holds", "many", "sequence", "weight", "with_habit"]
 
 Build = Callable[[], nn.Module]
+Inner = Callable[..., Any]
+Habit = Callable[..., Any]
+"""A forward: it is given the module that has the state, what it computes without the habit, and its inputs."""
+Prepare = Callable[[Any], Any]
+"""What is done once with a module that was made."""
 
 
 class Holding(nn.Module):
@@ -32,6 +38,27 @@ def holds(run: Callable[..., Any], **parts: Callable[[], Any]) -> Build:
 def weight(*shape: int, over: float = 1.0) -> Callable[[], nn.Parameter]:
     """Makes a parameter of normal numbers, divided by `over`."""
     return lambda: nn.Parameter(torch.randn(*shape) / over)
+
+
+def with_habit(base: type[nn.Module]) -> Callable[..., nn.Module]:
+    """The class of modules as `base`, which do something around its forward.
+
+    They take that habit, what is done with each of them once that it is made, its state, and what `base` takes.
+    """
+
+    class WithHabit(base):  # type: ignore[misc, valid-type]
+        def __init__(self, habit: Habit, prepare: Prepare | None, state: dict[str, Any], *args: Any) -> None:
+            super().__init__(*args)
+            self._habit = habit
+            for name, value in copy.deepcopy(state).items():
+                setattr(self, name, value)
+            if prepare is not None:
+                prepare(self)
+
+        def forward(self, *inputs: Any) -> Any:
+            return self._habit(self, super().forward, *inputs)
+
+    return WithHabit
 
 
 class InOrder(nn.Module):

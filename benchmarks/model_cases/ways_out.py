@@ -18,9 +18,9 @@ from model_cases import habit_blocks as in_blocks
 from model_cases import habit_models as habits
 from model_cases import libraries, transformers_models
 from model_cases.cases import Case, loss_of
-from model_cases.habit_blocks import WIDTH, Block, Habit, Inner, Prepare, Stack, draw
+from model_cases.habit_blocks import WIDTH, Block, Stack, draw
 from model_cases.habit_models import Straight, outside
-from model_cases.modules import Build, holds
+from model_cases.modules import Build, Habit, Inner, Prepare, holds, with_habit
 from model_cases.pages import WAYS_OUT
 
 __all__ = ["CASES"]
@@ -28,23 +28,23 @@ __all__ = ["CASES"]
 # What the model did around its blocks, done by its first or its last layer or by its blocks
 
 
-class Around(nn.Module):
-    """A layer, and what is done around it."""
+class Layer(nn.Module):
+    """A module with one module."""
 
-    def __init__(self, layer: nn.Module, habit: Habit, prepare: Prepare | None, state: dict[str, Any]) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self._habit = layer, habit
-        in_blocks.give(self, prepare, state)
+        self.layer = layer
 
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return self._habit(self, self.layer, x, *rest)
+    def forward(self, *inputs: Any) -> Any:
+        return self.layer(*inputs)
 
 
 Wrap = Callable[[nn.Module], nn.Module]
 
 
 def around(habit: Habit, prepare: Prepare | None = None, **state: Any) -> Wrap:
-    return lambda layer: Around(layer, habit, prepare, state)
+    """Does something around a layer."""
+    return partial(with_habit(Layer), habit, prepare, state)
 
 
 def inside(
@@ -85,7 +85,7 @@ def choose_by_values(model: Any, inner: Inner, x: Tensor) -> Tensor:
     return torch.where(y.mean() > 0, y * 2, y)
 
 
-def exit_once(module: Any, inner: Inner, x: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[misc]
+def exit_once(module: Any, inner: Inner, x: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
     """Does nothing once a block before it is done."""
     if done:
         return x, done
@@ -179,14 +179,16 @@ IN_A_BLOCK: dict[str, Build] = {
     "ValuesOutside": inside(last=around(habits.decide_by_values)),
     "EarlyExit": outside(pass_exits, kind=lambda: around(exit_once)(Block())),
     "ReversalOutside": outside(
-        habits.two_heads(lambda x: x),
+        habits.after_blocks(lambda model, x: (model.last(x), model.domain(x))),
         habits.heads(domain=lambda: around(lambda module, inner, x: inner(in_blocks.reverse(x)))(nn.Linear(WIDTH, 2))),
     ),
     "ScaledGradientOutside": inside(first=around(habits.scale_gradient), kind=Straight),
     "LossInside": inside(last=around(habits.keep_loss, latest=None)),
     "AutocastOutside": inside(wide, wide, around(habits.autocast_to_float)),
     "VmappedOutside": inside(vmapped, vmapped, vmapped),
-    "FunctionalOutside": inside(block=around(habits.call_with_smaller_weights), kind=Straight),
+    "FunctionalOutside": inside(
+        block=around(lambda module, inner, x: habits.call_with_smaller_weights(module, module.layer, x)), kind=Straight
+    ),
     "SwitchedMode": still,
     "PadAndPack": packed,
     "Jagged": inside(nested, nested, nested),
