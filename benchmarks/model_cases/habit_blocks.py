@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from model_cases.cases import LENGTH, Case, arguments, normal
-from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, holds, weight, with_habit
+from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, adds, holds, many, weight, with_habit
 
 __all__ = ["CASES", "KINDS", "WIDTH", "Block", "Stack", "draw"]
 
@@ -125,43 +125,37 @@ class BookFirst(EmaBook):
         return Block.forward(self, x) + self.book.clone()
 
 
-class VectorQuantizer(Block):
+def quantize(block: Any, inner: Inner, x: Tensor) -> Tensor:
     """VQ-VAE: nearest code, straight-through, codes averaged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(5, WIDTH))
-        self.register_buffer("counts", torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        nearest = torch.cdist(y, self.codes).argmin(-1)
-        quantized = F.embedding(nearest, self.codes)
-        if self.training:
-            with torch.no_grad():
-                hot = F.one_hot(nearest, 5).to(y.dtype).flatten(0, -2)
-                self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-                self.codes.lerp_(hot.T @ y.flatten(0, -2) / self.counts[:, None], 0.1)
-        return y + (quantized - y).detach() * 0.5
-
-
-class Queue(Block):
-    """MoCo: a queue with a pointer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.randn(16, WIDTH))
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        scores = y @ self.queue.clone().detach().T
+    y: Tensor = block.linear(x)
+    nearest = torch.cdist(y, block.codes).argmin(-1)
+    quantized = F.embedding(nearest, block.codes)
+    if block.training:
         with torch.no_grad():
-            at = int(self.pointer)
-            keys = y.mean(1)[:2]
-            self.queue[at : at + len(keys)] = keys
-            self.pointer[0] = (at + 2) % 16
-        return torch.tanh(scores[..., :WIDTH])
+            hot = F.one_hot(nearest, 5).to(y.dtype).flatten(0, -2)
+            block.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+            block.codes.lerp_(hot.T @ y.flatten(0, -2) / block.counts[:, None], 0.1)
+    return y + (quantized - y).detach() * 0.5
+
+
+def enqueue(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    """MoCo: a queue with a pointer."""
+    y = block.linear(x)
+    scores = y @ block.queue.clone().detach().T
+    with torch.no_grad():
+        at = int(block.pointer)
+        keys = y.mean(1)[:2]
+        block.queue[at : at + len(keys)] = keys
+        block.pointer[0] = (at + 2) % 16
+    return torch.tanh(scores[..., :WIDTH])
+
+
+def buffers(**made: Callable[[], Tensor]) -> Prepare:
+    def prepare(block: nn.Module) -> None:
+        for name, make in made.items():
+            block.register_buffer(name, make())
+
+    return prepare
 
 
 class Counter(Block):
@@ -184,21 +178,20 @@ def warm_up(block: Any, inner: Inner, x: Tensor) -> Tensor:
     return x + inner(x) * min(1.0, block.steps / 4)
 
 
-class MomentumTwin(Block):
+def follow(average: nn.Module, module: nn.Module) -> None:
+    """Moves the weights of an average towards those of a module."""
+    with torch.no_grad():
+        for mine, its in zip(module.parameters(), average.parameters(), strict=True):
+            its.mul_(0.9).add_(mine, alpha=0.1)
+
+
+def add_twin(block: Any, inner: Inner, x: Tensor) -> Any:
     """A BYOL target that its own forward averages."""
+    follow(block.target, block.linear)
+    return inner(x) + block.target(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
-    def average(self) -> None:
-        with torch.no_grad():
-            for mine, its in zip(self.linear.parameters(), self.target.parameters(), strict=True):
-                its.mul_(0.9).add_(mine, alpha=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.average()
-        return super().forward(x) + self.target(x)
+twin = adds(target=lambda: linear().requires_grad_(False))
 
 
 class BatchNormed(Block):
@@ -258,11 +251,14 @@ STATE: dict[str, Build] = {
     "ReassignedBuffer": ReassignedBuffer,
     "BufferData": BufferData,
     "BookFirst": BookFirst,
-    "VectorQuantizer": VectorQuantizer,
-    "Queue": Queue,
+    "VectorQuantizer": does(quantize, buffers(codes=lambda: torch.randn(5, WIDTH), counts=lambda: torch.ones(5))),
+    "Queue": does(
+        enqueue,
+        buffers(queue=lambda: torch.randn(16, WIDTH), pointer=lambda: torch.zeros(1, dtype=torch.long)),
+    ),
     "Counter": Counter,
     "WarmUp": does(warm_up, steps=0),
-    "MomentumTwin": MomentumTwin,
+    "MomentumTwin": does(add_twin, twin),
     "BatchNormed": BatchNormed,
     "CumulativeNormed": lambda: BatchNormed(partial(nn.BatchNorm1d, momentum=None)),
     "InstanceNormed": lambda: BatchNormed(partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)),
@@ -425,24 +421,17 @@ def parity(block: Any, inner: Inner, x: Tensor) -> Any:
     return inner(x) if x.shape[1] % 2 == 0 else inner(x) * 10
 
 
-class Routed(nn.Module):
+def route(block: Any, x: Tensor) -> Tensor:
     """A mixture of experts that loops over experts, with boolean indexing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        weights, chosen = self.router(flat).softmax(-1).topk(2)
-        y = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            rows, slots = torch.where(chosen == number)
-            if len(rows) == 0:
-                continue
-            y.index_add_(0, rows, expert(flat[rows]) * weights[rows, slots, None])
-        return x + y.view_as(x)
+    flat = x.flatten(0, 1)
+    weights, chosen = block.router(flat).softmax(-1).topk(2)
+    y = torch.zeros_like(flat)
+    for number, expert in enumerate(block.experts):
+        rows, slots = torch.where(chosen == number)
+        if len(rows) == 0:
+            continue
+        y.index_add_(0, rows, expert(flat[rows]) * weights[rows, slots, None])
+    return x + y.view_as(x)
 
 
 def double_chosen(block: Any, inner: Inner, x: Tensor) -> Tensor:
@@ -492,7 +481,7 @@ def catch(block: Any, inner: Inner, x: Tensor) -> Any:
 
 FLOW: dict[str, Build] = {
     "Parity": does(parity),
-    "Routed": Routed,
+    "Routed": holds(route, router=lambda: nn.Linear(WIDTH, 3), experts=many(linear, 3)),
     "Masked": does(double_chosen),
     "ByItem": does(changed(lambda block, y: y / max(y.abs().max().item(), 0.1))),
     "Halting": does(halt),
@@ -563,15 +552,12 @@ def lazy() -> nn.Module:
     return linear
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.norm = nn.LayerNorm(WIDTH)
+def attend(block: Any, x: Tensor) -> Tensor:
+    y = block.norm(x)
+    return x + block.attention(y, y, y, need_weights=False)[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.attention(y, y, y, need_weights=False)[0]
+
+attention = partial(nn.MultiheadAttention, WIDTH, 2, batch_first=True)
 
 
 def gate(x: Tensor) -> Tensor:
@@ -662,7 +648,7 @@ OF_MODULES: dict[str, Build] = {
         lambda block: setattr(block, "gate", torch.jit.script(gate)),
     ),
     "Exponential": does(take_exponential),
-    "Attention": Attention,
+    "Attention": holds(attend, attention=attention, norm=partial(nn.LayerNorm, WIDTH)),
     "LSTM": lambda: Recurrent(nn.LSTM),
 }
 

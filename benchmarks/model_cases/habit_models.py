@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from model_cases import habit_blocks as in_blocks
 from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal
-from model_cases.habit_blocks import WIDTH, Attention, BatchNormed, Block, EmaBook, Stack, draw, linear
-from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, holds, many, sequence, weight, with_habit
+from model_cases.habit_blocks import KINDS, WIDTH, BatchNormed, Block, EmaBook, Stack, draw, linear
+from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, adds, holds, many, sequence, weight, with_habit
 
 __all__ = ["CASES"]
 
@@ -76,14 +76,17 @@ def reassign_book(module: Any, inner: Inner, x: Tensor) -> Any:
     return inner(x + module.book)
 
 
-def count(module: Any, inner: Inner, x: Tensor) -> Any:
-    module.steps += 1
-    return inner(x) * min(1.0, module.steps / 4)
+def count(factor: Callable[[Any], Any]) -> Habit:
+    """Counts its calls, and multiplies by what it makes of them."""
+
+    def habit(module: Any, inner: Inner, x: Tensor) -> Any:
+        module.steps += 1
+        return inner(x) * factor(module.steps)
+
+    return habit
 
 
-def count_in_a_buffer(module: Any, inner: Inner, x: Tensor) -> Any:
-    module.steps += 1
-    return inner(x) * (1 + module.steps)
+warm_up = count(lambda steps: min(1.0, steps / 4))
 
 
 def count_in_a_tensor(module: Any, inner: Inner, x: Tensor) -> Any:
@@ -129,9 +132,7 @@ def divide_by_samples(module: Any, inner: Inner, x: Tensor) -> Any:
     return inner(x) / (1 if x.shape[0] < 3 else x.shape[0])
 
 
-def decide_by_values(module: Any, inner: Inner, x: Tensor) -> Any:
-    y = inner(x)
-    return y * 2 if y.mean() > 0 else y
+decide_by_values = in_blocks.changed(lambda module, y: y * 2 if y.mean() > 0 else y)
 
 
 def index(model: Any, inner: Inner, x: Tensor) -> Any:
@@ -161,11 +162,6 @@ def observe_blocks(model: Any) -> None:
         block.register_forward_hook(lambda module, inputs, output: model.seen.append(output.detach().mean()))
 
 
-def round_straight_through(model: Any, inner: Inner, x: Tensor) -> Any:
-    y = inner(x)
-    return y + (y.round() - y).detach()
-
-
 def scale_gradient(module: Any, inner: Inner, x: Tensor) -> Any:
     """A hook on an activation."""
     y = inner(x)
@@ -180,23 +176,14 @@ def clamp_gradients(model: Any) -> None:
     model.first.register_full_backward_hook(lambda _, inputs, __: None)
 
 
-class Leaving(Block):
+def leave_loss(block: Any, inner: Inner, x: Tensor) -> Tensor:
     """Leaves a loss in an attribute."""
-
-    auxiliary: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.auxiliary = y.square().mean()
-        return y
+    y: Tensor = inner(x)
+    block.auxiliary = y.square().mean()
+    return y
 
 
-class Returning(Block):
-    """Returns its auxiliary loss."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        return y, y.square().mean()
+returning = in_blocks.does(in_blocks.changed(lambda block, y: (y, y.square().mean())))
 
 
 def add_losses(model: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,16 +266,10 @@ def switch_mode(model: Any, inner: Inner, x: Tensor) -> Any:
 
 def average(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """A student and a teacher that the model's forward averages (BYOL)."""
+    in_blocks.follow(model.teacher, model.student)
     with torch.no_grad():
-        for mine, its in zip(model.student.parameters(), model.teacher.parameters(), strict=True):
-            its.mul_(0.9).add_(mine, alpha=0.1)
         target = model.teacher(x)
     return model.student(x), target
-
-
-def write_input(model: Any, inner: Inner, x: Tensor) -> Any:
-    x.mul_(0.5)
-    return inner(x)
 
 
 def write_between(model: Any, block: nn.Module, x: Tensor) -> Tensor:
@@ -300,14 +281,8 @@ def write_between(model: Any, block: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-class Viewing(Block):
-    """Returns a view of its input."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, 1:], super().forward(x)[:, 1:].detach().clone() * self.linear.bias
-
-
 def write_views(model: Any, inner: Inner, x: Tensor) -> Any:
+    """Writes what its blocks return, which are views of their inputs."""
     x = model.first(x).clone()
     for block in model.blocks:
         view, y = block(x)
@@ -322,20 +297,15 @@ def make_constants(model: Any, inner: Inner, x: Tensor) -> Any:
     return inner(mask @ x / x.shape[1] + positions + torch.tensor(0.5, dtype=x.dtype))
 
 
-class PadAndPack(nn.Module):
+def pack_all(model: Any, x: Tensor) -> Tensor:
     """Packed sequences between recurrent blocks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return in_blocks.pack(x, self.run)
-
-    def run(self, packed: Any) -> Any:
-        for layer in self.layers:
+    def run(packed: Any) -> Any:
+        for layer in model.layers:
             packed, _ = layer(packed)
         return packed
+
+    return in_blocks.pack(x, run)
 
 
 def nest(module: Any, inner: Inner, x: Tensor) -> Any:
@@ -344,22 +314,12 @@ def nest(module: Any, inner: Inner, x: Tensor) -> Any:
     return inner(nested).to_padded_tensor(0.0)
 
 
-def heads(**made: Callable[[], nn.Module]) -> Prepare:
-    """Adds modules."""
-
-    def prepare(model: nn.Module) -> None:
-        for name, make in made.items():
-            model.add_module(name, make())
-
-    return prepare
-
-
 OUTSIDE: dict[str, Build] = {
     "BookOutside": outside(before(keep_book), prepare_book),
     "ReassignedOutside": outside(reassign_book, prepare_book),
-    "CounterOutside": outside(count, steps=0),
+    "CounterOutside": outside(warm_up, steps=0),
     "TensorCounterOutside": outside(
-        count_in_a_buffer, lambda model: model.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        count(lambda steps: 1 + steps), lambda model: model.register_buffer("steps", torch.zeros((), dtype=torch.long))
     ),
     "PlainTensorOutside": outside(count_in_a_tensor, plain=torch.zeros(())),
     "ListOutside": outside(remember, memory=[]),
@@ -376,18 +336,18 @@ OUTSIDE: dict[str, Build] = {
     "ObservedBlocks": outside(prepare=observe_blocks, seen=[]),
     "ReversalOutside": outside(
         after_blocks(lambda model, x: (model.last(x), model.domain(in_blocks.reverse(x)))),
-        heads(domain=lambda: nn.Linear(WIDTH, 2)),
+        adds(domain=lambda: nn.Linear(WIDTH, 2)),
     ),
-    "StraightThroughOutside": outside(round_straight_through),
+    "StraightThroughOutside": outside(in_blocks.changed(lambda model, y: y + (y.round() - y).detach())),
     "ScaledGradientOutside": outside(before(scale_gradient)),
     "ClampedOutside": outside(prepare=clamp_gradients),
-    "AuxiliaryAttribute": outside(add_losses, kind=Leaving),
-    "AuxiliaryReturned": outside(add_returned_losses, kind=Returning),
+    "AuxiliaryAttribute": outside(add_losses, kind=in_blocks.does(leave_loss, auxiliary=None)),
+    "AuxiliaryReturned": outside(add_returned_losses, kind=returning),
     "LossInside": outside(keep_loss, latest=None),
-    "UnusedNorm": outside(after_blocks(drop_norm), heads(side=lambda: nn.BatchNorm1d(WIDTH))),
+    "UnusedNorm": outside(after_blocks(drop_norm), adds(side=lambda: nn.BatchNorm1d(WIDTH))),
     "UnusedHead": outside(
         drop_head,
-        heads(auxiliary=lambda: nn.Sequential(linear(), BatchNormed(), nn.Linear(WIDTH, 2))),
+        adds(auxiliary=lambda: nn.Sequential(linear(), BatchNormed(), nn.Linear(WIDTH, 2))),
     ),
     "CheckpointedBlocks": checkpointed(reentrant=False),
     "CheckpointedSequential": holds(
@@ -401,11 +361,14 @@ OUTSIDE: dict[str, Build] = {
     "FunctionalOutside": outside(by_blocks(call_with_smaller_weights)),
     "SwitchedMode": outside(switch_mode, kind=BatchNormed),
     "Momentum": holds(average, student=Stack, teacher=lambda: Stack().requires_grad_(False)),
-    "InputWritten": outside(write_input),
+    "InputWritten": outside(lambda model, inner, x: inner(x.mul_(0.5))),
     "InPlaceBetween": outside(by_blocks(write_between)),
-    "ViewsBetween": outside(write_views, kind=Viewing),
+    "ViewsBetween": outside(
+        write_views,
+        kind=in_blocks.does(lambda block, inner, x: (x[:, 1:], inner(x)[:, 1:].detach().clone() * block.linear.bias)),
+    ),
     "Captum": outside(make_constants),
-    "PadAndPack": PadAndPack,
+    "PadAndPack": holds(pack_all, layers=many(partial(nn.GRU, WIDTH, WIDTH, batch_first=True), 3)),
     "Jagged": outside(nest),
 }
 DRAWING: dict[str, Build] = {
@@ -418,17 +381,18 @@ DRAWING: dict[str, Build] = {
 
 
 class Words(nn.Module):
-    """An embedding, blocks, and what is done after them; the embedding is the head if it is tied."""
+    """An embedding, blocks, and what is done after them; the embedding may be tied to a head."""
 
     def __init__(
-        self, end: Callable[[Any, Tensor], Any], embedding: nn.Module, blocks: int = 4, tied: bool = True
+        self, end: Callable[[Any, Tensor], Any], embedding: nn.Module, blocks: int = 4, head: str = ""
     ) -> None:
         super().__init__()
         self.embedding, self._end = embedding, end
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, 20, bias=False)
-        if tied:
-            self.head.weight = embedding.weight
+        if head:
+            self.head = nn.Linear(WIDTH, 20, bias=False)
+        if head == "tied":
+            self.head.weight = embedding.weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor) -> Any:
         x = self.embedding(tokens)
@@ -580,7 +544,7 @@ def multiply_complex(block: Any, z: Tensor) -> Tensor:
 
 
 def norm_attention_and_mlp() -> nn.Module:
-    return nn.ModuleList([nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), Block()])
+    return nn.ModuleList([nn.LayerNorm(WIDTH), KINDS["Attention"](), nn.LayerNorm(WIDTH), Block()])
 
 
 HELD: dict[str, Build] = {
@@ -588,7 +552,7 @@ HELD: dict[str, Build] = {
     "CyclicBlocks": partial(SharedBlock, 2, 2),
     "Unrolled": partial(Unrolled, blocks=2),
     "ListsInAList": holds(run_lists, layers=many(norm_attention_and_mlp, 6)),
-    "ParallelLists": holds(run_parallel_lists, attentions=many(Attention), mlps=many(Block)),
+    "ParallelLists": holds(run_parallel_lists, attentions=many(KINDS["Attention"]), mlps=many(Block)),
     "ParameterListModel": holds(
         apply_weights, weights=lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) / 2 for _ in range(4))
     ),
@@ -619,7 +583,7 @@ HELD: dict[str, Build] = {
 BLOCKS = ("EmaBook", "Counter", "GradientMask", "Routed", "Parity")
 SEQUENTIAL: dict[str, Build] = {
     "nn.Sequential": sequence(Block),
-    **{f"nn.Sequential of {name}": sequence(in_blocks.KINDS[name]) for name in BLOCKS},
+    **{f"nn.Sequential of {name}": sequence(KINDS[name]) for name in BLOCKS},
 }
 
 # What goes in and out
@@ -676,14 +640,7 @@ dated = keywords(x=normal(LENGTH, WIDTH), rest=arguments(normal(1, 1), lambda sa
 
 def frozen(*names: str) -> Build:
     """Makes stacks of which some parts are not trained."""
-
-    def build() -> nn.Module:
-        model = Stack()
-        for name in names:
-            model.get_submodule(name).requires_grad_(False)
-        return model
-
-    return build
+    return outside(prepare=lambda model: [model.get_submodule(name).requires_grad_(False) for name in names])
 
 
 class FrozenNorm(Stack):
@@ -731,10 +688,6 @@ def replace_data(model: Any) -> None:
 def replace_parameter(model: Any) -> None:
     linear = model.blocks[1].linear
     linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
-
-
-def replace_buffer(model: Any) -> None:
-    model.blocks[1].book = torch.ones(WIDTH, dtype=torch.float64)
 
 
 def replace_block(model: Any) -> None:
@@ -786,7 +739,10 @@ CHANGES: dict[str, tuple[Build, Change]] = {
     "bn.momentum": (normed, of_norms(lambda norm, step: setattr(norm, "momentum", 0.1 / (step + 1)))),
     "p.data = ...": (Stack, once(replace_data)),
     "a new nn.Parameter": (Stack, once(replace_parameter)),
-    "a new buffer": (partial(Stack, EmaBook), once(replace_buffer)),
+    "a new buffer": (
+        partial(Stack, EmaBook),
+        once(lambda model: setattr(model.blocks[1], "book", torch.ones(WIDTH, dtype=torch.float64))),
+    ),
     "a new block": (Stack, once(replace_block)),
     "block.temperature": (partial(Stack, in_blocks.does(cool, temperature=1.0)), heat_blocks),
     "model.temperature": (
@@ -809,12 +765,8 @@ CHANGES: dict[str, tuple[Build, Change]] = {
 vectors = arguments(normal(LENGTH, 8))
 
 
-def two_vectors(samples: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, length, 8), torch.randn(samples, length - 2, 8)
-
-
-def transformer(norm_first: bool) -> Build:
-    return lambda: nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+two_vectors = arguments(normal(LENGTH, 8), lambda samples, length: torch.randn(samples, length - 2, 8))
+transformer = partial(nn.Transformer, 8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
 
 
 class CausalEncoder(nn.Module):
@@ -833,31 +785,29 @@ def cases(family: str, models: Mapping[str, Build], inputs: Draw = draw, **optio
 
 
 WORDS: dict[str, Build] = {
-    "TiedWords": lambda: Words(lambda model, x: model.head(x), nn.Embedding(20, WIDTH)),
+    "TiedWords": lambda: Words(lambda model, x: model.head(x), nn.Embedding(20, WIDTH), head="tied"),
     "TiedByFunction": lambda: Words(lambda model, x: F.linear(x, model.embedding.weight), nn.Embedding(20, WIDTH)),
     "Bags": lambda: Words(lambda model, x: x, nn.EmbeddingBag(20, WIDTH), blocks=3),
     # A sparse embedding has sparse gradients.
-    "SparseWords": lambda: Words(lambda model, x: model.head(x), nn.Embedding(20, WIDTH, sparse=True), tied=False),
-    "SparseSingle": lambda: Words(lambda model, x: x, nn.Embedding(20, WIDTH, sparse=True), tied=False),
+    "SparseWords": lambda: Words(lambda model, x: model.head(x), nn.Embedding(20, WIDTH, sparse=True), head="own"),
+    "SparseSingle": lambda: Words(lambda model, x: x, nn.Embedding(20, WIDTH, sparse=True), head="own"),
 }
 TRAINED: dict[str, Build] = {
     "frozen beginning": frozen("first", "blocks.0"),
     "frozen end": frozen("blocks.2", "blocks.3", "last"),
     "frozen BatchNorm": FrozenNorm,
-    "unused parameters": outside(prepare=heads(spare=linear)),
+    "unused parameters": outside(prepare=adds(spare=linear)),
 }
 TORCH: dict[str, Build] = {
-    "nn.Transformer": transformer(norm_first=False),
-    "nn.Transformer, norm first": transformer(norm_first=True),
+    "nn.Transformer": transformer,
+    "nn.Transformer, norm first": partial(transformer, norm_first=True),
 }
 ENCODERS: dict[str, Build] = {
     "nn.TransformerEncoder, causal mask": partial(CausalEncoder, None),
     "nn.TransformerEncoder, is_causal": partial(CausalEncoder, True),
 }
 BOTH: dict[str, Build] = {
-    "Dropping, RandomDepth": lambda: Stack(
-        lambda: nn.Sequential(in_blocks.KINDS["Dropping"](), in_blocks.KINDS["RandomDepth"]())
-    )
+    "Dropping, RandomDepth": partial(Stack, lambda: nn.Sequential(KINDS["Dropping"](), KINDS["RandomDepth"]()))
 }
 CASES: tuple[Case, ...] = (
     *cases("outside of blocks", OUTSIDE),

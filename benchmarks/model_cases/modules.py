@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Build", "Habit", "InOrder", "Inner", "Prepare", "holds", "many", "sequence", "weight", "with_habit"]
+__all__ = ["Build", "Habit", "InOrder", "Inner", "Prepare", "adds", "holds", "many", "sequence", "weight", "with_habit"]
 
 Build = Callable[[], nn.Module]
 Inner = Callable[..., Any]
@@ -55,10 +55,20 @@ def with_habit(base: type[nn.Module]) -> Callable[..., nn.Module]:
             if prepare is not None:
                 prepare(self)
 
-        def forward(self, *inputs: Any) -> Any:
-            return self._habit(self, super().forward, *inputs)
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            return self._habit(self, super().forward, *inputs, **named)
 
     return WithHabit
+
+
+def adds(**parts: Build) -> Prepare:
+    """Adds modules to a module."""
+
+    def prepare(module: nn.Module) -> None:
+        for name, make in parts.items():
+            module.add_module(name, make())
+
+    return prepare
 
 
 class InOrder(nn.Module):

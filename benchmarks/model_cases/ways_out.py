@@ -20,7 +20,7 @@ from model_cases import libraries, transformers_models
 from model_cases.cases import Case, loss_of
 from model_cases.habit_blocks import WIDTH, Block, Stack, draw
 from model_cases.habit_models import Straight, outside
-from model_cases.modules import Build, Habit, Inner, Prepare, holds, with_habit
+from model_cases.modules import Build, Habit, Inner, Prepare, adds, holds, with_habit
 from model_cases.pages import WAYS_OUT
 
 __all__ = ["CASES"]
@@ -35,8 +35,8 @@ class Layer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.layer(*inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.layer(*inputs, **named)
 
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -64,11 +64,6 @@ def inside(
     return build
 
 
-def multiply(module: Any, inner: Inner, x: Tensor) -> Any:
-    module.steps += 1
-    return inner(x) * module.steps
-
-
 def return_memory(module: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what it remembers, too."""
     module.memory.append(x.detach().mean())
@@ -78,11 +73,6 @@ def return_memory(module: Any, inner: Inner, x: Tensor) -> tuple[Tensor, Tensor]
 def add_memory(model: Any, inner: Inner, x: Tensor) -> Any:
     early, total = model.first(x)
     return model.last(model.run(early) + early) + total
-
-
-def choose_by_values(model: Any, inner: Inner, x: Tensor) -> Tensor:
-    y = inner(x)
-    return torch.where(y.mean() > 0, y * 2, y)
 
 
 def exit_once(module: Any, inner: Inner, x: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,11 +124,9 @@ def hooked() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-class CopyingTwin(in_blocks.MomentumTwin):
-    def forward(self, x: Tensor) -> Tensor:
-        self.average()
-        weight, bias = self.target.weight.clone(), self.target.bias.clone()
-        return Block.forward(self, x) + nn.functional.linear(x, weight, bias)
+def add_copied_twin(block: Any, inner: Inner, x: Tensor) -> Any:
+    in_blocks.follow(block.target, block.linear)
+    return inner(x) + nn.functional.linear(x, block.target.weight.clone(), block.target.bias.clone())
 
 
 def weighted(name: str) -> Build:
@@ -162,25 +150,25 @@ def coders() -> nn.Module:
 def packed() -> nn.Module:
     """Each block packs and unpacks what it takes."""
     wrap = around(lambda module, layer, x: in_blocks.pack(x, lambda packed: layer(packed)[0]))
-    return nn.Sequential(*map(wrap, habits.PadAndPack().layers))
+    return nn.Sequential(*map(wrap, habits.OUTSIDE["PadAndPack"]().layers))
 
 
 wide, nested, vmapped = around(habits.autocast), around(habits.nest), around(habits.vmap)
 IN_A_BLOCK: dict[str, Build] = {
     "BookOutside": inside(first=around(habits.keep_book, habits.prepare_book), kind=Straight),
     "ReassignedOutside": inside(first=around(habits.reassign_book, habits.prepare_book)),
-    "CounterOutside": inside(last=around(habits.count, steps=0)),
+    "CounterOutside": inside(last=around(habits.warm_up, steps=0)),
     "PlainTensorOutside": inside(last=around(habits.count_in_a_tensor, plain=torch.zeros(()))),
     "ListOutside": outside(
         add_memory, lambda model: setattr(model, "first", around(return_memory, memory=[])(model.first))
     ),
-    "GlobalOutside": inside(last=around(multiply, steps=0)),
+    "GlobalOutside": inside(last=around(habits.count(lambda steps: steps), steps=0)),
     "BatchOutside": inside(last=around(habits.divide_by_samples)),
     "ValuesOutside": inside(last=around(habits.decide_by_values)),
     "EarlyExit": outside(pass_exits, kind=lambda: around(exit_once)(Block())),
     "ReversalOutside": outside(
         habits.after_blocks(lambda model, x: (model.last(x), model.domain(x))),
-        habits.heads(domain=lambda: around(lambda module, inner, x: inner(in_blocks.reverse(x)))(nn.Linear(WIDTH, 2))),
+        adds(domain=lambda: around(lambda module, inner, x: inner(in_blocks.reverse(x)))(nn.Linear(WIDTH, 2))),
     ),
     "ScaledGradientOutside": inside(first=around(habits.scale_gradient), kind=Straight),
     "LossInside": inside(last=around(habits.keep_loss, latest=None)),
@@ -195,13 +183,13 @@ IN_A_BLOCK: dict[str, Build] = {
 }
 OTHER: dict[str, Build] = {
     "HookedOutside: on a block": hooked,
-    "ValuesOutside: torch.where": outside(choose_by_values),
+    "ValuesOutside: torch.where": outside(in_blocks.changed(lambda model, y: torch.where(y.mean() > 0, y * 2, y))),
     "ItemOutside: operators on tensors": outside(lambda model, inner, x: inner(x) * x.abs().max().clamp(min=1.0)),
     "ObservedBlocks: in the block's own list": partial(Stack, in_blocks.does(prepare=observe_itself, seen=[])),
-    "AuxiliaryAttribute: returned": outside(add_losses, kind=habits.Returning),
+    "AuxiliaryAttribute: returned": outside(add_losses, kind=habits.returning),
     "Reentrant: use_reentrant=False": partial(Stack, in_blocks.KINDS["Checkpointed"]),
     "CheckpointedBlocks, reentrant: use_reentrant=False": habits.checkpointed(reentrant=False),
-    "MomentumTwin: reads a copy": partial(Stack, CopyingTwin),
+    "MomentumTwin: reads a copy": partial(Stack, in_blocks.does(add_copied_twin, in_blocks.twin)),
     "ParameterListModel: a module for each weight": weighted("ParameterListModel"),
     "StackedWeights: a module for each weight": weighted("StackedWeights"),
     "OtherMethod: a module for each method": coders,
@@ -347,30 +335,24 @@ def reformer() -> nn.Module:
 # The graph U-Net as a list of layers, which run as they are
 
 
-def begin(module: Any, convolution: nn.Module, given: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def begin(module: Any, convolution: Inner, given: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     x, edges = given
     weights = x.new_ones(edges.shape[1])
     x = convolution(x, edges, weights).relu()
     return x, edges, weights, edges.new_zeros(x.shape[0]), x, edges, weights
 
 
-class Down(nn.Module):
+def down(module: Any, convolution: Inner, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """One level down: what is after the first level of the graph U-Net."""
-
-    def __init__(self, pool: nn.Module, convolution: nn.Module) -> None:
-        super().__init__()
-        self.pool, self.convolution = pool, convolution
-
-    def forward(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        x, edges, weights, batch, *saved = state
-        unet = import_module("torch_geometric.nn").GraphUNet
-        edges, weights = unet.augment_adj(None, edges, weights, x.shape[0])
-        x, edges, weights, batch, chosen, _ = self.pool(x, edges, weights, batch)
-        x = self.convolution(x, edges, weights).relu()
-        return x, edges, weights, batch, *saved, chosen, x, edges, weights
+    x, edges, weights, batch, *saved = state
+    unet = import_module("torch_geometric.nn").GraphUNet
+    edges, weights = unet.augment_adj(None, edges, weights, x.shape[0])
+    x, edges, weights, batch, chosen, _ = module.pool(x, edges, weights, batch)
+    x = convolution(x, edges, weights).relu()
+    return x, edges, weights, batch, *saved, chosen, x, edges, weights
 
 
-def up(module: Any, convolution: nn.Module, state: Sequence[Tensor]) -> Any:
+def up(module: Any, convolution: Inner, state: Sequence[Tensor]) -> Any:
     x, edges, weights, batch, *saved = state
     *saved, before, edges, weights, chosen, _, _, _ = saved
     filled = torch.zeros_like(before)
@@ -384,7 +366,10 @@ def graph_unet() -> nn.Module:
     first, *rest = unet.down_convs
     return nn.Sequential(
         around(begin)(first),
-        *(Down(pool, convolution) for pool, convolution in zip(unet.pools, rest, strict=True)),
+        *(
+            around(down, partial(nn.Module.add_module, name="pool", module=pool))(convolution)
+            for pool, convolution in zip(unet.pools, rest, strict=True)
+        ),
         *(around(up, last=index == unet.depth - 1)(convolution) for index, convolution in enumerate(unet.up_convs)),
     )
 
@@ -403,16 +388,10 @@ class Prefix:
         return torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
 
 
-class Prefixed(nn.Module):
+def prefix(module: Any, layer: Inner, hidden_states: Tensor, **rest: Any) -> Any:
     """A layer of Llama with a prompt of its own."""
-
-    def __init__(self, layer: nn.Module, prompt: Tensor) -> None:
-        super().__init__()
-        self.layer, self.prompt = layer, nn.Parameter(prompt.detach().clone())
-
-    def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
-        rest["past_key_values"] = Prefix(self.prompt, hidden_states.shape[0])
-        return self.layer(hidden_states, **rest)  # type: ignore[no-any-return]
+    rest["past_key_values"] = Prefix(module.prompt, hidden_states.shape[0])
+    return layer(hidden_states, **rest)
 
 
 class PrefixTuned(nn.Module):
@@ -427,7 +406,9 @@ class PrefixTuned(nn.Module):
         self.tokens = prompts.shape[0]
         prompts = prompts.view(self.tokens, config.num_hidden_layers, 2, config.num_key_value_heads, -1)
         layers = self.llama.model.layers
-        self.llama.model.layers = nn.ModuleList(Prefixed(layer, prompts[:, i]) for i, layer in enumerate(layers))
+        self.llama.model.layers = nn.ModuleList(
+            around(prefix, prompt=nn.Parameter(prompts[:, index].detach()))(layer) for index, layer in enumerate(layers)
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
