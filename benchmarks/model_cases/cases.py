@@ -63,17 +63,14 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([term.double() for term in terms]).sum()
 
 
-def normal(*shape: int) -> Draw:
-    return lambda samples, length: torch.randn(samples, *_sizes(shape, length))
+def _of_shape(make: Callable[..., Tensor]) -> Callable[..., Draw]:
+    return lambda *shape: lambda samples, length: make(samples, *_sizes(shape, length))
 
 
-def numbers(*shape: int) -> Draw:
-    """Numbers between 0 and 1."""
-    return lambda samples, length: torch.rand(samples, *_sizes(shape, length))
-
-
-def ones(*shape: int) -> Draw:
-    return lambda samples, length: torch.ones(samples, *_sizes(shape, length))
+normal = _of_shape(torch.randn)
+numbers = _of_shape(torch.rand)
+"""Numbers between 0 and 1."""
+ones = _of_shape(torch.ones)
 
 
 def integers(low: int, high: int, *shape: int) -> Draw:

@@ -62,11 +62,9 @@ def _states(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[tuple
         if not name.startswith("attribute ") and name not in found
     ]
     for name, value in found.items():
-        plain = name.removeprefix("saved ")
-        if plain in expected:
-            pairs.append((name, expected[plain], value))
-        elif not name.startswith("attribute "):
-            pairs.append((name, None, value))
+        plain = expected.get(name.removeprefix("saved "))
+        if plain is not None or not name.startswith("attribute "):
+            pairs.append((name, plain, value))
     return pairs
 
 

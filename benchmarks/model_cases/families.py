@@ -22,19 +22,12 @@ from model_cases.ways_out import CASES as WAYS
 __all__ = ["CASES", "missing_packages", "versions", "warm_up"]
 
 CASES: tuple[Case, ...] = (*HABIT_BLOCKS, *HABIT_MODELS, *WAYS, *TRANSFORMERS, *OTHER_LIBRARIES)
-NEEDS = {
-    "transformers": ("transformers",),
-    "peft": ("transformers", "peft"),
-    "diffusers": ("diffusers",),
-    "timm": ("timm",),
-    "torchvision": ("torchvision",),
-    "torch_geometric": ("torch_geometric",),
-    "vit-pytorch": ("vit_pytorch",),
-    "x-transformers": ("x_transformers",),
-    "segmentation-models-pytorch": ("segmentation_models_pytorch",),
-    "vector-quantize-pytorch": ("vector_quantize_pytorch",),
-    "mambapy": ("mambapy",),
-}
+LIBRARY_FAMILIES = (
+    "transformers", "diffusers", "timm", "torchvision", "torch_geometric", "vit-pytorch", "x-transformers",
+    "segmentation-models-pytorch", "vector-quantize-pytorch", "mambapy",
+)  # fmt: skip
+NEEDS = {"peft": ("transformers", "peft"), **{name: (name.replace("-", "_"),) for name in LIBRARY_FAMILIES}}
+"""The packages of families."""
 
 LIBRARIES: list[torch.library.Library] = []
 """A library's operators live as long as it."""

@@ -8,6 +8,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy
@@ -214,18 +215,12 @@ class Recurrent(nn.Module):
         return x + self.rnn(x)[0]
 
 
-class Stateful(Recurrent):
+def carry(block: Any, inner: Inner, x: Tensor) -> Any:
     """Carries its hidden state from call to call, detached: truncated backpropagation through time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = self.state if self.state is not None and self.state.shape[1] == x.shape[0] else None
-        y, state = self.rnn(x, state)
-        self.state = state.detach()
-        return x + y
+    state = block.state if block.state is not None and block.state.shape[1] == x.shape[0] else None
+    y, state = block.rnn(x, state)
+    block.state = state.detach()
+    return x + y
 
 
 class Cached(Block):
@@ -262,7 +257,7 @@ STATE: dict[str, Build] = {
     "BatchNormed": BatchNormed,
     "CumulativeNormed": lambda: BatchNormed(partial(nn.BatchNorm1d, momentum=None)),
     "InstanceNormed": lambda: BatchNormed(partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)),
-    "Stateful": Stateful,
+    "Stateful": partial(with_habit(Recurrent), carry, None, {"state": None}),
     "Cached": Cached,
     "GrowingTable": does(grow_table, lambda block: block.register_buffer("table", torch.zeros(0, 1), persistent=False)),
 }
@@ -375,16 +370,9 @@ def replace_by_hooks(block: Any) -> None:
     block.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
 
 
-class Observed(Block):
-    """A hook that only looks, and counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-        self.linear.register_forward_hook(self.look)
-
-    def look(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.seen += 1
+def count_calls(block: Any, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """A hook that only looks."""
+    block.seen += 1
 
 
 GRADIENTS: dict[str, Build] = {
@@ -402,7 +390,7 @@ GRADIENTS: dict[str, Build] = {
             lambda _, outputs: tuple(each * 0.5 for each in outputs)
         )
     ),
-    "Observed": Observed,
+    "Observed": does(prepare=lambda block: block.linear.register_forward_hook(MethodType(count_calls, block)), seen=0),
     "Replacing": does(prepare=replace_by_hooks),
     "TensorHook": does(hook_result),
     "Reversing": does(changed(lambda block, y: reverse(y))),
@@ -507,11 +495,6 @@ def pack(x: Tensor, run: Callable[[Any], Any]) -> Tensor:
     return nn.utils.rnn.pad_packed_sequence(run(packed), batch_first=True, total_length=x.shape[1])[0]
 
 
-class PackedSequences(Recurrent):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + pack(x, lambda packed: self.rnn(packed)[0])
-
-
 def loop_over_cell(block: Any, x: Tensor) -> Tensor:
     state, found = None, []
     for t in range(x.shape[1]):
@@ -531,10 +514,7 @@ def filter_spectrum(block: Any, x: Tensor) -> Tensor:
     return x + torch.fft.irfft(spectrum, n=WIDTH, dim=-1)
 
 
-class TwoOutputs(Block):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, y = pair
-        return y + super().forward(x), x
+pairs = does(lambda block, inner, pair: (pair[1] + inner(pair[0]), pair[0]))
 
 
 class Reversible(InOrder):
@@ -616,7 +596,9 @@ OF_MODULES: dict[str, Build] = {
     "Pruned": replaced(lambda linear: prune.l1_unstructured(linear, "weight", amount=0.4)),  # type: ignore[no-untyped-call]
     "LowRank": does(lambda block, inner, x: inner(x) + x @ block.down.T @ block.up.T, add_low_rank),
     "Recurrent": Recurrent,
-    "PackedSequences": PackedSequences,
+    "PackedSequences": partial(
+        with_habit(Recurrent), lambda block, inner, x: x + pack(x, lambda packed: block.rnn(packed)[0]), None, {}
+    ),
     "CellLoop": holds(loop_over_cell, cell=lambda: nn.LSTMCell(WIDTH, WIDTH)),
     "ParameterLists": holds(
         apply_lists,
@@ -667,5 +649,5 @@ CASES: tuple[Case, ...] = (
     *stacked("hooks and gradients in blocks", GRADIENTS),
     *stacked("control flow in blocks", FLOW),
     *stacked("kinds of blocks", OF_MODULES),
-    Case("Reversible", "kinds of blocks", partial(Reversible, TwoOutputs), draw),
+    Case("Reversible", "kinds of blocks", partial(Reversible, pairs), draw),
 )

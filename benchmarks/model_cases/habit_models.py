@@ -28,9 +28,11 @@ class Straight(Stack):
         return self.last(self.run(self.first(x)))
 
 
-def outside(habit: Habit = in_blocks.plain, prepare: Prepare | None = None, kind: Build = Block, **state: Any) -> Build:
+def outside(
+    habit: Habit = in_blocks.plain, prepare: Prepare | None = None, kind: Build = Block, blocks: int = 4, **state: Any
+) -> Build:
     """Makes stacks with a habit, a state, and what is done once with each of them."""
-    return partial(with_habit(Stack), habit, prepare, state, kind)
+    return partial(with_habit(Stack), habit, prepare, state, kind, blocks)
 
 
 def by_blocks(step: Callable[[Any, nn.Module, Tensor], Tensor]) -> Habit:
@@ -401,29 +403,21 @@ class Words(nn.Module):
         return self._end(self, x)
 
 
-class SharedBlock(Stack):
+def repeat(model: Any, inner: Inner, x: Tensor) -> Any:
     """Blocks in turn, several times: ALBERT with one, a universal transformer with two."""
-
-    def __init__(self, blocks: int, times: int) -> None:
-        super().__init__(blocks=blocks)
-        self.times = times
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for _ in range(self.times):
-            x = self.run(x)
-        return self.last(x)
+    x = model.first(x)
+    for _ in range(model.times):
+        x = model.run(x)
+    return model.last(x)
 
 
-class Unrolled(Stack):
+def unroll(model: Any, inner: Inner, x: Tensor) -> Any:
     """As many passes as there are letters."""
-
-    def forward(self, x: Tensor) -> Any:
-        h = torch.zeros_like(x[:, 0])
-        for t in range(x.shape[1]):
-            for block in self.blocks:
-                h = block(h + x[:, t])
-        return self.last(h)
+    h = torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        for block in model.blocks:
+            h = block(h + x[:, t])
+    return model.last(h)
 
 
 def run_lists(model: Any, x: Tensor) -> Tensor:
@@ -477,17 +471,6 @@ def read_all_before(model: Any, inner: Inner, x: Tensor) -> Any:
     for block in model.blocks:
         seen.append(block(torch.stack(seen).sum(0)))
     return model.last(torch.stack(seen).mean(0))
-
-
-class Wrapper(nn.Module):
-    """A model in a wrapper."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
 
 
 def call_forwards(model: Any, inner: Inner, x: Tensor) -> Any:
@@ -548,9 +531,9 @@ def norm_attention_and_mlp() -> nn.Module:
 
 
 HELD: dict[str, Build] = {
-    "SharedBlock": partial(SharedBlock, 1, 4),
-    "CyclicBlocks": partial(SharedBlock, 2, 2),
-    "Unrolled": partial(Unrolled, blocks=2),
+    "SharedBlock": outside(repeat, blocks=1, times=4),
+    "CyclicBlocks": outside(repeat, blocks=2, times=2),
+    "Unrolled": outside(unroll, blocks=2),
     "ListsInAList": holds(run_lists, layers=many(norm_attention_and_mlp, 6)),
     "ParallelLists": holds(run_parallel_lists, attentions=many(KINDS["Attention"]), mlps=many(Block)),
     "ParameterListModel": holds(
@@ -565,7 +548,7 @@ HELD: dict[str, Build] = {
     ),
     "UnetSkips": holds(skip, down=many(Block, 3), up=many(lambda: nn.Linear(2 * WIDTH, WIDTH), 3)),
     "Dense": outside(read_all_before),
-    "Nested": lambda: Wrapper(Wrapper(Stack())),
+    "Nested": holds(lambda model, x: model.module(x), module=holds(lambda model, x: model.inner(x), inner=Stack)),
     "Lambdas": outside(call_forwards, activation=F.gelu),
     "OtherMethod": holds(run_other_methods, blocks=many(Coder, 3)),
     "GeneratedBlocks": outside(generate),
@@ -627,12 +610,9 @@ def shift(model: Any, inner: Inner, batch: dict[str, Any]) -> Any:
     return inner(x + shift)
 
 
-def padding(samples: int, length: int) -> Tensor:
-    return torch.arange(length).expand(samples, -1) > length - 3
-
-
 layer = partial(nn.TransformerEncoderLayer, WIDTH, 2, 12, dropout=0.0, batch_first=True)
 masked = outside(pass_masks, kind=layer)
+padded = arguments(normal(LENGTH, WIDTH), lambda samples, length: torch.arange(length).expand(samples, -1) > length - 3)
 dated = keywords(x=normal(LENGTH, WIDTH), rest=arguments(normal(1, 1), lambda samples, length: torch.ones(())))
 
 # What is trained
@@ -769,15 +749,14 @@ two_vectors = arguments(normal(LENGTH, 8), lambda samples, length: torch.randn(s
 transformer = partial(nn.Transformer, 8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
 
 
-class CausalEncoder(nn.Module):
-    def __init__(self, causal: bool | None) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder, self.causal = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), causal
+def encode_causally(model: Any, x: Tensor) -> Any:
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+    return model.encoder(x, mask=mask, is_causal=model.causal)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-        return self.encoder(x, mask=mask, is_causal=self.causal)
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
 def cases(family: str, models: Mapping[str, Build], inputs: Draw = draw, **options: Any) -> list[Case]:
@@ -803,8 +782,8 @@ TORCH: dict[str, Build] = {
     "nn.Transformer, norm first": partial(transformer, norm_first=True),
 }
 ENCODERS: dict[str, Build] = {
-    "nn.TransformerEncoder, causal mask": partial(CausalEncoder, None),
-    "nn.TransformerEncoder, is_causal": partial(CausalEncoder, True),
+    "nn.TransformerEncoder, causal mask": holds(encode_causally, encoder=encoder, causal=lambda: None),
+    "nn.TransformerEncoder, is_causal": holds(encode_causally, encoder=encoder, causal=lambda: True),
 }
 BOTH: dict[str, Build] = {
     "Dropping, RandomDepth": partial(Stack, lambda: nn.Sequential(KINDS["Dropping"](), KINDS["RandomDepth"]()))
@@ -817,7 +796,7 @@ CASES: tuple[Case, ...] = (
     *cases("how blocks are held", WORDS, words),
     *cases("how blocks are held", SEQUENTIAL),
     Case("TwoTowers", "inputs and outputs", two_towers, arguments(normal(LENGTH, WIDTH), normal(LENGTH, WIDTH))),
-    Case("Masks", "inputs and outputs", masked, arguments(normal(LENGTH, WIDTH), padding)),
+    Case("Masks", "inputs and outputs", masked, padded),
     Case("a nested dict", "inputs and outputs", outside(shift), arguments(dated)),
     *cases("inputs and outputs", {name: outside(after_blocks(end)) for name, end in RETURNS.items()}),
     *cases("what is trained", TRAINED),

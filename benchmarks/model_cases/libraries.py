@@ -278,10 +278,10 @@ def x_transformer(kind: str, **options: Any) -> Build:
     )
 
 
-def with_mask(samples: int, length: int) -> dict[str, Tensor]:
-    mask = torch.ones(samples, length, dtype=torch.bool)
-    mask[0, -2:] = False
-    return {"x": torch.randint(0, 99, (samples, length)), "mask": mask}
+def mask(samples: int, length: int) -> Tensor:
+    found = torch.ones(samples, length, dtype=torch.bool)
+    found[0, -2:] = False
+    return found
 
 
 XS: dict[str, tuple[Build, Draw]] = {
@@ -292,7 +292,7 @@ XS: dict[str, tuple[Build, Draw]] = {
     "Decoder, T5 bias": (x_transformer("Decoder", rel_pos_bias=True), ids),
     "Decoder, memory keys": (x_transformer("Decoder", attn_num_mem_kv=4), ids),
     "Encoder": (x_transformer("Encoder"), ids),
-    "Encoder, mask": (x_transformer("Encoder"), with_mask),
+    "Encoder, mask": (x_transformer("Encoder"), keywords(x=integers(0, 99, LENGTH), mask=mask)),
     "Encoder, sandwich": (x_transformer("Encoder", sandwich_coef=2), ids),
     "Encoder in a model": (
         holds(

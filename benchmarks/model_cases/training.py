@@ -107,22 +107,14 @@ def train_staged(
     """The same by a pipeline; `note` hears facts of it as soon as they are known."""
     model = build(case, batches.dtype)
     sample, *data, last = batches.draw(case)
+    options: dict[str, Any] = {"schedule": schedule, "stages": stages, "seed": None if case.draws else 0}
     start = time.process_time()
     with ExitStack() as stack:
 
         def open_pipeline() -> penstock.Pipeline:
             stack.close()
             return stack.enter_context(
-                penstock.Pipeline(
-                    model,
-                    sample,
-                    case.loss,
-                    _sgd,
-                    schedule=schedule,
-                    stages=stages,
-                    microbatches=case.microbatches,
-                    seed=None if case.draws else 0,
-                )
+                penstock.Pipeline(model, sample, case.loss, _sgd, microbatches=case.microbatches, **options)
             )
 
         pipe = open_pipeline()

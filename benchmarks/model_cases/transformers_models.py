@@ -412,6 +412,7 @@ def longer_spectrum(samples: int, length: int) -> Tensor:
     return torch.randn(samples, 4 * length, 16)
 
 
+sound = keywords(input_values=normal(LENGTH))
 video = keywords(pixel_values=normal(4, 3, 16, 16))
 series = keywords(past_values=normal(16, 2))
 forecast = keywords(
@@ -471,14 +472,12 @@ CASES: tuple[Case, ...] = (
         for name, sizes in IMAGES.items()
     ),
     *(
-        case(name, transformer("AutoModel", name, SOUND), keywords(input_values=normal(LENGTH)), 400, 560)
+        case(name, transformer("AutoModel", name, SOUND), sound, 400, 560)
         for name in ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm", "sew", "data2vec-audio")
     ),
     # It keeps a table of sines in float32, of which one that is computed for another length differs in the last bits.
-    case("wav2vec2-conformer", transformer("AutoModel", "wav2vec2-conformer", SOUND),
-         keywords(input_values=normal(LENGTH)), 400),
-    case("wav2vec2, SpecAugment", by_class("Wav2Vec2Model", SPEC_AUGMENT), keywords(input_values=normal(LENGTH)), 400,
-         **DRAWS),
+    case("wav2vec2-conformer", transformer("AutoModel", "wav2vec2-conformer", SOUND), sound, 400),
+    case("wav2vec2, SpecAugment", by_class("Wav2Vec2Model", SPEC_AUGMENT), sound, 400, **DRAWS),
     case("whisper", by_class("WhisperForConditionalGeneration", WHISPER),
          keywords(input_features=spectrum, decoder_input_ids=target), 16),
     case("speech_to_text", by_class("Speech2TextForConditionalGeneration", SPEECH),

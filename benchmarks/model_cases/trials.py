@@ -207,17 +207,10 @@ def _explain(case: Case, batches: Batches, record: Record) -> None:
     again = compare(train_plainly(case, batches), train_plainly(case, batches))
     reasons = [] if not again.relative else [f"two plain loops differ by {again.relative:.0e}"]
     chain = penstock.capture(build(case, batches.dtype), batches.draw(case)[0])
-    held: dict[int, int] = {}
-    for layer in chain.layers:
-        for key in {id(parameter) for parameter in layer.module.parameters()}:
-            held[key] = held.get(key, 0) + 1
+    held = Counter(key for layer in chain.layers for key in {id(each) for each in layer.module.parameters()})
     if any(count > 1 for count in held.values()):
         reasons.append("layers share a weight")
-    readers: dict[str, int] = {}
-    for layer in chain.layers:
-        for name in layer.inputs:
-            if name not in chain.inputs.names:
-                readers[name] = readers.get(name, 0) + 1
+    readers = Counter(name for layer in chain.layers for name in layer.inputs if name not in chain.inputs.names)
     if any(count > 1 for count in readers.values()):
         reasons.append("several layers read a value")
     record["reasons"] = reasons

@@ -116,12 +116,10 @@ def observe_itself(module: Any) -> None:
     module.register_forward_hook(lambda module, inputs, output: module.seen.append(output.detach().mean()))
 
 
-def hooked() -> nn.Module:
+def observe_last(model: Any) -> None:
     """The observing hook of `HookedOutside` on its last layer."""
-    model: Any = Stack()
     model.last.seen = []
     model.last.register_forward_hook(lambda module, inputs, output: module.seen.append(1))
-    return model  # type: ignore[no-any-return]
 
 
 def add_copied_twin(block: Any, inner: Inner, x: Tensor) -> Any:
@@ -182,7 +180,7 @@ IN_A_BLOCK: dict[str, Build] = {
     "Jagged": inside(nested, nested, nested),
 }
 OTHER: dict[str, Build] = {
-    "HookedOutside: on a block": hooked,
+    "HookedOutside: on a block": outside(prepare=observe_last),
     "ValuesOutside: torch.where": outside(in_blocks.changed(lambda model, y: torch.where(y.mean() > 0, y * 2, y))),
     "ItemOutside: operators on tensors": outside(lambda model, inner, x: inner(x) * x.abs().max().clamp(min=1.0)),
     "ObservedBlocks: in the block's own list": partial(Stack, in_blocks.does(prepare=observe_itself, seen=[])),
@@ -429,15 +427,11 @@ def again(refused: str, way: str, build: Build | None = None, imports: Sequence[
     return replace(its, build=build or its.build, **changed)
 
 
+CAUSAL = next(case for case in habits.CASES if case.name == "nn.TransformerEncoder, is_causal")
 CASES: tuple[Case, ...] = (
     *(case(f"{name}: in a block", build) for name, build in IN_A_BLOCK.items()),
     *(case(name, build) for name, build in OTHER.items()),
-    Case(
-        "nn.TransformerEncoder, causal mask: is_causal=True",
-        WAYS_OUT,
-        lambda: habits.CausalEncoder(True),
-        habits.vectors,
-    ),
+    replace(CAUSAL, name="nn.TransformerEncoder, causal mask: is_causal=True", family=WAYS_OUT),
     *(case(name, build, microbatches=1, draws=True) for name, build in DRAWING.items()),
     *(case(name, build, between=between) for name, (build, between) in CHANGES.items()),
     *(case(name, build, between=between, rebuilds=True) for name, (build, between) in FROZEN.items()),
