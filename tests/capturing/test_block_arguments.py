@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from model_cases.habit_models import OUTSIDE
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support.blocks import WIDTH, Block, Model, batches, sgd, squares, train_plainly
+from support.blocks import WIDTH, Block, Stack, batches, sgd, squares, train_plainly
 
 
 class Biased(Block):
@@ -24,7 +25,7 @@ class Biased(Block):
         return super().forward(x) + other(x)
 
 
-class Borrowing(Model):
+class Borrowing(Stack):
     def __init__(self, holds: bool) -> None:
         bias = nn.Linear(WIDTH, WIDTH)
         super().__init__(lambda: Biased(bias if holds else None))
@@ -40,7 +41,7 @@ class Borrowing(Model):
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 2), ("2bw", 2)])
 def test_blocks_train_the_weights_of_a_module_that_they_are_given(holds: bool, schedule: str, stages: int) -> None:
-    def made() -> Model:
+    def made() -> Stack:
         torch.manual_seed(5)
         return Borrowing(holds).double()
 
@@ -79,7 +80,7 @@ class Sized(Block):
         return super().forward(x) / length
 
 
-class PassingSizes(Model):
+class PassingSizes(Stack):
     def __init__(self) -> None:
         super().__init__(Sized)
 
@@ -91,7 +92,7 @@ class PassingSizes(Model):
 
 
 def test_a_block_may_take_sizes_before_tensors() -> None:
-    def made() -> Model:
+    def made() -> Stack:
         torch.manual_seed(5)
         return PassingSizes().double()
 
@@ -101,26 +102,10 @@ def test_a_block_may_take_sizes_before_tensors() -> None:
         assert [pipe.step(x, target).loss.item() for x, target in data] == expected
 
 
-class FrozenBeginning(Model):
-    """Runs its first half under no_grad."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.first(x)
-            for block in self.blocks[:2]:
-                x = block(x)
-        for block in self.blocks[2:]:
-            x = block(x)
-        return self.last(x)
-
-
 def test_evaluation_is_checked_without_gradients() -> None:
     data = batches((6,))
     torch.manual_seed(5)
-    model = FrozenBeginning().double()
+    model = OUTSIDE["NoGradTrunk"]().double()
     with penstock.Pipeline(model, (data[0][0],), squares, sgd, stages=2) as pipe:
         found = pipe.predict(data[0][0])
     with torch.no_grad():
@@ -132,7 +117,7 @@ class Deciding(Block):
         return super().forward(x) * (2 if doubles else 1)
 
 
-class DecidingByValues(Model):
+class DecidingByValues(Stack):
     def __init__(self) -> None:
         super().__init__(Deciding)
 
@@ -164,9 +149,9 @@ class DecidingByResults(DecidingByValues):
 @pytest.mark.parametrize("kind", [DecidingByValues, DecidingByResults])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 2), ("zb-h1", 3)])
 def test_a_decision_by_values_that_is_passed_to_blocks_is_made_for_every_batch(
-    kind: Callable[[], Model], schedule: str, stages: int
+    kind: Callable[[], Stack], schedule: str, stages: int
 ) -> None:
-    def made() -> Model:
+    def made() -> Stack:
         torch.manual_seed(5)
         return kind().double()
 
@@ -204,7 +189,7 @@ class Scaled(Block):
         return super().forward(x) * scale.number
 
 
-class PassingNumbers(Model):
+class PassingNumbers(Stack):
     def __init__(self) -> None:
         super().__init__(Scaled)
 
@@ -238,8 +223,8 @@ class WritingNumbers(PassingNumbers):
 
 
 @pytest.mark.parametrize("kind", [PassingNumbers, AssigningNumbers, WritingNumbers])
-def test_an_object_with_a_number_in_a_tensor_is_passed_to_blocks(kind: Callable[[], Model]) -> None:
-    def made() -> Model:
+def test_an_object_with_a_number_in_a_tensor_is_passed_to_blocks(kind: Callable[[], Stack]) -> None:
+    def made() -> Stack:
         torch.manual_seed(5)
         return kind().double()
 

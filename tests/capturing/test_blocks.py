@@ -11,53 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from model_cases.habit_blocks import KINDS, Counter, EmaBook, ReassignedBuffer, gate
+from model_cases.habit_models import DRAWING, OUTSIDE
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support.blocks import WIDTH, Block, Model, batches, build, sgd, squares, train_plainly
-
-
-class Book(Block):
-    """Writes a buffer under no_grad, last of all, as codebooks and queues do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("book", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x) + self.book
-        with torch.no_grad():
-            self.book.copy_(0.9 * self.book + 0.1 * y.mean((0, 1)))
-        return y
-
-
-class Reassigned(Book):
-    """Assigns the buffer anew."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = Block.forward(self, x) + self.book
-        self.book = 0.9 * self.book + 0.1 * y.detach().mean((0, 1))
-        return y
-
-
-class Counted(Block):
-    """Counts its calls, and keeps a list and a tensor that is not registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.memory, self.plain = 0, [0.0], torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.memory.append(0.1 * self.calls)
-        self.plain = self.plain + 0.01
-        return super().forward(x) * min(self.calls, 7) + self.memory[-2] + self.plain.to(x)
-
-
-class Parity(Block):
-    """Depends on the length."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.shape[1] % 2 == 0 else super().forward(x) * 10
+from support.blocks import WIDTH, Block, Stack, batches, build, sgd, squares, train_plainly
 
 
 class Drawing(Block):
@@ -76,39 +34,6 @@ class Clamped(Block):
         self.register_full_backward_hook(lambda _, inputs, __: tuple(each.clamp(-0.5, 0.5) for each in inputs))  # type: ignore[attr-defined]
 
 
-class Reversal(torch.autograd.Function):
-    """Turns gradients around."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return -gradient
-
-
-class Reversing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return Reversal.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Sorting(Block):
-    """Decides by the data, and indexes by a mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        chosen = y.sum(-1) > 0
-        if chosen.any():
-            y = y.clone()
-            y[chosen] = y[chosen] * 2
-        return y
-
-
-def gate(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
-
-
 class Frozen(Block):
     """A scripted module and a scripted function in it."""
 
@@ -122,14 +47,18 @@ class Frozen(Block):
         return gated
 
 
-BLOCKS = (Book, Reassigned, Counted, Parity, Drawing, Clamped, Reversing, Sorting)
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    **{name: KINDS[name] for name in ("EmaBook", "ReassignedBuffer", "Counter", "Parity", "Reversing", "Masked")},
+    "Drawing": Drawing,
+    "Clamped": Clamped,
+}
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1"])
-def test_a_block_computes_what_it_computes_alone(kind: type[Block], schedule: str) -> None:
-    data = batches((6, 5, 8, 7) if kind is Parity else (6, 6, 6, 6))
-    plain, staged = build(kind), build(kind)
+def test_a_block_computes_what_it_computes_alone(name: str, schedule: str) -> None:
+    data = batches((6, 5, 8, 7) if name == "Parity" else (6, 6, 6, 6))
+    plain, staged = build(BLOCKS[name]), build(BLOCKS[name])
     random.seed(3)
     numpy.random.seed(3)
     expected = train_plainly(plain, data)
@@ -145,7 +74,7 @@ def test_a_block_computes_what_it_computes_alone(kind: type[Block], schedule: st
     assert all(torch.equal(tensor, found[name]) for name, tensor in staged.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", [Book, Counted, Clamped, Reassigned])
+@pytest.mark.parametrize("kind", [EmaBook, Counter, Clamped, ReassignedBuffer])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_a_block_with_several_versions_of_its_weights_equals_the_oracle(kind: type[Block], schedule: str) -> None:
     data = batches((6, 6, 6, 6, 6))
@@ -163,17 +92,17 @@ def test_a_block_with_several_versions_of_its_weights_equals_the_oracle(kind: ty
     assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state.items())
 
 
-def compile_in_place(model: Model) -> None:
+def compile_in_place(model: Stack) -> None:
     for block in model.blocks:
         block.compile(backend="eager")
 
 
-def compile_blocks(model: Model) -> None:
+def compile_blocks(model: Stack) -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
 
 
-COMPILED: dict[str, tuple[Callable[[Model], None], dict[str, Any]]] = {
+COMPILED: dict[str, tuple[Callable[[Stack], None], dict[str, Any]]] = {
     "stages": (lambda model: None, {"compile": {"backend": "eager"}}),
     "blocks in place": (compile_in_place, {}),
     "blocks": (compile_blocks, {}),
@@ -182,7 +111,7 @@ COMPILED: dict[str, tuple[Callable[[Model], None], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("what", "kind"),
-    [pytest.param("stages", Counted, marks=pytest.mark.slow), ("blocks in place", Book), ("blocks", Counted)],
+    [pytest.param("stages", Counter, marks=pytest.mark.slow), ("blocks in place", EmaBook), ("blocks", Counter)],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_keep_their_state(what: str, kind: type[Block]) -> None:
@@ -223,7 +152,7 @@ def test_replicas_of_a_block_with_scripted_code_equal_the_oracle(schedule: str) 
 
 
 def test_evaluation_is_in_evaluation_mode_and_shares_the_state() -> None:
-    class Dropping(Counted):
+    class Dropping(Counter):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
@@ -243,7 +172,7 @@ def test_evaluation_is_in_evaluation_mode_and_shares_the_state() -> None:
 
 
 def test_capture_leaves_blocks_as_they_were() -> None:
-    model = build(Counted)
+    model = build(Counter)
     model.blocks[0].calls = 3  # type: ignore[assignment]
     capture(model, (batches((6,))[0][0],))
 
@@ -251,17 +180,7 @@ def test_capture_leaves_blocks_as_they_were() -> None:
     assert all(block.memory == [0.0] and block.plain.item() == 0 for block in model.blocks)
 
 
-class CountingOutside(Model):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return super().forward(x) * self.steps
-
-
-class CollectingOutside(Model):
+class CollectingOutside(Stack):
     def __init__(self) -> None:
         super().__init__(Block)
         self.met: set[int] = set()
@@ -271,25 +190,7 @@ class CollectingOutside(Model):
         return super().forward(x) * len(self.met)
 
 
-class DrawingOutside(Model):
-    def __init__(self) -> None:
-        super().__init__(Block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.random()
-
-
-class ReassigningOutside(Model):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.register_buffer("book", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.book = 0.9 * self.book + 0.1 * x.detach().mean((0, 1))
-        return super().forward(x + self.book)
-
-
-class HookedOutside(Model):
+class HookedOutside(Stack):
     def __init__(self) -> None:
         super().__init__(Block)
         self.register_forward_hook(watch)
@@ -302,14 +203,17 @@ def watch(module: nn.Module, inputs: object, output: Tensor) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (CountingOutside, r"its forward changes steps, which is outside of its blocks and would be lost"),
+        (OUTSIDE["CounterOutside"], r"its forward changes steps, which is outside of its blocks and would be lost"),
         (CollectingOutside, r"its forward changes met, which is outside of its blocks"),
-        (ReassigningOutside, r"its forward changes book, which is outside of its blocks"),
-        (DrawingOutside, r"the forward of the model draws random numbers of Python's random or of NumPy outside"),
+        (OUTSIDE["ReassignedOutside"], r"its forward changes book, which is outside of its blocks"),
+        (
+            DRAWING["RandomOutside"],
+            r"the forward of the model draws random numbers of Python's random or of NumPy outside",
+        ),
         (HookedOutside, r"the model has the hook 'watch' and is not a block, so that the hook would not be run"),
     ],
 )
-def test_what_happens_outside_of_blocks_is_refused(kind: Callable[[], Model], message: str) -> None:
+def test_what_happens_outside_of_blocks_is_refused(kind: Callable[[], Stack], message: str) -> None:
     with pytest.raises(CaptureError, match=message) as caught:
         capture(kind().double(), (batches((6,))[0][0],))
 
@@ -331,7 +235,7 @@ def test_a_parameter_that_is_frozen_or_replaced_after_the_build_is_refused() -> 
 def test_a_change_of_a_block_between_steps_counts() -> None:
     """As in a plain loop: the block is the user's own module."""
     data = batches((6, 6))
-    plain, staged = build(Counted), build(Counted)
+    plain, staged = build(Counter), build(Counter)
     expected = train_plainly(plain, data[:1])
     plain.blocks[1].calls = 6  # type: ignore[assignment]
     expected += train_plainly(plain, data[1:])
@@ -351,7 +255,7 @@ class Masked(Block):
         return y.cumsum(1) if mask is None else mask.to(y) @ y
 
 
-class SkippingMasks(Model):
+class SkippingMasks(Stack):
     """Passes a mask where it cannot see that it hides nothing: in a trace, tensors are of another class."""
 
     def __init__(self) -> None:
@@ -418,7 +322,7 @@ def test_a_forward_that_a_block_repeats_in_its_backward_reads_the_same_weights(s
     assert losses(Checkpointed) == losses(Block) == list(expected.losses)
 
 
-class Repeated(Model):
+class Repeated(Stack):
     """Calls its blocks in turn, twice or more, as models with shared layers do."""
 
     def __init__(self, blocks: int) -> None:
@@ -434,7 +338,7 @@ class Repeated(Model):
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 3), ("2bw", 2)])
 def test_a_block_that_runs_in_several_stages_trains(schedule: str, stages: int, blocks: int) -> None:
-    def made() -> Model:
+    def made() -> Stack:
         torch.manual_seed(5)
         return Repeated(blocks).double()
 
@@ -446,22 +350,10 @@ def test_a_block_that_runs_in_several_stages_trains(schedule: str, stages: int, 
         assert tuple(pipe.step(x, target).loss.item() for x, target in data) == expected.losses
 
 
-class CountingInTensors(Model):
-    """Writes a buffer before the blocks, and reads it after them."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1  # type: ignore[assignment]
-        return super().forward(x) * (1 + self.steps)
-
-
 def test_a_buffer_that_is_written_in_one_stage_is_read_in_another_one() -> None:
-    def made() -> Model:
+    def made() -> nn.Module:
         torch.manual_seed(5)
-        return CountingInTensors().double()
+        return OUTSIDE["TensorCounterOutside"]().double()
 
     data = batches((6, 6))
     plain, expected = made(), []
@@ -478,7 +370,7 @@ def test_a_buffer_that_is_written_in_one_stage_is_read_in_another_one() -> None:
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-class FrozenTrunk(Model):
+class FrozenTrunk(Stack):
     """Runs half of its blocks under no_grad, between operators that are no block."""
 
     def __init__(self) -> None:
@@ -517,14 +409,14 @@ class Replacing(Twin):
         return Block.forward(self, x) + x @ self.average
 
 
-class TwinModel(Model):
+class TwinModel(Stack):
     def __init__(self) -> None:
         super().__init__(Twin)
 
 
 @pytest.mark.parametrize("kind", [FrozenTrunk, TwinModel])
-def test_blocks_without_gradients_train_as_in_a_plain_loop(kind: Callable[[], Model]) -> None:
-    def made() -> Model:
+def test_blocks_without_gradients_train_as_in_a_plain_loop(kind: Callable[[], Stack]) -> None:
+    def made() -> Stack:
         torch.manual_seed(5)
         return kind().double()
 
@@ -548,7 +440,7 @@ def test_capture_gives_back_parameters_that_a_forward_replaces() -> None:
     assert average.eq(0).all()
 
 
-class Skipping(Model):
+class Skipping(Stack):
     """Skips a block at random."""
 
     def __init__(self) -> None:
@@ -562,7 +454,7 @@ class Skipping(Model):
         return self.last(x)
 
 
-class ByForward(Model):
+class ByForward(Stack):
     """Calls forwards, which runs no hooks."""
 
     def __init__(self, kind: Callable[[], nn.Module] = Block) -> None:
@@ -575,7 +467,7 @@ class ByForward(Model):
         return self.last(x + early)
 
 
-class Marked(Counted):
+class Marked(Counter):
     """Has a hook on itself, which a call of its forward leaves out."""
 
     def __init__(self) -> None:
@@ -602,10 +494,10 @@ class TakingFromForward(ByForward):
         return super().forward(x) + sum(block.seen.mean() for block in self.blocks)  # type: ignore[union-attr,operator,misc]
 
 
-@pytest.mark.parametrize("kind", [Block, Counted, Marked])
+@pytest.mark.parametrize("kind", [Block, Counter, Marked])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 2)])
 def test_blocks_whose_forward_is_called(kind: Callable[[], Block], schedule: str, stages: int) -> None:
-    def made() -> Model:
+    def made() -> Stack:
         torch.manual_seed(5)
         return ByForward(kind).double()
 
@@ -630,7 +522,7 @@ def test_what_a_block_hands_on_in_an_attribute_is_seen_where_its_forward_is_call
         capture(TakingFromForward(), (batches((6,))[0][0].float(),))
 
 
-class Autocast(Model):
+class Autocast(Stack):
     def __init__(self) -> None:
         super().__init__(Block)
 
@@ -646,7 +538,7 @@ class Autocast(Model):
         (Autocast, r"pass autocast= to Pipeline instead"),
     ],
 )
-def test_calls_of_blocks_that_no_trace_keeps_are_refused(kind: Callable[[], Model], message: str) -> None:
+def test_calls_of_blocks_that_no_trace_keeps_are_refused(kind: Callable[[], Stack], message: str) -> None:
     torch.manual_seed(4)
     with pytest.raises(CaptureError, match=message):
         capture(kind(), (batches((6,))[0][0].float(),))
@@ -659,7 +551,7 @@ class Shortening(Block):
         return super().forward(x)[:, 1:]
 
 
-class Refilling(Model):
+class Refilling(Stack):
     """Fills up what its blocks cut off."""
 
     def __init__(self) -> None:
@@ -674,7 +566,7 @@ class Refilling(Model):
 
 
 def test_a_block_that_returns_fewer_steps_trains() -> None:
-    def made() -> Model:
+    def made() -> Stack:
         torch.manual_seed(5)
         return Refilling().double()
 
@@ -684,27 +576,7 @@ def test_a_block_that_returns_fewer_steps_trains() -> None:
         assert [pipe.step(x, target).loss.item() for x, target in data] == expected
 
 
-class Leaving(Block):
-    """Leaves a loss in an attribute, which the model reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.loss = y.square().mean()
-        return y
-
-
-class Collecting(Model):
-    """Adds up what its blocks leave."""
-
-    def __init__(self) -> None:
-        super().__init__(Leaving)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + sum(block.loss for block in self.blocks)  # type: ignore[misc]
-
-
-class Gathering(Model):
+class Gathering(Stack):
     """Gathers what hooks inside of its blocks see, in a list of each call, as libraries do for router losses."""
 
     def __init__(self) -> None:
@@ -728,8 +600,8 @@ def test_what_leaves_a_block_by_a_hook_is_refused() -> None:
 
 
 def test_what_leaves_a_block_in_an_attribute_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"its forward changes blocks.0.loss, which is outside of its blocks"):
-        capture(Collecting().double(), (batches((6,))[0][0],))
+    with pytest.raises(CaptureError, match=r"its forward changes blocks.0.auxiliary, which is outside of its blocks"):
+        capture(OUTSIDE["AuxiliaryAttribute"]().double(), (batches((6,))[0][0],))
 
 
 class Odd(Block):
@@ -739,7 +611,7 @@ class Odd(Block):
         return super().forward(x).mean(1, keepdim=True).expand(-1, (7 * x.shape[1] + 3 * other.shape[1]) // 5, -1)
 
 
-class OddModel(Model):
+class OddModel(Stack):
     def __init__(self) -> None:
         super().__init__(Odd, 2)
 
@@ -764,8 +636,8 @@ def test_sizes_that_no_rule_explains_are_fixed() -> None:
 @pytest.mark.parametrize(
     ("kind", "message", "recompute"),
     [
-        (Counted, r"blocks.\d.calls", True),
-        (Counted, r"blocks.\d.calls", "layers"),
+        (Counter, r"blocks.\d.calls", True),
+        (Counter, r"blocks.\d.calls", "layers"),
         (Drawing, r"random numbers of Python", True),
     ],
 )
@@ -780,7 +652,7 @@ def test_state_in_python_is_not_recomputed(kind: type[Block], message: str, reco
         pipe.step(*data[0])
 
 
-@pytest.mark.parametrize("kind", [Book, Reassigned])
+@pytest.mark.parametrize("kind", [EmaBook, ReassignedBuffer])
 def test_state_in_buffers_is_recomputed(kind: type[Block]) -> None:
     data = batches((6, 6))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.capturing import capture
 from penstock.errors import CaptureError, PlanError
-from support.blocks import Block, Model, batches, build, sgd, squares
+from support.blocks import Block, Stack, batches, build, sgd, squares
 
 Count = Callable[[], float]
 
@@ -105,7 +105,7 @@ def test_a_pipeline_has_the_numbers_of_a_plain_loop(name: str, listed: bool) -> 
     compare(made)
 
 
-def as_given(model: Model, listed: bool) -> nn.Module:
+def as_given(model: Stack, listed: bool) -> nn.Module:
     return nn.Sequential(model.first, *model.blocks, model.last) if listed else model
 
 
@@ -304,7 +304,7 @@ class Sized(Block):
         return super().forward(x).roll(steps, 1), 2 * x.shape[1]
 
 
-class Passing(Model):
+class Passing(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x, steps = self.first(x), 0
         for block in self.blocks:
@@ -313,7 +313,7 @@ class Passing(Model):
 
 
 def test_a_whole_number_that_a_block_returns_must_be_what_the_trace_has() -> None:
-    def passing(kind: Callable[[], nn.Module]) -> Model:
+    def passing(kind: Callable[[], nn.Module]) -> Stack:
         torch.manual_seed(5)
         return Passing(kind).double()
 
@@ -329,7 +329,7 @@ def test_a_whole_number_that_a_block_returns_must_be_what_the_trace_has() -> Non
             pipe.step(scale * x, None)
 
 
-class Freezing(Model):
+class Freezing(Stack):
     """Freezes blocks for a call, and leaves them so if it `stays`."""
 
     stays = False
@@ -346,7 +346,7 @@ class StaysFrozen(Freezing):
     stays = True
 
 
-class TwinOfAll(Model):
+class TwinOfAll(Stack):
     """Moves a twin of its blocks, which begins as a copy, so that the first averages change nothing."""
 
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
@@ -381,7 +381,7 @@ class TwinOfData(TwinOfAll):
         (TwinOfData, r"the forward of the model writes the parameter twin\.0\.linear\.\w+ outside of its blocks"),
     ],
 )
-def test_what_code_between_blocks_does_to_their_parameters_is_refused(kind: type[Model], text: str) -> None:
+def test_what_code_between_blocks_does_to_their_parameters_is_refused(kind: type[Stack], text: str) -> None:
     torch.manual_seed(5)
     model = kind(Block).double()
     before = [(each.requires_grad, each.detach().clone()) for each in model.parameters()]
@@ -393,7 +393,7 @@ def test_what_code_between_blocks_does_to_their_parameters_is_refused(kind: type
     )
 
 
-class Recycling(Model):
+class Recycling(Stack):
     """Runs its blocks three times, the first two without gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ class Recycling(Model):
 
 
 def test_blocks_that_run_again_with_gradients_train() -> None:
-    def made() -> Model:
+    def made() -> Stack:
         torch.manual_seed(5)
         return Recycling(Block).double()
 

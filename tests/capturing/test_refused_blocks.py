@@ -2,37 +2,29 @@
 reads.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
+from model_cases.habit_blocks import KINDS
+from model_cases.modules import InOrder
 from penstock.capturing import capture
 from penstock.errors import CaptureError
 from support import blocks
 from support.blocks import WIDTH, Block
 
 
-def build(blocks: list[nn.Module]) -> nn.Module:
+def build(kind: Callable[[], nn.Module], count: int = 4) -> nn.Module:
     torch.manual_seed(5)
-    model = Stack(blocks).double()
+    model = InOrder(kind, count).double()
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.5, 0.5)
     return model
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -51,7 +43,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_that_would_be_a_block_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"blocks\.0 is a program of torch\.jit.* Put it in a module of Python"):
-        capture(build([torch.jit.script(Block()) for _ in range(2)]), (batches()[0][0],))
+        capture(build(lambda: torch.jit.script(Block()), 2), (batches()[0][0],))
 
 
 class AveragedTarget(Block):
@@ -73,7 +65,7 @@ class AveragedTarget(Block):
 def test_a_block_that_writes_what_its_backward_reads_trains_on_a_copy(schedule: str) -> None:
     data = batches()
     shared: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": schedule}
-    model = build([AveragedTarget(copies=True) for _ in range(4)])
+    model = build(partial(AveragedTarget, copies=True))
     optimizer, expected = sgd(list(model.parameters())), []
     for x, target in data:
         losses = []
@@ -84,22 +76,17 @@ def test_a_block_that_writes_what_its_backward_reads_trains_on_a_copy(schedule: 
         optimizer.zero_grad()
         expected.append((sum(losses) / 2).item())  # type: ignore[union-attr]
     with penstock.Pipeline(
-        build([AveragedTarget(copies=True) for _ in range(4)]), (data[0][0][:2],), squares, sgd, **shared
+        build(partial(AveragedTarget, copies=True)), (data[0][0][:2],), squares, sgd, **shared
     ) as pipe:
         assert [pipe.step(x, target).loss.item() for x, target in data] == expected
 
-    model = build([AveragedTarget(copies=False) for _ in range(4)])
+    model = build(partial(AveragedTarget, copies=False))
     pipe = penstock.Pipeline(model, (data[0][0][:2],), squares, sgd, **shared)
     with pipe, pytest.raises(penstock.PenstockError, match=r"written in place after its forward.*self\.weight\.clone"):
         pipe.step(*data[0])
 
 
-class Reentrant(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoints_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"the backward of Model fails on the sample: .* needs use_reentrant=False"):
-        capture(blocks.build(Reentrant), (blocks.batches((6,))[0][0],))
+    with pytest.raises(CaptureError, match=r"the backward of Stack fails on the sample: .* needs use_reentrant=False"):
+        capture(blocks.build(KINDS["Reentrant"]), (blocks.batches((6,))[0][0],))

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import penstock
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support.blocks import WIDTH, Block, Model, batches, sgd, squares, train_plainly
+from support.blocks import WIDTH, Block, Stack, batches, sgd, squares, train_plainly
 
 
 class Branching(Block):
@@ -40,7 +40,7 @@ class Sparse(Block):
 
 
 def of_blocks(kind: Callable[[], nn.Module]) -> nn.Module:
-    return Model(kind)
+    return Stack(kind)
 
 
 def sequential(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -95,7 +95,7 @@ class WritingSparse(Sparse):
 
 
 def test_capture_gives_back_sparse_buffers() -> None:
-    model = Model(WritingSparse).double()
+    model = Stack(WritingSparse).double()
     before = [block.edges.to_dense() for block in model.blocks]
     capture(nn.Sequential(*model.blocks), (batches((6,))[0][0],))
 
@@ -159,7 +159,7 @@ def test_a_model_that_packs_between_its_blocks_is_refused() -> None:
         capture(PackingOutside().double(), (batches((6,))[0][0], torch.tensor([6, 4, 5, 6])))
 
 
-class Halved(Model):
+class Halved(Stack):
     """Calls blocks with other tensors in the place of their parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Halved(Model):
         return self.last(x)
 
 
-class Detached(Model):
+class Detached(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
@@ -179,7 +179,7 @@ class Detached(Model):
         return self.last(x)
 
 
-class OfATwin(Model):
+class OfATwin(Stack):
     """Equal at first, so that no comparison on the sample shows which weights were used."""
 
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
@@ -194,7 +194,7 @@ class OfATwin(Model):
         return self.last(x - 0.5 * early)
 
 
-class Own(Model):
+class Own(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:

@@ -5,41 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "Block", "Model", "batches", "build", "sgd", "squares", "train_plainly"]
+from model_cases.habit_blocks import WIDTH, Block, Stack
 
-WIDTH = 6
-
-
-class Block(nn.Module):
-    """A block with a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
+__all__ = ["WIDTH", "Block", "Stack", "batches", "build", "sgd", "squares", "train_plainly"]
 
 
-class Model(nn.Module):
-    """Blocks of one kind, and a connection over all of them, which only a trace of the model finds."""
-
-    def __init__(self, kind: Callable[[], nn.Module], blocks: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        early = x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x + early)
-
-
-def build(kind: Callable[[], nn.Module]) -> Model:
+def build(kind: Callable[[], nn.Module]) -> Stack:
     torch.manual_seed(5)
-    return Model(kind).double()
+    return Stack(kind).double()
 
 
 def batches(lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -57,7 +30,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def train_plainly(model: Model, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+def train_plainly(model: Stack, data: list[tuple[Tensor, Tensor]]) -> list[float]:
     optimizer, losses = sgd(list(model.parameters())), []
     for x, target in data:
         loss = squares(model(x), target)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import penstock
-from support.blocks import Block, Model, batches, build, sgd, squares
+from support.blocks import Block, Stack, batches, build, sgd, squares
 
 __all__ = ["ROUNDS", "WAYS", "OwnParameters", "copies", "make", "train", "train_adversaries", "train_these", "use"]
 
@@ -142,7 +142,7 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 }
 
 
-def make(way: str, twin: bool = False) -> Model:
+def make(way: str, twin: bool = False) -> Stack:
     model = build(WAYS[way][twin])
     for block in model.blocks:
         if isinstance(block, Attribute):
@@ -156,7 +156,7 @@ def make(way: str, twin: bool = False) -> Model:
     return model
 
 
-def use(way: str, model: Model, step: int) -> None:
+def use(way: str, model: Stack, step: int) -> None:
     """What the loop does with the model before a step, and the twin does not."""
     if way == "own backward":
         model(ROUNDS[step][0]).sum().backward()
@@ -169,7 +169,7 @@ def use(way: str, model: Model, step: int) -> None:
         _hook(way, model)
 
 
-def _hook(way: str, model: Model) -> None:
+def _hook(way: str, model: Stack) -> None:
     """Registers hooks: those of a twin before the pipeline is built."""
     if way == "late hook":
         model.last.weight.register_hook(lambda gradient: gradient * 0.1)
@@ -230,7 +230,7 @@ def copies() -> tuple[list[int], bool, list[float], list[float]]:
         losses = []
         for twin in twins:
             torch.manual_seed(7)
-            both = _Beside(Model(Block).double(), twin)
+            both = _Beside(Stack(Block).double(), twin)
             with penstock.Pipeline(both, (ROUNDS[0][0][:2],), squares, sgd, stages=2, microbatches=2) as second:
                 losses.append([second.step(x, target).loss.item() for x, target in ROUNDS])
     return hooks, b"penstock" in file.getvalue(), losses[0], losses[1]
