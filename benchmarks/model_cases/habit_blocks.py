@@ -552,11 +552,6 @@ def write_in_place(block: Any, inner: Inner, x: Tensor) -> Any:
     return y + x
 
 
-def write_its_input(block: Any, inner: Inner, x: Tensor) -> Any:
-    x += 1
-    return x + inner(x)
-
-
 def autocast(block: Any, inner: Inner, x: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = block.linear(x.float())
@@ -607,7 +602,7 @@ OF_MODULES: dict[str, Build] = {
     ),
     "Complex": holds(filter_spectrum, filter=weight(WIDTH // 2 + 1, 2)),
     "InPlace": does(write_in_place),
-    "WritesItsInput": does(write_its_input),
+    "WritesItsInput": does(lambda block, inner, x: x.add_(1) + inner(x)),
     "Autocasting": does(autocast),
     # It computes in float32, whatever it is given.
     "Inner32": does(

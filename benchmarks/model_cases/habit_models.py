@@ -21,13 +21,6 @@ __all__ = ["CASES"]
 words = arguments(integers(0, 20, LENGTH))
 
 
-class Straight(Stack):
-    """Blocks without a connection over them."""
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.run(self.first(x)))
-
-
 def outside(
     habit: Habit = in_blocks.plain, prepare: Prepare | None = None, kind: Build = Block, blocks: int = 4, **state: Any
 ) -> Build:
@@ -50,6 +43,9 @@ def by_blocks(step: Callable[[Any, nn.Module, Tensor], Tensor]) -> Habit:
 def after_blocks(end: Callable[[Any, Tensor], Any]) -> Habit:
     """Does something with what the blocks compute, without a connection over them."""
     return lambda model, inner, x: end(model, model.run(model.first(x)))
+
+
+straight = outside(after_blocks(lambda model, x: model.last(x)))
 
 
 def before(habit: Habit) -> Habit:

@@ -19,7 +19,7 @@ from model_cases import habit_models as habits
 from model_cases import libraries, transformers_models
 from model_cases.cases import Case, loss_of
 from model_cases.habit_blocks import WIDTH, Block, Stack, draw
-from model_cases.habit_models import Straight, outside
+from model_cases.habit_models import outside, straight
 from model_cases.modules import Build, Habit, Inner, Prepare, adds, holds, with_habit
 from model_cases.pages import WAYS_OUT
 
@@ -153,7 +153,7 @@ def packed() -> nn.Module:
 
 wide, nested, vmapped = around(habits.autocast), around(habits.nest), around(habits.vmap)
 IN_A_BLOCK: dict[str, Build] = {
-    "BookOutside": inside(first=around(habits.keep_book, habits.prepare_book), kind=Straight),
+    "BookOutside": inside(first=around(habits.keep_book, habits.prepare_book), kind=straight),
     "ReassignedOutside": inside(first=around(habits.reassign_book, habits.prepare_book)),
     "CounterOutside": inside(last=around(habits.warm_up, steps=0)),
     "PlainTensorOutside": inside(last=around(habits.count_in_a_tensor, plain=torch.zeros(()))),
@@ -168,12 +168,12 @@ IN_A_BLOCK: dict[str, Build] = {
         habits.after_blocks(lambda model, x: (model.last(x), model.domain(x))),
         adds(domain=lambda: around(lambda module, inner, x: inner(in_blocks.reverse(x)))(nn.Linear(WIDTH, 2))),
     ),
-    "ScaledGradientOutside": inside(first=around(habits.scale_gradient), kind=Straight),
+    "ScaledGradientOutside": inside(first=around(habits.scale_gradient), kind=straight),
     "LossInside": inside(last=around(habits.keep_loss, latest=None)),
     "AutocastOutside": inside(wide, wide, around(habits.autocast_to_float)),
     "VmappedOutside": inside(vmapped, vmapped, vmapped),
     "FunctionalOutside": inside(
-        block=around(lambda module, inner, x: habits.call_with_smaller_weights(module, module.layer, x)), kind=Straight
+        block=around(lambda module, inner, x: habits.call_with_smaller_weights(module, module.layer, x)), kind=straight
     ),
     "SwitchedMode": still,
     "PadAndPack": packed,
@@ -195,8 +195,8 @@ OTHER: dict[str, Build] = {
 DRAWING: dict[str, Build] = {
     "RandomOutside: in a block": inside(last=around(lambda module, inner, x: inner(x) * random.random())),
     "RandomOutside: torch.rand": inside(last=around(lambda module, inner, x: inner(x) * torch.rand([]))),
-    "LayerDrop: in a block": inside(block=around(in_blocks.skip_by(random.random)), kind=Straight),
-    "TorchLayerDrop: in a block": inside(block=around(in_blocks.skip_by(lambda: torch.rand([]))), kind=Straight),
+    "LayerDrop: in a block": inside(block=around(in_blocks.skip_by(random.random)), kind=straight),
+    "TorchLayerDrop: in a block": inside(block=around(in_blocks.skip_by(lambda: torch.rand([]))), kind=straight),
 }
 
 # What the user changed between steps

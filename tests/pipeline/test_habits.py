@@ -8,11 +8,12 @@ import torch
 
 from model_cases.cases import Case
 from model_cases.comparison import compare, compare_outputs
-from model_cases.habits import CASES
+from model_cases.habit_blocks import CASES as IN_BLOCKS
+from model_cases.habit_models import CASES as AROUND_BLOCKS
 from model_cases.training import Batches, train_by_oracle, train_plainly, train_staged
 from penstock.errors import PenstockError
 
-HABITS = {case.name: case for case in CASES}
+HABITS = {case.name: case for case in (*IN_BLOCKS, *AROUND_BLOCKS)}
 SIZES = [(2, 8), (5, 8), (6, 11), (4, 8)]
 """Samples and length: of the sample, and of the steps."""
 SIZES_WITHOUT_MICROBATCHES = [(2, 8), (3, 8), (4, 11), (2, 8)]
