@@ -303,7 +303,7 @@ def function(name: str, forward: Callable[..., Tensor], backward: Callable[..., 
     made = type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
-    return made.apply  # type: ignore[attr-defined, no-any-return]
+    return lambda *inputs: made.apply(*inputs)  # type: ignore[attr-defined, no-any-return]
 
 
 def step(ctx: Any, x: Tensor) -> Tensor:
