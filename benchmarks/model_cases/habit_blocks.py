@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from model_cases import modules
 from model_cases.cases import LENGTH, Case, arguments, normal
-from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, adds, holds, many, weight, with_habit
+from model_cases.modules import Build, Habit, Inner, Prepare, adds, holds, many
 
 __all__ = ["CASES", "KINDS", "WIDTH", "Block", "Stack", "draw"]
 
@@ -57,9 +58,7 @@ class Stack(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         """What the blocks compute, one after the other."""
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return modules.in_order(self.blocks, x)  # type: ignore[no-any-return]
 
 
 def plain(block: Any, inner: Inner, x: Tensor) -> Any:
@@ -68,7 +67,7 @@ def plain(block: Any, inner: Inner, x: Tensor) -> Any:
 
 def does(habit: Habit = plain, prepare: Prepare | None = None, **state: Any) -> Build:
     """Makes blocks with a habit, a state, and what is done once with each of them."""
-    return partial(with_habit(Block), habit, prepare, state)
+    return partial(modules.with_habit(Block), habit, prepare, state)
 
 
 def changed(change: Callable[[Any, Tensor], Any]) -> Habit:
@@ -257,7 +256,7 @@ STATE: dict[str, Build] = {
     "BatchNormed": BatchNormed,
     "CumulativeNormed": lambda: BatchNormed(partial(nn.BatchNorm1d, momentum=None)),
     "InstanceNormed": lambda: BatchNormed(partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)),
-    "Stateful": partial(with_habit(Recurrent), carry, None, {"state": None}),
+    "Stateful": partial(modules.with_habit(Recurrent), carry, None, {"state": None}),
     "Cached": Cached,
     "GrowingTable": does(grow_table, lambda block: block.register_buffer("table", torch.zeros(0, 1), persistent=False)),
 }
@@ -485,7 +484,7 @@ FLOW: dict[str, Build] = {
 def add_low_rank(block: Any) -> None:
     """LoRA by hand, on a frozen layer."""
     block.linear.requires_grad_(False)
-    block.down, block.up = weight(2, WIDTH, over=4)(), weight(WIDTH, 2, over=4)()
+    block.down, block.up = modules.weight(2, WIDTH, over=4)(), modules.weight(WIDTH, 2, over=4)()
 
 
 def pack(x: Tensor, run: Callable[[Any], Any]) -> Tensor:
@@ -493,6 +492,10 @@ def pack(x: Tensor, run: Callable[[Any], Any]) -> Tensor:
     lengths = torch.arange(x.shape[0]) % 3 + x.shape[1] - 2
     packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     return nn.utils.rnn.pad_packed_sequence(run(packed), batch_first=True, total_length=x.shape[1])[0]
+
+
+def run_packed(block: Any, inner: Inner, x: Tensor) -> Tensor:
+    return x + pack(x, lambda packed: block.rnn(packed)[0])
 
 
 def loop_over_cell(block: Any, x: Tensor) -> Tensor:
@@ -517,7 +520,7 @@ def filter_spectrum(block: Any, x: Tensor) -> Tensor:
 pairs = does(lambda block, inner, pair: (pair[1] + inner(pair[0]), pair[0]))
 
 
-class Reversible(InOrder):
+class Reversible(modules.InOrder):
     """Blocks that pass a pair on."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -581,7 +584,7 @@ OF_MODULES: dict[str, Build] = {
     # stack_module_state and vmap over parameters.
     "Ensemble": holds(
         lambda block, x: x + torch.vmap(lambda weight: torch.tanh(x @ weight))(block.weights).mean(0),
-        weights=weight(3, WIDTH, WIDTH, over=3),
+        weights=modules.weight(3, WIDTH, WIDTH, over=3),
     ),
     "WeightNormed": replaced(parametrizations.weight_norm),
     "OldWeightNormed": replaced(weight_norm),
@@ -591,16 +594,14 @@ OF_MODULES: dict[str, Build] = {
     "Pruned": replaced(lambda linear: prune.l1_unstructured(linear, "weight", amount=0.4)),  # type: ignore[no-untyped-call]
     "LowRank": does(lambda block, inner, x: inner(x) + x @ block.down.T @ block.up.T, add_low_rank),
     "Recurrent": Recurrent,
-    "PackedSequences": partial(
-        with_habit(Recurrent), lambda block, inner, x: x + pack(x, lambda packed: block.rnn(packed)[0]), None, {}
-    ),
+    "PackedSequences": partial(modules.with_habit(Recurrent), run_packed, None, {}),
     "CellLoop": holds(loop_over_cell, cell=lambda: nn.LSTMCell(WIDTH, WIDTH)),
     "ParameterLists": holds(
         apply_lists,
         weights=lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(2)),
         named=lambda: nn.ParameterDict({"scale": torch.ones(WIDTH)}),
     ),
-    "Complex": holds(filter_spectrum, filter=weight(WIDTH // 2 + 1, 2)),
+    "Complex": holds(filter_spectrum, filter=modules.weight(WIDTH // 2 + 1, 2)),
     "InPlace": does(write_in_place),
     "WritesItsInput": does(lambda block, inner, x: x.add_(1) + inner(x)),
     "Autocasting": does(autocast),
@@ -612,7 +613,7 @@ OF_MODULES: dict[str, Build] = {
     ),
     "Einsum": holds(
         lambda block, x: x + torch.einsum("blw,hwk->blhk", x, block.weight).flatten(2),
-        weight=weight(2, WIDTH, 3, over=4),
+        weight=modules.weight(2, WIDTH, 3, over=4),
     ),
     # A weight that it computes from two parameters and gives to a function.
     "NonLeafWeight": does(

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from model_cases import habit_blocks as in_blocks
+from model_cases import modules
 from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal
 from model_cases.habit_blocks import KINDS, WIDTH, BatchNormed, Block, EmaBook, Stack, draw, linear
-from model_cases.modules import Build, Habit, Inner, InOrder, Prepare, adds, holds, many, sequence, weight, with_habit
+from model_cases.modules import Build, Habit, Inner, Prepare, adds, holds, many
 
 __all__ = ["CASES"]
 
@@ -25,7 +26,7 @@ def outside(
     habit: Habit = in_blocks.plain, prepare: Prepare | None = None, kind: Build = Block, blocks: int = 4, **state: Any
 ) -> Build:
     """Makes stacks with a habit, a state, and what is done once with each of them."""
-    return partial(with_habit(Stack), habit, prepare, state, kind, blocks)
+    return partial(modules.with_habit(Stack), habit, prepare, state, kind, blocks)
 
 
 def by_blocks(step: Callable[[Any, nn.Module, Tensor], Tensor]) -> Habit:
@@ -239,12 +240,8 @@ def autocast_to_float(module: Any, inner: Inner, x: Tensor) -> Any:
 def freeze_trunk(model: Any, inner: Inner, x: Tensor) -> Any:
     """The first half runs under no_grad."""
     with torch.no_grad():
-        x = model.first(x)
-        for block in model.blocks[:2]:
-            x = block(x)
-    for block in model.blocks[2:]:
-        x = block(x)
-    return model.last(x)
+        x = modules.in_order(model.blocks[:2], model.first(x))
+    return model.last(modules.in_order(model.blocks[2:], x))
 
 
 def vmap(module: Any, inner: Inner, x: Tensor) -> Any:
@@ -351,7 +348,7 @@ OUTSIDE: dict[str, Build] = {
     "CheckpointedSequential": holds(
         lambda model, x: checkpoint_sequential(model.blocks, 2, model.first(x), use_reentrant=False),
         first=linear,
-        blocks=sequence(Block),
+        blocks=modules.sequence(Block),
     ),
     "AutocastOutside": outside(autocast_to_float),
     "NoGradTrunk": outside(freeze_trunk),
@@ -393,10 +390,7 @@ class Words(nn.Module):
             self.head.weight = embedding.weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor) -> Any:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self._end(self, x)
+        return self._end(self, modules.in_order(self.blocks, self.embedding(tokens)))
 
 
 def repeat(model: Any, inner: Inner, x: Tensor) -> Any:
@@ -511,9 +505,7 @@ def generate(model: Any, inner: Inner, x: Tensor) -> Any:
 
 def run_complex(model: Any, x: Tensor) -> Tensor:
     """Complex numbers travel between blocks."""
-    z = torch.complex(x, torch.zeros_like(x))
-    for block in model.blocks:
-        z = block(z)
+    z = modules.in_order(model.blocks, torch.complex(x, torch.zeros_like(x)))
     return torch.view_as_real(z).flatten(-2)
 
 
@@ -535,7 +527,7 @@ HELD: dict[str, Build] = {
     "ParameterListModel": holds(
         apply_weights, weights=lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) / 2 for _ in range(4))
     ),
-    "StackedWeights": holds(apply_weights, weights=weight(4, WIDTH, WIDTH, over=2)),
+    "StackedWeights": holds(apply_weights, weights=modules.weight(4, WIDTH, WIDTH, over=2)),
     "Attributes": holds(run_attributes, layer0=Block, layer1=Block, layer2=Block, layer3=Block),
     "NamedBlocks": holds(
         run_named,
@@ -550,7 +542,7 @@ HELD: dict[str, Build] = {
     "GeneratedBlocks": outside(generate),
     "ComplexBlocks": holds(run_complex, blocks=many(holds(multiply_complex, real=linear, imaginary=linear))),
     "ComplexParameter": partial(
-        InOrder,
+        modules.InOrder,
         holds(
             lambda block, x: (x * block.phase).real + x,
             phase=lambda: nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128)),
@@ -561,8 +553,8 @@ HELD: dict[str, Build] = {
 
 BLOCKS = ("EmaBook", "Counter", "GradientMask", "Routed", "Parity")
 SEQUENTIAL: dict[str, Build] = {
-    "nn.Sequential": sequence(Block),
-    **{f"nn.Sequential of {name}": sequence(KINDS[name]) for name in BLOCKS},
+    "nn.Sequential": modules.sequence(Block),
+    **{f"nn.Sequential of {name}": modules.sequence(KINDS[name]) for name in BLOCKS},
 }
 
 # What goes in and out
@@ -704,7 +696,7 @@ def cool(module: Any, inner: Inner, x: Tensor) -> Any:
 
 
 normed = partial(Stack, BatchNormed)
-three = sequence(Block, 3)
+three = modules.sequence(Block, 3)
 CHANGES: dict[str, tuple[Build, Change]] = {
     "load_state_dict": (Stack, once(load)),
     "writes in place": (Stack, write_in_place),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal, numbers
-from model_cases.modules import Build, InOrder, holds, many, sequence
+from model_cases.modules import Build, InOrder, holds, in_order, many, sequence
 from model_cases.pages import WAYS_OUT
 from model_cases.transformers_models import GPT, SIZES, T5, decoder, masked, paired, tokens, transformer
 
@@ -404,14 +404,14 @@ ADAPTED: dict[str, tuple[Build, Draw]] = {
 
 
 def quantize(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    x, _, *rest = model.quantizer(model.encoder(x))
-    return model.decoder(x), rest[0].mean() if rest else x.mean()
+    x, _, *rest = model.quantizer(in_order(model.encoder, x))
+    return in_order(model.decoder, x), rest[0].mean() if rest else x.mean()
 
 
 mlp = holds(
     lambda block, x: x + block.down(F.gelu(block.up(x))), up=lambda: nn.Linear(32, 48), down=lambda: nn.Linear(48, 32)
 )
-two = partial(InOrder, mlp, blocks=2)
+two = many(mlp, 2)
 
 
 def quantizing(name: str, **options: Any) -> Build:
@@ -443,7 +443,7 @@ def attend(block: Any, x: Tensor, rotary: Any) -> Tensor:
 ATTENTION: dict[str, Build] = dict(qkv=lambda: nn.Linear(32, 96), out=lambda: nn.Linear(32, 32))
 rotary = imported("rotary_embedding_torch", "RotaryEmbedding", dim=8)
 shared_rotary = holds(
-    lambda model, x: model.blocks(x, model.rotary), rotary=rotary, blocks=partial(InOrder, holds(attend, **ATTENTION))
+    lambda model, x: in_order(model.blocks, x, model.rotary), rotary=rotary, blocks=many(holds(attend, **ATTENTION))
 )
 own_rotary = sequence(holds(lambda block, x: attend(block, x, block.rotary), **ATTENTION, rotary=rotary))
 

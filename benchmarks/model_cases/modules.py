@@ -1,13 +1,16 @@
 """Modules that are made of parts and a forward, so that a table can name them."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Build", "Habit", "InOrder", "Inner", "Prepare", "adds", "holds", "many", "sequence", "weight", "with_habit"]
+__all__ = [
+    "Build", "Habit", "InOrder", "Inner", "Prepare", "adds", "holds", "in_order", "many", "sequence", "weight",
+    "with_habit",
+]  # fmt: skip
 
 Build = Callable[[], nn.Module]
 Inner = Callable[..., Any]
@@ -79,9 +82,14 @@ class InOrder(nn.Module):
         self.blocks = nn.ModuleList(kind() for _ in range(blocks))
 
     def forward(self, x: Any, *rest: Any) -> Any:
-        for block in self.blocks:
-            x = block(x, *rest)
-        return x
+        return in_order(self.blocks, x, *rest)
+
+
+def in_order(blocks: Iterable[Any], x: Any, *rest: Any) -> Any:
+    """What blocks compute one after the other, all with the same further inputs."""
+    for block in blocks:
+        x = block(x, *rest)
+    return x
 
 
 def many(kind: Build, blocks: int = 4) -> Build:
