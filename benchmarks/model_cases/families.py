@@ -58,7 +58,7 @@ def warm_up(families: Collection[str]) -> None:
     options: dict[str, Any] = {"stages": 2, "microbatches": 2}
     for schedule in ("zb-h1", "2bw"):
         with penstock.Pipeline(
-            Stack(blocks=2), sample, lambda o, t: o.square().mean(), sgd, schedule=schedule, **options
+            Stack(blocks=2), (sample,), lambda o, t: o.square().mean(), sgd, schedule=schedule, **options
         ) as pipe:
             pipe.step(batch, None)
             pipe.predict(batch)

@@ -264,7 +264,7 @@ STATE: dict[str, Build] = {
 # Random numbers
 
 
-def skip_by(drawn: Callable[[], float]) -> Habit:
+def skip_by(drawn: Callable[[], Any]) -> Habit:
     """Skips the block when a random number says so."""
     return lambda block, inner, x: x if block.training and drawn() < 0.5 else x + inner(x)
 
@@ -302,7 +302,7 @@ def function(name: str, forward: Callable[..., Tensor], backward: Callable[..., 
     made = type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
-    return lambda *inputs: made.apply(*inputs)  # type: ignore[attr-defined, no-any-return]
+    return lambda *inputs: made.apply(*inputs)  # type: ignore[attr-defined]
 
 
 def step(ctx: Any, x: Tensor) -> Tensor:

@@ -438,7 +438,7 @@ def side_of(sizes: Mapping[str, Any]) -> int:
 
 
 def case(name: str, build: Callable[[], nn.Module], draw: Draw, *lengths: int, **options: Any) -> Case:
-    return Case(name, "transformers", build, draw, **({"lengths": lengths} if lengths else {}), **options)
+    return Case(name, "transformers", build, draw, **options | ({"lengths": lengths} if lengths else {}))
 
 
 def automatic(auto: str, draw: Draw, models: Mapping[str, Sizes], **options: Any) -> list[Case]:
