@@ -140,3 +140,21 @@ def test_layers_of_one_stage_may_share_under_every_schedule(schedule: str) -> No
 def test_the_subjects_have_the_layers_they_are_planned_for() -> None:
     for name, layers in LAYERS.items():
         assert len(penstock.capture(SUBJECTS[name].build(), SUBJECTS[name].sample, check=False).layers) == layers
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_two_parameters_in_one_memory_are_refused_in_two_stages_only(transposed: bool) -> None:
+    first, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    last.weight.data = first.weight.data.T if transposed else first.weight.data
+    x = torch.ones(2, 4)
+
+    def step(stages: int) -> None:
+        model = torch.nn.Sequential(first, torch.nn.Tanh(), last)
+        with penstock.Pipeline(
+            model, (x,), torch.nn.MSELoss(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), stages=stages
+        ) as pipe:
+            pipe.step(x, x)
+
+    with pytest.raises(penstock.PlanError, match=r"0.weight and 2.weight: .* two of stages 0 and 1 in one"):
+        step(2)
+    step(1)

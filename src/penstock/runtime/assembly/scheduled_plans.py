@@ -109,6 +109,33 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "
             "of this model"
         )
+    _check_memory(plan, chain)
+
+
+def _check_memory(plan: Plan, chain: LayerChain) -> None:
+    """Raises `PlanError` if parameters of two stages lie in one memory, where a plain loop would train both in one."""
+    stages = {
+        parameter: index
+        for index, stage in enumerate(plan.stages)
+        for layer in chain.layers[stage.start : stage.stop]
+        for parameter in layer.module.parameters()
+        # Those that other libraries make are tensors without memory of their own.
+        if type(parameter) is nn.Parameter and parameter.data_ptr()
+    }
+    last, end = None, 0
+    for parameter in sorted(stages, key=lambda each: each.data_ptr()):
+        both = [parameter] if last is None or parameter.data_ptr() >= end else [last, parameter]
+        if len({stages[each] for each in both}) > 1 and any(each.requires_grad for each in both):
+            names = [next(name for name, own in chain.parameters.items() if own is each) for each in both]
+            raise PlanError(
+                f"{' and '.join(names)}: expected parameters in memory of their own, found two of stages "
+                f"{' and '.join(str(stages[each]) for each in both)} in one (weight.data = ...), which stages cannot "
+                "keep equal. Assign the parameter itself, as in head.weight = embedding.weight"
+            )
+        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        stop = parameter.data_ptr() + (reach + 1) * parameter.itemsize
+        if stop > end:
+            last, end = parameter, stop
 
 
 def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, world: World) -> ScheduledPlan:
