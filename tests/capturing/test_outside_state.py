@@ -64,6 +64,7 @@ class Outside(nn.Module):
         (lambda model: setattr(model, "function", F.relu), "function"),
         (lambda model: setattr(model, "function", partial(half)), "function"),
         (lambda model: setattr(model, "method", Outside().doubled), "method"),
+        (lambda model: setattr(model, "doubled", half), "doubled"),
         (lambda model: delattr(model, "scales"), "scales"),
     ],
 )
@@ -75,6 +76,16 @@ def test_a_change_that_a_trace_does_not_see_is_refused(change: Callable[[Any], N
 
     with pytest.raises(PenstockError, match=f"^{named} .* since the pipeline was built"):
         state.check()
+
+
+def test_an_attribute_with_the_value_of_its_class_is_no_change() -> None:
+    class Scaling(Outside):
+        scale = 1.0
+
+    model = Scaling()
+    state = OutsideState(model, capture(model, (torch.randn(2, 3),)))
+    model.scale = 1.0
+    state.check()
 
 
 def test_what_a_forward_does_not_read_may_change() -> None:

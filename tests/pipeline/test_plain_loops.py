@@ -11,11 +11,13 @@ from support.jobs.plain_loop_jobs import (
     OPTIMIZERS,
     SCHEDULERS,
     Weights,
+    hooked,
     make_pipeline,
-    rates_of_ranks,
+    rate_of_rank,
     run_loop,
     run_oracle,
     run_pipeline,
+    warnings_of,
     x,
     y,
 )
@@ -137,10 +139,16 @@ def test_a_parameter_from_elsewhere_is_named(tmp_path: Any) -> None:
 
 
 def test_another_rate_on_another_rank_is_warned_of(pool: Pool) -> None:
-    first, second = pool.run(2, rates_of_ranks)
+    first, second = pool.run(2, warnings_of, rate_of_rank)
 
     assert first == []
     assert second == [
         "a group of the optimizer has lr=0.1 on rank 0 and 0.2 on rank 1: all ranks take part in one training. Build "
         "the same optimizer on every rank, unless you mean it"
     ]
+
+
+def test_hooks_on_steps_are_warned_of_in_several_processes(pool: Pool) -> None:
+    for rank, said in enumerate(pool.run(2, warnings_of, hooked)):
+        (warning,) = said
+        assert warning.startswith(f"rank {rank}: an optimizer has hooks on its steps, which see the parameters of this")

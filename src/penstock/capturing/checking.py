@@ -243,6 +243,6 @@ def _message(what: str, name: str) -> str:
     return (
         f"the trace of {name} differs from the model in {what}. Look there for a "
         "torch.autograd.Function (tracing drops its backward), for state in Python or in global variables, for a "
-        "buffer or a flag (training, requires_grad) that it changes outside of a block. Move this into a block, or "
-        "pass the model as nn.Sequential or as a list of layers, which run as they are."
+        "buffer or a flag (training, requires_grad) that it changes outside of a block. Move this into a block, with "
+        "its state in attributes of the block."
     )

@@ -73,8 +73,9 @@ class OutsideState:
                 # What its code kept in an attribute of the class.
                 for key in held.keys() - keys:
                     own = [vars(base)[key] for base in type(module).__mro__ if key in vars(base)]
-                    if own and is_plain(held[key]):
-                        raise _changed(path, key, f"was {own[0]!r} and is {held[key]!r}")
+                    if own and not (is_plain(own[0]) and own[0] == held[key]):
+                        shown = f"was {own[0]!r} and is {held[key]!r}" if is_plain(own[0]) else "was replaced"
+                        raise _changed(path, key, shown)
         for path, module, name, found in self._registered:
             if getattr(module, name, None) is not found:
                 raise _changed(path, name, "was replaced or removed")

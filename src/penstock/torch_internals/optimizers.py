@@ -8,12 +8,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ...]:
-    """The hooks that the user registered on the steps of `optimizer`. No public name lists them.
+    """The hooks on the steps of `optimizer` that are not Penstock's own. No public name lists them.
 
     Without the private names: none, and Penstock does not see hooks that it would refuse.
     """
     tables = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
-    return tuple(hook for table in tables for hook in table.values())
+    hooks = (hook for table in tables for hook in table.values())
+    return tuple([hook for hook in hooks if not getattr(hook, "__module__", "").startswith("penstock.")])
 
 
 def flat_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:

@@ -17,11 +17,13 @@ __all__ = [
     "SCHEDULERS",
     "Weights",
     "build",
+    "hooked",
     "make_pipeline",
-    "rates_of_ranks",
+    "rate_of_rank",
     "run_loop",
     "run_oracle",
     "run_pipeline",
+    "warnings_of",
     "x",
     "y",
 ]
@@ -219,16 +221,27 @@ def run_oracle(schedule: str, optimizer: str, scheduler: str | None = None) -> W
     ).state
 
 
-def rates_of_ranks() -> list[str]:
-    """The warnings at a pipeline whose optimizer has another rate on every rank."""
+def warnings_of(optimizer: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
+    """The warnings at a pipeline with `optimizer`."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    rate = 0.1 * (torch.distributed.get_rank() + 1)
-    make_pipeline("1f1b-flush", lambda params: torch.optim.SGD(params, lr=rate)).close()
+    make_pipeline("1f1b-flush", optimizer).close()
     logging.getLogger("penstock").removeHandler(handler)
     return said
+
+
+def rate_of_rank(parameters: Any) -> torch.optim.Optimizer:
+    """Has another rate on every rank."""
+    return torch.optim.SGD(parameters, lr=0.1 * (torch.distributed.get_rank() + 1))
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    """Has a hook on its steps."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+    return optimizer
 
 
 def _change(optimizer: torch.optim.Optimizer | None, change: str | None, step: int) -> None:

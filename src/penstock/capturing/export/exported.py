@@ -188,7 +188,7 @@ def _run_layers(layers: Sequence[Layer], values: dict[str, torch.Tensor], copies
                     f"layer {layer.name} fails on the sample with its arguments alone: {type(error).__name__}: "
                     f"{error}. Expected blocks that get all that they read as arguments: what another block, or the "
                     "code between blocks, has put in a dict, an attribute or a global variable is not there. Pass it "
-                    "on as a result and an argument, or pass the model as nn.Sequential or as a list of layers"
+                    "on as a result and an argument"
                 ) from error
         values.update(zip(layer.outputs, observation.results, strict=True))
         observations.append(observation)

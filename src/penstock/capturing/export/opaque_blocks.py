@@ -365,14 +365,13 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
         if not any(is_inside(attribute, path) for path in paths):
             raise CaptureError(
                 f"{name}: its forward changes {attribute}, which is outside of its blocks and would be lost. {way}. "
-                "Move what changes it into a block, or pass the model as nn.Sequential or as a list of layers"
+                "Move what changes it into a block, with its state in attributes of the block"
             )
     for writer, parameter in sorted(run.writes):
         if not any(is_inside(writer, path) for path in paths):
             raise CaptureError(
                 f"{name}: the forward of {writer or 'the model'} writes the parameter {parameter} outside of its "
-                f"blocks, which would be lost. {way}. Write it in a block that holds it, or after each step, in the "
-                "training loop"
+                f"blocks, which would be lost. {way}. Write it in a block that holds it"
             )
     for path in sorted(run.drawing_elsewhere):
         if not any(is_inside(path, block) for block in paths):

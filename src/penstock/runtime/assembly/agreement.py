@@ -21,6 +21,7 @@ from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
+from penstock.torch_internals.optimizers import step_hooks
 from penstock.values.plans import Plan
 
 
@@ -149,6 +150,11 @@ def check_optimizers(
             options.update({key: _describe(value) for key, value in group.items() if key != "params"})
             groups.append(options)
             mine.update({names[id(p)]: options for p in group["params"] if id(p) in names and p.requires_grad})
+    if world.processes > 1 and any(map(step_hooks, optimizers)):
+        logging.getLogger("penstock").warning(
+            f"rank {world.rank}: an optimizer has hooks on its steps, which see the parameters of this process only: "
+            "expected hooks that look at each by itself. Clip all together with clip_grad_norm="
+        )
     gathered = world.gather((mine, groups), "while they compared their optimizers")
     _compare_groups([groups for _, groups in gathered[: world.rank + 1]])
     for rank, (other, _) in enumerate(gathered):
