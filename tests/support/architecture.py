@@ -23,13 +23,13 @@ __all__ = [
     "count_positional",
     "cycle",
     "exported",
+    "fragments",
     "hidden_or_unfinished",
     "imported_modules",
     "imports_against_flow",
     "imports_of_torch",
     "in_order",
     "incomplete_matches",
-    "long_files",
     "makers_of_messages",
     "meaningless_names",
     "naming_breaches",
@@ -192,10 +192,21 @@ def shared_classes(sources: Sources) -> dict[str, list[str]]:
     return {name: modules for name, modules in homes.items() if len(modules) > 1}
 
 
-def long_files(sources: Sources, most: int) -> dict[str, int]:
-    """The modules of more than `most` lines, with their lines."""
-    lengths = {module: len(text.splitlines()) for module, text in sources.items()}
-    return {module: length for module, length in lengths.items() if length > most}
+def fragments(sources: Sources) -> set[str]:
+    """The modules of fewer than 80 lines that one other module imports. Orders, policies, commands and the faces of
+    rooms are one idea each, however short.
+    """
+    importers = {module: 0 for module in sources}
+    for module, text in sources.items():
+        for imported in imported_modules(module, text, sources) - {module}:
+            importers[imported] += 1
+    rooms = {module.rpartition(".")[0] for module in sources}
+    return {
+        module
+        for module, count in importers.items()
+        if count == 1 and len(sources[module].splitlines()) < 80 and module not in rooms
+        if not {"orders", "policies", "commands"} & set(module.split("."))
+    }
 
 
 def functions_in(text: str, prefix: str = "") -> Iterator[tuple[str, Function]]:
