@@ -99,6 +99,19 @@ def test_dropout_is_left_out_and_other_random_numbers_are_drawn_alike() -> None:
     ]
 
 
+class Branching(Block):
+    """A block whose way `torch.cond` chooses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y / 2, (y,))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_model_with_torch_cond_is_judged() -> None:
+    assert rehearsed(model=Chain(Branching), microbatches=1).difference is None
+
+
 def test_nothing_of_the_user_is_changed() -> None:
     given = arguments()
     model = given["model"]

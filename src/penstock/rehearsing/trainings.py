@@ -8,6 +8,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
@@ -302,11 +303,13 @@ class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
 
 def look(setup: Setup) -> FirstLook:
     """Raises `PenstockError` if the loss is not finite, or reads what copies of the model do not hold."""
+    coarsest = _CoarsestType()  # type: ignore[no-untyped-call]
+    # Without gradients, since torch.cond has no backward after a mode that sees operators.
+    with suppress(Exception), torch.compiler.set_stance("force_eager"), coarsest, torch.no_grad():
+        compute_gradients(setup.fresh(), setup.batches[0], 0, TrainingRecord(), parts=1)
     options, record = setup.fresh(), TrainingRecord()
-    module = rooted(options.model.model)
-    before, coarsest = generator_states(), _CoarsestType()  # type: ignore[no-untyped-call]
-    with coarsest:
-        compute_gradients(options, setup.batches[0], 0, record, parts=1)
+    module, before = rooted(options.model.model), generator_states()
+    compute_gradients(options, setup.batches[0], 0, record, parts=1)
     loss = record.values[0, "loss", ""]
     if not math.isfinite(loss):
         raise PenstockError(
