@@ -99,6 +99,23 @@ def test_dropout_is_left_out_and_other_random_numbers_are_drawn_alike() -> None:
     ]
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Steep, so that rounding grows.
+        return torch.tanh(10 * self.linear(x.to(torch.complex128)))
+
+
+def test_the_rounding_of_complex_weights_is_measured() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output.abs() - target).square().mean()
+
+    assert rehearsed(model=Chain(Complex), loss_fn=loss_fn).difference is None
+
+
 class Branching(Block):
     """A block whose way `torch.cond` chooses."""
 

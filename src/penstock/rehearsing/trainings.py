@@ -77,8 +77,8 @@ class Setup:
             setattr(inner, name, 0.0)
         with torch.no_grad():
             for parameter in module.parameters() if shaken else ():
-                if parameter.is_floating_point():
-                    parameter.mul_(1 + shaken * torch.randn_like(parameter).sign())
+                if parameter.is_floating_point() or parameter.is_complex():
+                    parameter.mul_(1 + shaken * torch.randn_like(parameter).sgn())
         _seed(1)
         return options
 
@@ -296,7 +296,7 @@ class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         found = func(*args, **kwargs)
         for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                 self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
         return found
 
