@@ -116,6 +116,21 @@ def test_the_rounding_of_complex_weights_is_measured() -> None:
     assert rehearsed(model=Chain(Complex), loss_fn=loss_fn).difference is None
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps another optimizer, and does not call ``super().__init__()``."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = torch.optim.SGD(parameters, lr=0.1)
+        self.param_groups, self.state, self.defaults = self.base.param_groups, self.base.state, self.base.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_an_optimizer_without_hooks_is_judged_by_its_weights() -> None:
+    assert rehearsed(optimizer=Wrapping).difference is None
+
+
 class Branching(Block):
     """A block whose way `torch.cond` chooses."""
 

@@ -12,6 +12,7 @@ of Adam, which divides by such gradients.
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -84,8 +85,10 @@ class TrainingRecord:
                 self.note(self.updates[name], "parameter", name, parameter)
                 self.updates[name] += 1
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        # One that wraps another optimizer may have left out what makes its hooks.
+        with suppress(AttributeError):
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
 
     def note(self, number: int, kind: str, name: str, value: Any) -> None:
         """Adds a copy of `value`."""
