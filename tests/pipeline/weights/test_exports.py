@@ -20,9 +20,11 @@ from support.jobs.weight_jobs import (
     export,
     export_lora,
     fail_to_write,
+    gather_sparse,
     load_and_train,
     lora,
     make_pipeline,
+    sparse_pipeline,
     written,
 )
 from support.processes import Pool
@@ -114,6 +116,18 @@ def test_a_tensor_is_written_once(
     (warned,) = results[0].warned
     assert "which are not read: extra. If" in warned
     assert results[1].warned == results[2].warned == []
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_sparse_buffers_are_gathered_as_they_are(pool: Pool, rank: int | None) -> None:
+    for found in pool.run(2, gather_sparse, rank)[: 2 if rank is None else 1]:
+        assert [layout for layout, _ in found] == [torch.sparse_coo] * 2
+        assert all(torch.equal(edges, torch.eye(4).roll(1, 0)) for _, edges in found)
+
+
+def test_sparse_buffers_are_in_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"save_weights: 0\.edges has the layout torch\.sparse_coo"):
+        sparse_pipeline().save_weights(tmp_path)
 
 
 def test_values_take_the_type_that_is_asked_for(tmp_path: Path) -> None:

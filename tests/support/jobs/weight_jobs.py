@@ -29,9 +29,11 @@ __all__ = [
     "export",
     "export_lora",
     "fail_to_write",
+    "gather_sparse",
     "load_and_train",
     "lora",
     "make_pipeline",
+    "sparse_pipeline",
     "written",
 ]
 
@@ -112,6 +114,31 @@ def export(pipe: penstock.Pipeline, directory: Path, **options: Any) -> Exported
     found = Exported(pipe.predict({"input_ids": TOKENS}).logits, pipe.full_state_dict(rank=None), held)
     found.files = sorted(path.name for path in directory.iterdir())
     return found
+
+
+class SparseBlock(nn.Module):
+    """Mixes its inputs by a matrix that few numbers of are not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("edges", torch.eye(4).roll(1, 0).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.sparse.mm(self.edges, x.T).T)  # type: ignore[no-any-return]
+
+
+def sparse_pipeline() -> penstock.Pipeline:
+    """Of a model with a sparse buffer in each block."""
+    model = nn.Sequential(SparseBlock(), SparseBlock())
+    return penstock.Pipeline(model, (torch.ones(2, 4),), F.mse_loss, models.adamw, microbatches=2, stages=2)
+
+
+def gather_sparse(rank: int | None) -> list[tuple[torch.layout, Tensor]]:
+    """Layouts and numbers of its sparse buffers, gathered on process `rank`."""
+    with sparse_pipeline() as pipe:
+        found = [tensor for name, tensor in pipe.full_state_dict(rank=rank).items() if "edges" in name]
+    return [(tensor.layout, tensor.to_dense()) for tensor in found]
 
 
 def load_and_train(

@@ -86,7 +86,7 @@ class HeldTensors:
             return taken
         if rank is not None and here not in (rank, owner):
             return None
-        values = torch.empty(self.every[name].shape, dtype=dtype) if taken is None else taken.contiguous()
+        values = torch.empty(self.every[name].shape, dtype=dtype) if taken is None else taken.to_dense().contiguous()
         flat, group = values.reshape(-1).view(torch.uint8), self.world.group
 
         def pass_on() -> None:
@@ -99,7 +99,7 @@ class HeldTensors:
 
         peers = [peer for peer in (owner, rank) if peer is not None and peer != here]
         self.world.run(pass_on, f"{name}, from rank {owner} to {'all' if rank is None else f'rank {rank}'}", peers)
-        return None if here == owner and rank is not None else values
+        return None if here == owner and rank is not None else values.to_sparse(layout=self.every[name].layout)
 
     def state_dict(self, rank: int | None) -> dict[str, Tensor]:
         """Copies of all tensors on the CPU of process `rank` (all, if None); nothing elsewhere. Collective."""
@@ -295,6 +295,11 @@ def _entries(form: HubForm, held: HeldTensors, dtype: torch.dtype | None) -> dic
     result = {}
     for names in shared_names({name: tensor for name, tensor in held.every.items() if name in form.names}):
         name, tensor = names[0], held.every[names[0]]
+        if tensor.layout is not torch.strided:
+            raise CheckpointError(
+                f"save_weights: {name} has the layout {tensor.layout}: expected a dense tensor, as safetensors "
+                "files hold. Register it with persistent=False, or gather it with pipe.full_state_dict()"
+            )
         converted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         result[name] = StoredEntry(form.names[name], tuple(tensor.shape), converted)
     return dict(sorted(result.items(), key=lambda item: -item[1].dtype.itemsize))
