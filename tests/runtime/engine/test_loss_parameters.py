@@ -115,6 +115,19 @@ def in_a_closure(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
     return lambda output, target: inner(output, target)
 
 
+def with_an_activation(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
+    last = list(model.modules())[-1]
+    weight = last.weight
+    assert isinstance(weight, Tensor)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.mse_loss(output, target)
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return loss + gradient.square().sum()
+
+    return loss_fn
+
+
 def with_a_tensor(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
     offsets = torch.zeros(2).double().requires_grad_()
     return lambda output, target: functional.mse_loss(output, target) + offsets.sum()
@@ -128,8 +141,9 @@ def with_a_tensor(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
         (lambda model: Uncertain(), r"a gradient of its parameter scale, which is not in the model"),
         (in_a_closure, r"a gradient of a tensor of \(\), which is not in the model"),
         (with_a_tensor, r"a gradient of a tensor of \(2,\), which is not in the model"),
+        (with_an_activation, r"It may be an activation, .*: return from the model what the loss needs of it"),
     ],
-    ids=["bound method", "metric", "module", "closure", "tensor"],
+    ids=["bound method", "metric", "module", "closure", "tensor", "activation"],
 )
 def test_other_parameters_are_refused(make: Callable[[Any], Any], says: str) -> None:
     model = Traced()
