@@ -138,6 +138,24 @@ def test_what_is_no_mean_over_samples_has_one_warning(
     assert error.startswith("CaptureError: the loss of the first two microbatches at once is ")
 
 
+CALLS = [0]
+
+
+def divided_by_calls(output: Tensor, target: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return functional.mse_loss(output, target) / CALLS[0]
+
+
+@pytest.mark.parametrize("model", [perceptron, lambda: Traced().double()], ids=["in a row", "traced"])
+def test_a_loss_that_counts_its_calls_is_not_the_fault_of_the_model(model: Callable[[], nn.Module]) -> None:
+    (warning,), error = first_step(model, (X[:2],), X, Y, divided_by_calls)
+    assert error == ""
+    assert "loss_fn gives another loss for the same output in a second call" in warning
+
+    _, error = first_step(model, (X[:2],), X, Y, divided_by_calls, check="strict")
+    assert error.startswith("CaptureError: the first batch is not compared with the model: loss_fn gives another")
+
+
 def test_samples_in_another_dimension_are_an_error() -> None:
     batch, target = tokens(8, 6), tokens(8, 6)
     texts, error = first_step(layout, (batch[:4],), batch, target, ignoring)

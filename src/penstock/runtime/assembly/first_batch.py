@@ -55,6 +55,10 @@ _LOOKED_AT = 4096
 _SEED = 20_011
 _CONTEXT = "while they compared the first batch with the model"
 _LEFT_OUT = "the first batch is not compared with the model"
+_UNSTEADY = (
+    f"{_LEFT_OUT}: loss_fn gives another loss for the same output in a second call. State in Python that it changes (a "
+    "counter, an iterator) counts the calls of this comparison, too: check='off' leaves it out"
+)
 _MOST_SECONDS = 5.0
 """A comparison that is estimated to take longer is left out."""
 
@@ -136,9 +140,12 @@ class FirstBatch:
             return copies.of(own)(*args, **kwargs)
 
         runs = LossRuns([own, *layers], self._recipe, self._device)
+        difference = logging.ERROR if self._strict else logging.WARNING
         if traced:
             expected, found = [runs.run(each, batches[-1], evaluates=False) for each in (model, chain)]
             if not runs.agree(expected, found.loss):
+                if not runs.repeats_loss(model, batches[-1]):
+                    return difference, _UNSTEADY
                 return logging.ERROR, (
                     f"the captured chain of {type(own).__name__} has a loss of {found.loss:.9g} on a microbatch of the "
                     f"first batch, and the model of {expected.loss:.9g}: expected the same. The capture holds for "
@@ -159,8 +166,10 @@ class FirstBatch:
         mean = sum(amount * loss for amount, loss in counted) / sum(amount for amount, _ in counted)
         if runs.agree(whole, mean):
             return logging.INFO, ""
+        if not runs.repeats_loss(plain, joined):
+            return difference, _UNSTEADY
         certain, causes = causes_of(runs, plain, joined, whole, parts)
-        return logging.ERROR if certain or self._strict else logging.WARNING, (
+        return logging.ERROR if certain else difference, (
             f"the loss of the first two microbatches at once is {whole.loss:.9g}, and the mean of their losses, which "
             f"a step minimizes, is {mean:.9g}: {causes}. check='off' leaves out the comparison, check='strict' makes "
             "every difference an error"
@@ -212,6 +221,19 @@ class LossRuns:
             outputs = [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             loss = float(compute_loss(copies.of(self._loss), output, target)[0])
             return _Run(loss, outputs, generator_states() != before)
+
+    def repeats_loss(self, model: _Model, batch: _Batch) -> bool:
+        """Whether two calls of the loss with one output of `model` for `batch` return the same."""
+        made: list[Any] = []
+
+        def output(copies: Copies, inputs: Mapping[str, Tensor]) -> Any:
+            if not made:
+                made.append(model(copies, inputs))
+            return pytree.tree_map_only(Tensor, torch.clone, made[0])
+
+        # The first one draws the model's random numbers, too.
+        _, first, second = [self.run(output, batch, evaluates=False) for _ in range(3)]
+        return self.agree(first, second.loss)
 
     def agree(self, run: _Run, found: float) -> bool:
         """Whether `found` is the loss of `run` but for rounding, which is relative to the outputs, too."""
