@@ -3,6 +3,7 @@ reads.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -90,3 +91,26 @@ def test_a_block_that_writes_what_its_backward_reads_trains_on_a_copy(schedule: 
 def test_reentrant_checkpoints_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"the backward of Stack fails on the sample: .* needs use_reentrant=False"):
         capture(blocks.build(KINDS["Reentrant"]), (blocks.batches((6,))[0][0],))
+
+
+class Penalized(Block):
+    """Adds the gradient of its output by its input."""
+
+    def __init__(self, enables: bool) -> None:
+        super().__init__()
+        self.enables = enables
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad() if self.enables else nullcontext():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            y = super().forward(x)
+            return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("kind", [blocks.build, lambda layers: nn.Sequential(*layers).double()], ids=["traced", "in a row"])
+def test_gradients_in_a_forward_need_enable_grad(kind: Any) -> None:
+    sample = (blocks.batches((6,))[0][0],)
+    with pytest.raises(CaptureError, match=r"fails on the sample: .* does it in torch\.enable_grad\(\)"):
+        capture(kind([Penalized(enables=False) for _ in range(2)]), sample)
+
+    capture(kind([Penalized(enables=True) for _ in range(2)]), sample)
