@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,9 +76,10 @@ class Alone(nn.Module):
 class Deep(nn.Module):
     """Has a list of blocks, which torch.fx loses."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiles: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        for_blocks: Any = partial(torch.compile, backend="eager") if compiles else nn.Sequential
+        self.blocks = nn.ModuleList(for_blocks(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -88,18 +90,22 @@ class Deep(nn.Module):
 WITHOUT_CUTS: dict[str, Any] = {
     "GraphModule": lambda: torch.fx.symbolic_trace(Deep()),
     "own parameter": Alone,
+    "compiled blocks": lambda: Deep(compiles=True),
     "one module": lambda: nn.Linear(4, 4),
     "list of one": lambda: [nn.Linear(4, 4)],
     "Sequential of one": lambda: nn.Sequential(nn.Linear(4, 4)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("kind", WITHOUT_CUTS)
 def test_a_model_without_blocks_says_so(kind: str) -> None:
     model, sample = WITHOUT_CUTS[kind](), (torch.ones(2, 4),)
     two = penstock.Plan.uniform(2, 2)
     for options in ({"stages": 2}, {"stages": 2, "plan": "auto"}, {"plan": two}, {"stages": 2, "schedule": "zb-v"}):
-        with pytest.raises(PlanError, match=r"expected 1, found 2: the model has no blocks .*nn\.ModuleList"):
+        with pytest.raises(
+            PlanError, match=r"expected 1, found 2: the model has no blocks .*torch\.compile hide them.*nn\.ModuleList"
+        ):
             penstock.Pipeline(model, sample, F.mse_loss, models.plain, **options)
     with pytest.raises(PlanError, match="the model has no blocks"):
         penstock.reference_train(

@@ -285,8 +285,8 @@ def require_cuts(layers: int, stages: int) -> None:
         raise PlanError(
             f"stages: expected 1, found {stages}: the model has no blocks between which it could be cut, and is one "
             "layer. Blocks are modules that its forward calls as block(x), such as the elements of an nn.ModuleList. "
-            "torch.fx loses such lists, and blocks that hold an object which one of them changes are one layer. Make "
-            "each block a module in an nn.ModuleList, pass the model as it was before torch.fx, or a list of layers"
+            "torch.fx and torch.compile hide them, and blocks that hold an object which one of them changes are one "
+            "layer. Pass blocks as they were before, in an nn.ModuleList or a list; compile=True compiles every stage"
         )
 
 
