@@ -93,6 +93,22 @@ def test_reentrant_checkpoints_are_refused() -> None:
         capture(blocks.build(KINDS["Reentrant"]), (blocks.batches((6,))[0][0],))
 
 
+class Freezing(Block):
+    """Freezes its own weight in its second run."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.linear.weight.requires_grad_(self.runs < 2)
+        return super().forward(x)
+
+
+def test_a_forward_that_freezes_a_parameter_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the backward of Model fails .* no forward may change requires_grad"):
+        capture(blocks.build(Freezing), (blocks.batches((6,))[0][0],))
+
+
 class Penalized(Block):
     """Adds the gradient of its output by its input."""
 

@@ -205,7 +205,8 @@ def _gradients(
     except RuntimeError as error:
         raise CaptureError(
             f"the backward of {name} fails on the sample: {str(error).splitlines()[0]}. Expected a model that "
-            "torch.autograd.grad can differentiate; torch.utils.checkpoint needs use_reentrant=False for that"
+            "torch.autograd.grad can differentiate: no forward may change requires_grad of a parameter, and "
+            "torch.utils.checkpoint needs use_reentrant=False"
         ) from error
     if side:
         found = tuple(None if gradient is None else gradient / factor for gradient in found)
