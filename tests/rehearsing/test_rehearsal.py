@@ -144,6 +144,27 @@ def test_a_model_with_torch_cond_is_judged() -> None:
     assert rehearsed(model=Chain(Branching), microbatches=1).difference is None
 
 
+class Graph(Chain):
+    """Adds to each node what the nodes before it have, by a list of edges."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = block(x).index_add(0, edges[1], x[edges[0]])
+        return x
+
+
+def test_an_input_that_must_not_be_cut_is_a_likely_cause() -> None:
+    x, edges = rows(8, 8), torch.arange(16).reshape(2, 8) % 8
+    with pytest.raises(PenstockError, match=r"your loop trains. Likely cause: an input that must not be cut"):
+        rehearsed(model=Graph(), batches=[((x, edges), x)], sample=(x, edges))
+
+
+def test_state_that_every_forward_updates_is_a_likely_cause() -> None:
+    model = nn.Sequential(*(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8).double()) for _ in range(3)))
+    with pytest.raises(RehearsalError, match=r"or on state that every forward updates \(spectral_norm\)"):
+        rehearsed(model=model)
+
+
 def test_nothing_of_the_user_is_changed() -> None:
     given = arguments()
     model = given["model"]

@@ -83,8 +83,9 @@ _CAUSES: Mapping[tuple[Rung, str], str] = {
     (Rung.ACCUMULATION, "batch norm"): "BatchNorm, which takes its mean and variance over a microbatch and not over "
     "the batch, in any accumulation of gradients. Use GroupNorm or LayerNorm, or fewer microbatches",
     (Rung.ACCUMULATION, "output"): "the model's output for a sample depends on the other samples of the batch "
-    "(attention, a mean or a router over the batch), or samples are not in dimension 0 of every input "
-    "(batch_first=False, packed sequences). Put samples first, or cut the batch yourself with penstock.Microbatches",
+    "(attention, a mean or a router over the batch), or on state that every forward updates (spectral_norm), or "
+    "samples are not in dimension 0 of every input (batch_first=False, packed sequences). Put samples first, or cut "
+    "the batch yourself with penstock.Microbatches",
     (Rung.ACCUMULATION, "metric"): "the metric is no mean over samples (a ratio, a maximum, the exponential of a "
     "loss): a step returns its mean over microbatches. Return the numbers that it is made of",
     (Rung.ACCUMULATION, "loss of labels"): "the loss is a mean over the labels that count, not over samples. Pass "
@@ -383,7 +384,8 @@ def _explained(rung: Rung) -> Iterator[None]:
         raise
     except Exception as error:
         loops = (Rung.LOOP, Rung.AGAIN, Rung.ACCUMULATION)
-        rest = "correct it first" if rung in loops else f"your loop trains. Likely cause: {_SIDE_WAYS}"
+        cut = "an input that must not be cut into microbatches (edges of a graph: penstock.Microbatches)"
+        rest = "correct it first" if rung in loops else f"your loop trains. Likely cause: {cut}, or {_SIDE_WAYS}"
         raise PenstockError(f"rehearse: {rung.value} fails with {type(error).__name__}: {error}; {rest}") from error
 
 
