@@ -109,16 +109,6 @@ def check_dense(name: str, tensor: Tensor) -> None:
     )
 
 
-def way_out(error: Exception, usual: str) -> str:
-    """What helps against the `error` of a forward on the sample: `usual`, but for a forward that takes gradients."""
-    if "does not require grad" not in str(error):
-        return usual
-    return (
-        "Capture and evaluation run without gradients: a forward that takes some, as by torch.autograd.grad, does it "
-        "in torch.enable_grad(), and calls x.detach().requires_grad_() for an input x that requires none"
-    )
-
-
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves and the structure of `tree`; dataclasses in it are made known to PyTorch's pytree on the way.
 

@@ -26,7 +26,7 @@ from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.read_names import FunctionModule
 from penstock.capturing.sampled_models import SampledModel
-from penstock.capturing.samples import Call, flatten, way_out
+from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
@@ -322,10 +322,10 @@ def _run_once(
             try:
                 result = body(*args, **kwargs)
             except Exception as error:
-                usual = "Every layer must accept what the layer before it returns, the first one the sample"
                 raise CaptureError(
-                    f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. "
-                    f"{way_out(error, usual)}"
+                    f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. Every "
+                    "layer must accept what the layer before it returns, the first one the sample. Capture runs "
+                    "without gradients: a forward takes some in torch.enable_grad()"
                 ) from error
         held.note(name, body, arguments, counter=counter, observed=observation)
         returns, tensors = Form.of(result)

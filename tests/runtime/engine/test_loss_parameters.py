@@ -141,7 +141,10 @@ def with_a_tensor(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
         (lambda model: Uncertain(), r"a gradient of its parameter scale, which is not in the model"),
         (in_a_closure, r"a gradient of a tensor of \(\), which is not in the model"),
         (with_a_tensor, r"a gradient of a tensor of \(2,\), which is not in the model"),
-        (with_an_activation, r"It may be an activation, .*: return from the model what the loss needs of it"),
+        (
+            with_an_activation,
+            r"If it is an activation .* return from the model what the loss needs of it, or train with stages=1",
+        ),
     ],
     ids=["bound method", "metric", "module", "closure", "tensor", "activation"],
 )

@@ -20,7 +20,7 @@ from penstock.capturing.module_state import ModuleState
 from penstock.capturing.observation import observed
 from penstock.capturing.operators import ParameterWrites, TensorNotes, tensors_in
 from penstock.capturing.sampled_models import SampledModel
-from penstock.capturing.samples import flatten, way_out
+from penstock.capturing.samples import flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.modules import compiled_from, is_compiled
@@ -169,7 +169,7 @@ def _failures_explained(model: nn.Module) -> Iterator[None]:
                 "tensors. nn.TransformerEncoder makes them in evaluation, of what src_key_padding_mask leaves: build "
                 "it with enable_nested_tensor=False"
             ) from error
-        fix = way_out(error, "sample= must hold arguments that the model accepts")
         raise CaptureError(
-            f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. {fix}"
+            f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold arguments "
+            "that the model accepts. Capture runs without gradients: a forward takes some in torch.enable_grad()"
         ) from error

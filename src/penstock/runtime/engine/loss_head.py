@@ -223,14 +223,10 @@ def _of_the_model(name: str) -> PenstockError:
 def _of_no_model(loss_fn: LossFunction, leaf: Tensor) -> PenstockError:
     named = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
     name = next((f"its parameter {name}" for name, own in named if own is leaf), f"a tensor of {tuple(leaf.shape)}")
-    activation = (
-        "It may be an activation, of a block that loss_fn reads or that torch.autograd.grad in loss_fn reaches: return "
-        "from the model what the loss needs of it, or train with stages=1. "
-    )
     return PenstockError(
         f"loss_fn takes a gradient of {name}, which is not in the model: expected gradients of the model's output "
-        f"only. {'' if isinstance(leaf, nn.Parameter) else activation}No optimizer of the pipeline has it and no "
-        "checkpoint holds it. To train it, register it in the model and return it with the output, or compute the loss "
-        "in the model (loss_fn=penstock.model_loss). If it is not to be trained here, call requires_grad_(False) on "
-        "it, at least while the step runs"
+        "only. If it is an activation or an input of a block, return from the model what the loss needs of it, or train "
+        "with stages=1. If not, no optimizer of the pipeline has it and no checkpoint holds it. To train it, register "
+        "it in the model and return it with the output, or compute the loss in the model (loss_fn=penstock.model_loss)."
+        " If it is not to be trained here, call requires_grad_(False) on it, at least while the step runs"
     )
