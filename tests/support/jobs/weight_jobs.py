@@ -129,7 +129,7 @@ class SparseBlock(nn.Module):
 
 
 def sparse_pipeline() -> penstock.Pipeline:
-    """Of a model with a sparse buffer in each block."""
+    """A pipeline of a model with a sparse buffer in each block."""
     model = nn.Sequential(SparseBlock(), SparseBlock())
     return penstock.Pipeline(model, (torch.ones(2, 4),), F.mse_loss, models.adamw, microbatches=2, stages=2)
 

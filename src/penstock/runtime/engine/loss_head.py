@@ -225,8 +225,9 @@ def _of_no_model(loss_fn: LossFunction, leaf: Tensor) -> PenstockError:
     name = next((f"its parameter {name}" for name, own in named if own is leaf), f"a tensor of {tuple(leaf.shape)}")
     return PenstockError(
         f"loss_fn takes a gradient of {name}, which is not in the model: expected gradients of the model's output "
-        "only. If it is an activation or an input of a block, return from the model what the loss needs of it, or train "
-        "with stages=1. If not, no optimizer of the pipeline has it and no checkpoint holds it. To train it, register "
-        "it in the model and return it with the output, or compute the loss in the model (loss_fn=penstock.model_loss)."
-        " If it is not to be trained here, call requires_grad_(False) on it, at least while the step runs"
+        "only. If it is an activation or an input of a block, return from the model what the loss needs of it, or "
+        "train with stages=1. If not, no optimizer of the pipeline has it and no checkpoint holds it. To train it, "
+        "register it in the model and return it with the output, or compute the loss in the model "
+        "(loss_fn=penstock.model_loss). If it is not to be trained here, call requires_grad_(False) on it, at least "
+        "while the step runs"
     )
