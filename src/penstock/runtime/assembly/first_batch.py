@@ -140,12 +140,11 @@ class FirstBatch:
             return copies.of(own)(*args, **kwargs)
 
         runs = LossRuns([own, *layers], self._recipe, self._device)
-        difference = logging.ERROR if self._strict else logging.WARNING
         if traced:
             expected, found = [runs.run(each, batches[-1], evaluates=False) for each in (model, chain)]
             if not runs.agree(expected, found.loss):
                 if not runs.repeats_loss(model, batches[-1]):
-                    return difference, _UNSTEADY
+                    return logging.ERROR, _UNSTEADY
                 return logging.ERROR, (
                     f"the captured chain of {type(own).__name__} has a loss of {found.loss:.9g} on a microbatch of the "
                     f"first batch, and the model of {expected.loss:.9g}: expected the same. The capture holds for "
@@ -167,9 +166,9 @@ class FirstBatch:
         if runs.agree(whole, mean):
             return logging.INFO, ""
         if not runs.repeats_loss(plain, joined):
-            return difference, _UNSTEADY
+            return logging.ERROR, _UNSTEADY
         certain, causes = causes_of(runs, plain, joined, whole, parts)
-        return logging.ERROR if certain else difference, (
+        return logging.ERROR if certain or self._strict else logging.WARNING, (
             f"the loss of the first two microbatches at once is {whole.loss:.9g}, and the mean of their losses, which "
             f"a step minimizes, is {mean:.9g}: {causes}. check='off' leaves out the comparison, check='strict' makes "
             "every difference an error"
