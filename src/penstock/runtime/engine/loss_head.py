@@ -200,13 +200,13 @@ class _Reads(TorchFunctionMode):
 
     def __init__(self, parameters: Mapping[int, str]) -> None:
         super().__init__()
-        self._parameters, self.name = parameters, ""
+        self._watched, self.name = parameters, ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)):
             given = map(id, pytree.tree_leaves((args, kwargs)))
-            self.name = next((self._parameters[each] for each in given if each in self._parameters), self.name)
+            self.name = next((self._watched[each] for each in given if each in self._watched), self.name)
         return made
 
 
