@@ -105,7 +105,7 @@ class Freezing(Block):
 
 
 def test_a_forward_that_freezes_a_parameter_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"the backward of Model fails .* no forward may change requires_grad"):
+    with pytest.raises(CaptureError, match=r"the backward of Stack fails .* no forward may change requires_grad"):
         capture(blocks.build(Freezing), (blocks.batches((6,))[0][0],))
 
 
