@@ -162,7 +162,7 @@ class PipelineOptions:
 
     @property
     def whole_backwards(self) -> bool:
-        """Whether schedules that split backwards are refused by `check_schedule`, or may be because a hook of
+        """Whether schedules that split backwards are refused by `schedule_plan`, or may be because a hook of
         `parallelize=` shards modules.
         """
         return bool(self.run.compile) or self.run.parallelize is not None or self.plan.recompute == "layers"
