@@ -24,14 +24,17 @@ class HungRun:
     def __init__(self, processes: list[Child], directory: RunDirectory) -> None:
         self.processes, self.directory = processes, directory
 
-    def wait_for(self, verdict: Verdict) -> tuple[Evidence, Diagnosis]:
-        """The first diagnosis with `verdict`; the last one if there is none for a long time."""
+    def wait_for(self, verdict: Verdict, *, edge: bool = False) -> tuple[Evidence, Diagnosis]:
+        """The first diagnosis with `verdict`; the last one if there is none for a long time.
+
+        With `edge`, also the rank that waits for the culprit has told so: on a busy machine it may come there later.
+        """
         deadline = time.monotonic() + 90
         while True:
             try:
                 evidence = examine(self.directory, signals=True)
                 found = diagnose(evidence)
-                if found.verdict is verdict or time.monotonic() > deadline:
+                if (found.verdict is verdict and (found.edge or not edge)) or time.monotonic() > deadline:
                     return evidence, found
             except PenstockError:
                 assert time.monotonic() < deadline, [process.errors() for process in self.processes]
@@ -60,7 +63,7 @@ def hang(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_rank_asleep_in_a_forward_is_slow(hang: Hang, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = hang("sleep in a forward", 1, "interleaved", 4, 2)
-    evidence, found = run.wait_for(Verdict.SLOW)
+    evidence, found = run.wait_for(Verdict.SLOW, edge=True)
 
     assert (found.verdict, found.rank) == (Verdict.SLOW, 1), found
     assert "in hang: time.sleep(600)" in found.sentence
@@ -102,7 +105,7 @@ def test_a_stopped_rank_is_named(hang: Hang) -> None:
 
 
 def test_a_rank_whose_interpreter_is_blocked_writes_its_stacks_at_a_signal(hang: Hang) -> None:
-    evidence, found = hang("hold the interpreter", 1, "1f1b-flush", 2, 2).wait_for(Verdict.SILENT)
+    evidence, found = hang("hold the interpreter", 1, "1f1b-flush", 2, 2).wait_for(Verdict.SILENT, edge=True)
 
     assert (found.verdict, found.rank) == (Verdict.SILENT, 1), found
     assert "in hang" in evidence.processes[1].stacks
