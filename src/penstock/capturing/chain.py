@@ -58,6 +58,8 @@ class Layer:
     """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
     views: tuple[tuple[str, str], ...] = ()
     """Those of `outputs` that share memory with one of `inputs`, each with that one."""
+    differentiable: frozenset[str] = frozenset()
+    """Those of `outputs` that require a gradient on the captured sample."""
 
     @property
     def output_bytes(self) -> tuple[float, ...]:
@@ -105,8 +107,8 @@ class StageModule(nn.Module):
         self._volatile = frozenset(name for layer in layers for name in layer.volatile)
         written = {name for layer in layers for name in layer.outputs}
         self.mutates = follow_memory(layers)[1] - written
-        self.differentiable: frozenset[str] = frozenset()
-        """The values that a trained parameter may reach; a pipeline fills it in."""
+        self.differentiable = frozenset(name for layer in layers for name in layer.differentiable)
+        """The values that it makes and that require a gradient on the captured sample."""
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
         self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
         self._dead = _last_reads(self.reads, keep=frozenset(sent))
@@ -238,16 +240,6 @@ class LayerChain:
     def stage(self, start: int, stop: int) -> StageModule:
         """Layers `start` up to `stop` as one module over the model's own parameters."""
         return StageModule(self.layers[start:stop], start, self.cut(start), self.cut(stop))
-
-    @cached_property
-    def differentiable(self) -> frozenset[str]:
-        """The values that a trained parameter may reach: data may decide whether one requires a gradient."""
-        reached: set[str] = set()
-        for layer in self.layers:
-            trained = any(parameter.requires_grad for parameter in layer.module.parameters())
-            if trained or not reached.isdisjoint(layer.inputs):
-                reached.update(layer.outputs)
-        return frozenset(reached)
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[int, ...]]:

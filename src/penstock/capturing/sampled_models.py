@@ -1,10 +1,12 @@
 """A model with its sample, of which capture runs copies."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.model_forms import ModelInputs
@@ -49,3 +51,28 @@ class SampledModel:
 def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:
     """`chain` with the `copies` of its modules."""
     return replace(chain, layers=tuple(replace(layer, module=copies.of(layer.module)) for layer in chain.layers))
+
+
+def note_gradients(sampled: SampledModel, chain: LayerChain) -> LayerChain:
+    """`chain` with the values noted that require a gradient in a pass on the sample."""
+    found: list[frozenset[str]] = []
+
+    def run(
+        module: nn.Module | None, compute: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        # Detached, so that one layer's activations are held at a time.
+        results = compute(*map(_detached, arguments))
+        outputs = chain.layers[len(found)].outputs
+        found.append(frozenset(name for name, result in zip(outputs, results, strict=False) if result.requires_grad))
+        return tuple(map(_detached, results))
+
+    with sampled.copied(chain.layers) as copies, torch.enable_grad():
+        own = sampled.call.copied()
+        inputs: dict[str, Any] = chain.inputs.bind(own.args, own.kwargs)
+        chain_of_copies(chain, copies).stage(0, len(chain.layers))((), inputs, layer_runner=run)
+    layers = zip(chain.layers, found, strict=True)
+    return replace(chain, layers=tuple(replace(layer, differentiable=names) for layer, names in layers))
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

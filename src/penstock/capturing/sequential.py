@@ -25,7 +25,7 @@ from penstock.capturing.observation import Observation, SharedObjects, keep_last
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.read_names import FunctionModule
-from penstock.capturing.sampled_models import SampledModel
+from penstock.capturing.sampled_models import SampledModel, note_gradients
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -231,6 +231,8 @@ def _capture(
         buffers=SavedBuffers(model),
         evaluation=lambda: evaluation() if _trains(named) else chain,
     )
+    if trained is None:
+        chain = note_gradients(sampled, chain)
 
     @cache
     def evaluation() -> LayerChain:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 import penstock
 from support.transport_selection import sharing_memory
 
-__all__ = ["BATCHES", "VaryingRun", "reference", "train"]
+__all__ = ["BATCHES", "GRADIENT_LATER", "VaryingRun", "reference", "refused", "selected", "train"]
 
 WIDTH = 4
+GRADIENT_LATER = ("zeros at first", "detached")
+"""The kinds whose second value has a gradient for negative samples only, of which the first microbatch has none."""
 
 
 def _make_batches() -> list[tuple[Tensor, Tensor]]:
@@ -74,12 +76,15 @@ class VaryingRun:
     schedule: str = "1f1b-flush"
     shares_memory: bool = True
     wire_dtype: torch.dtype | None = None
+    row: int | None = None
+    """The first row of the captured sample; by default one for which the second value has a gradient."""
 
     @property
     def options(self) -> dict[str, Any]:
         """What the pipeline and the oracle share."""
+        row = self.row if self.row is not None else 2 * (self.kind in GRADIENT_LATER)
         return {
-            "sample": (BATCHES[0][0][:2],),
+            "sample": (BATCHES[0][0][row : row + 2],),
             "loss_fn": F.mse_loss,
             # A weight without a gradient keeps its value and its momentum, and one with a gradient of zero does not.
             "optimizer": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
@@ -106,3 +111,42 @@ def train(run: VaryingRun) -> tuple[list[float], dict[str, Tensor]]:
         losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
         pipe.drain()
         return losses, pipe.state_dict()["model"]
+
+
+def refused(run: VaryingRun) -> str:
+    """The error of a training, in the process that has one."""
+    try:
+        train(run)
+    except penstock.PenstockError as error:
+        return str(error)
+    return ""
+
+
+class Masks(nn.Module):
+    """Returns what it computes, and a mask that no parameter reaches."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last = last
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Any) -> tuple[Tensor, Tensor]:
+        x, mask = values if self.last else (values, torch.ones_like(values))
+        return self.linear(x), mask
+
+
+def selected(_: None) -> list[list[bool]]:
+    """Which outputs require a gradient where the loss reads them, for each microbatch of a training of two stages."""
+    found: list[list[bool]] = []
+
+    def loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        found.append([output.requires_grad for output in outputs])
+        return F.mse_loss(outputs[0] * outputs[1], target)
+
+    torch.manual_seed(7)
+    model = nn.Sequential(Masks(last=False), Masks(last=True)).double()
+    options = {**VaryingRun("zeros").options, "loss_fn": loss, "check": "off"}
+    with penstock.Pipeline(model, **options) as pipe:
+        pipe.step(*BATCHES[0])
+        pipe.drain()
+    return found

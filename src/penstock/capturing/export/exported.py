@@ -28,7 +28,7 @@ from penstock.capturing.module_copies import Copies
 from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
-from penstock.capturing.sampled_models import SampledModel
+from penstock.capturing.sampled_models import SampledModel, note_gradients
 from penstock.capturing.samples import Call
 from penstock.capturing.sequential import Flag, bodies_of
 from penstock.errors import CaptureError
@@ -111,6 +111,8 @@ def _capture(
         if group not in chain.inputs.equal and not may_differ(sampled, group):
             checked = replace(checked, equal=(*checked.equal, group))
     chain = replace(chain, inputs=checked)
+    if trains:
+        chain = note_gradients(sampled, chain)
     return chain, partition
 
 

@@ -218,7 +218,6 @@ def build_stages(
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
         _reroute(module, index, schedule, plan, chain)
-        module.differentiable = chain.differentiable
         parameters = _stage_parameters(chain, module)
         weights = VersionedWeights(
             module,

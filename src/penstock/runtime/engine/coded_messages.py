@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.transport.message_headers import other_form
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 from penstock.training.wire_codecs import WireCodec, decode, encode, encodes, round_to_wire
 
@@ -87,11 +88,7 @@ class CodedMessages:
             known = self._sent[edge, kind] = tuple(forms)
             self.transport.send(edge, _ahead(kind), (_write(known).to(self.device),))
         if known != tuple(forms):
-            raise TransportError(
-                f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
-                f"first one: {_describe(known)}; now: {_describe(forms)}. The model's shapes or used outputs depend on "
-                "its data: make them depend on the input shapes only"
-            )
+            raise other_form(edge, _describe(known), _describe(forms))
         self.transport.send(edge, kind, tuple(parts))
 
     def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
@@ -220,4 +217,8 @@ def _unlike(edge: Edge, found: str) -> TransportError:
 
 
 def _describe(forms: Sequence[_Form | None]) -> str:
-    return "[" + ", ".join("as it is" if form is None else f"{form.shape} {form.dtype}" for form in forms) + "]"
+    texts = [
+        "as it is" if form is None else f"{form.shape} {form.dtype}{' with a gradient' * form.requires_grad}"
+        for form in forms
+    ]
+    return "[" + ", ".join(texts) + "]"

@@ -241,9 +241,9 @@ class Worker:
             raise
         if index not in self._heads:
             for output, differentiable in zip(outputs, self._differentiable[index], strict=True):
-                # The data may decide whether it requires a gradient, and both ends of a cut agree for all data.
+                # The data may decide that it requires none, and both ends of a cut agree for all data.
                 if differentiable and not output.requires_grad:
-                    output.requires_grad_(output.is_floating_point() or output.is_complex())
+                    output.requires_grad_()
             self._mailbox.deal(index, k, self._targets[index], outputs, later=True)
 
     def _evaluate(self, index: int, k: int, microbatch: Microbatch) -> None:

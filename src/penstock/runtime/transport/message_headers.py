@@ -148,11 +148,7 @@ class SentKinds:
 
     def _error(self, agreed: Specs, message: Sequence[Tensor | None]) -> TransportError:
         now = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
-        return TransportError(
-            f"{self.edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at "
-            f"the first one: {_describe(agreed)}; now: {_describe(now)}. The model's shapes or used outputs "
-            "depend on its data: make them depend on the input shapes only"
-        )
+        return other_form(self.edge, _describe(agreed), _describe(now))
 
 
 class ReceivedKinds:
@@ -219,6 +215,15 @@ def _parse_spec(shape: object, dtype: object, requires_grad: object, order: obje
 def _can_send(dtype: torch.dtype) -> bool:
     """Whether `dtype` is one of numbers that need no more data, such as the scales of quantized ones."""
     return not name_of(dtype).startswith(("q", "bits"))
+
+
+def other_form(edge: Edge, agreed: str, now: str) -> TransportError:
+    """The error for a message of another form than the one that was agreed on for its kind."""
+    return TransportError(
+        f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the first one: "
+        f"{agreed}; now: {now}. The model's shapes or used outputs depend on its data: make them depend on the input "
+        "shapes only. If data decide which values have a gradient, pass a sample= for which they have one"
+    )
 
 
 def assemble(specs: Specs, arrived: Iterable[Tensor]) -> Message:
