@@ -27,7 +27,7 @@ class HungRun:
     def wait_for(self, verdict: Verdict, *, edge: bool = False) -> tuple[Evidence, Diagnosis]:
         """The first diagnosis with `verdict`; the last one if there is none for a long time.
 
-        With `edge`, also the rank that waits for the culprit has told so: on a busy machine it may come there later.
+        With `edge`, one that names the blocked edge: on a busy machine the other rank may begin to wait later.
         """
         deadline = time.monotonic() + 90
         while True:

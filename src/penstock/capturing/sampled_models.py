@@ -1,14 +1,13 @@
 """A model with its sample, of which capture runs copies."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.chain import Layer, LayerChain, Results
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_copies import Copier, Copies
 from penstock.capturing.preservation import KeptParameters, kept_generators
@@ -57,9 +56,7 @@ def note_gradients(sampled: SampledModel, chain: LayerChain) -> LayerChain:
     """`chain` with the values noted that require a gradient in a pass on the sample."""
     found: list[frozenset[str]] = []
 
-    def run(
-        module: nn.Module | None, compute: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
+    def run(module: nn.Module | None, compute: Results, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Detached, so that one layer's activations are held at a time.
         results = compute(*map(_detached, arguments))
         outputs = chain.layers[len(found)].outputs
@@ -68,8 +65,8 @@ def note_gradients(sampled: SampledModel, chain: LayerChain) -> LayerChain:
 
     with sampled.copied(chain.layers) as copies, torch.enable_grad():
         own = sampled.call.copied()
-        inputs: dict[str, Any] = chain.inputs.bind(own.args, own.kwargs)
-        chain_of_copies(chain, copies).stage(0, len(chain.layers))((), inputs, layer_runner=run)
+        stage = chain_of_copies(chain, copies).stage(0, len(chain.layers))
+        stage((), chain.inputs.bind(own.args, own.kwargs), layer_runner=run)
     layers = zip(chain.layers, found, strict=True)
     return replace(chain, layers=tuple(replace(layer, differentiable=names) for layer, names in layers))
 
