@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock import PenstockError, PlanError
-from penstock.fleet import Allocation, FleetExecutor, FleetFile, fifo, max_min_fairness
+from penstock.fleet import Allocation, FleetExecutor, FleetFile, Job, Problem, fifo, max_min_fairness, strict_fifo
 from penstock.fleet.executor import JobState, RunState, steps_done
 from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
+from penstock.fleet.linear_programs import OutOfReach
 from support.paths import ROOT
 
 pytestmark = pytest.mark.processes
@@ -201,6 +202,40 @@ def has_mark(entry: Path, lease: str) -> bool:
         return f"PENSTOCK_FLEET_LEASE={lease}".encode() in (entry / "environ").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+def test_a_policy_sees_steps_that_no_checkpoint_has(tmp_path):
+    """A job that keeps its lease saves nothing, and is decided about as what it is. A promise that cannot be kept any
+    more ends no training.
+    """
+    later = "".join(job(name, 1, 0.01).replace("{name", f"{{arrives: {at}, name") for name, at in (("b", 2), ("c", 5)))
+    fleet = fleet_file(tmp_path, job("a", 120, 0.05) + later)
+    seen: list[Job] = []
+    lines: list[str] = []
+
+    def policy(problem: Problem) -> Allocation:
+        seen.extend(problem.jobs)
+        if len(problem.jobs) > 1:
+            raise OutOfReach("a is late", lambda: strict_fifo(problem))
+        return strict_fifo(problem)
+
+    run = FleetExecutor(fleet, policy, tmp_path / "run", round_seconds=0.5, report=lines.append).run()
+    own = [found for found in seen if found.name == "a"]
+
+    assert len(run.jobs) == 3 and "a is late. The nearest allocation is taken" in lines
+    assert own[0].steps == 120 and own[0].isolated_seconds == 0
+    made = 120 - own[-1].steps
+    assert made > 0
+    # It has been one of one, two or three jobs.
+    assert 0.99 * made * 0.05 <= own[-1].isolated_seconds <= 3.01 * made * 0.05
+
+
+def test_a_promise_that_cannot_be_kept_at_the_start_is_an_error(tmp_path):
+    def policy(problem: Problem) -> Allocation:
+        raise OutOfReach("a is late", lambda: strict_fifo(problem))
+
+    with pytest.raises(PlanError, match="a is late"):
+        FleetExecutor(fleet_file(tmp_path, job("a", 1, 0.01)), policy, tmp_path / "run").run()
 
 
 def test_wrong_runs_are_refused(tmp_path):

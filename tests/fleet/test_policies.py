@@ -139,6 +139,15 @@ def test_strict_orders_are_lexicographic(problem):
         assert policy(problem).throughputs() / fastest == pytest.approx(levels / fastest, abs=1e-3)
 
 
+def test_a_job_that_waits_takes_nothing_from_those_behind():
+    """The second job has to wait for the first one, and the third one has a kind for itself."""
+    jobs = tuple(Job(f"job {m}", 100, workers=2 if m == 2 else 1) for m in range(4))
+    problem = Problem(jobs, (Kind("A", 1), Kind("B", 3)), ((1, 0), (1, 0), (0, 1), (1, 0)))
+
+    for policy in (strict_fifo, shortest_job_first):
+        assert policy(problem).array() == pytest.approx(numpy.array([[1, 0], [0, 0], [0, 1], [0, 0]]), abs=1e-5)
+
+
 @few
 @given(fleet_problems())
 def test_throughput_and_cost_are_the_greatest_sums(problem):

@@ -13,6 +13,7 @@ from penstock.fleet import (
     Job,
     Kind,
     PriceHistory,
+    Problem,
     blind,
     completion_svg,
     devices_svg,
@@ -20,6 +21,9 @@ from penstock.fleet import (
     max_min_fairness,
     min_cost,
     min_cost_near_deadlines,
+    min_cost_with_deadlines,
+    min_makespan,
+    min_makespan_within_budget,
     poisson_workload,
     run_page,
     simulate_fleet,
@@ -154,6 +158,40 @@ def test_deadlines_are_kept_where_money_allows():
     assert max(job.seconds for job in rounds.jobs if job.job.name == "job 1") <= 9000 + 120
 
 
+@pytest.mark.parametrize("ideal", [True, False])
+def test_a_budget_lasts_to_the_end(ideal):
+    """Half an hour on the fast kind and one on the slow one. In rounds the last ones may cost a little more."""
+    kinds = (Kind("fast", 1, 4.0), Kind("slow", 1, 1.0))
+    workload = [Arrival(0.0, Job("a", 7200), (2.0, 1.0))]
+    options = {"ideal": ideal, "round_seconds": 60, "restart_seconds": 0, "reset_rounds": 1}
+    run = simulate_fleet(workload, kinds, min_makespan_within_budget, budget=3, **options)
+
+    assert run.makespan == pytest.approx(5400, rel=1e-4 if ideal else 0.03)
+    assert run.cost == pytest.approx(3, rel=1e-4 if ideal else 0.03)
+    with pytest.raises(PlanError, match="budget: expected at least 2, what the jobs cost"):
+        simulate_fleet(workload, kinds, min_makespan_within_budget, budget=1.9, ideal=ideal)
+
+
+def test_a_deadline_that_a_later_job_makes_impossible_ends_no_run():
+    workload = [Arrival(at, Job(name, 100, deadline_seconds=120), (1.0,)) for at, name in ((0.0, "a"), (50.0, "b"))]
+    run = simulate_fleet(workload, (Kind("GPU", 1, 1.0),), min_cost_with_deadlines, ideal=True)
+
+    assert len(run.jobs) == 2 and run.late >= 1
+
+
+def test_jobs_that_end_together_end_at_once():
+    """What the tolerance of a linear program leaves of some is no job."""
+    kinds = [Kind(name, 4) for name in THESIS_KINDS]
+    workload = static_workload(thesis_types(), 100, seed=0)
+    rows = tuple(arrival.throughputs for arrival in workload)
+    static = min_makespan(Problem(tuple(arrival.job for arrival in workload), tuple(kinds), rows))
+    run = simulate_fleet(workload, kinds, min_makespan, ideal=True)
+
+    # One job ends before the 99 others.
+    assert run.allocations == 2 and len(run.jobs) == 100
+    assert run.makespan == pytest.approx(static.seconds_left().max(), rel=1e-6)
+
+
 def test_prices_change_where_jobs_run(tmp_path):
     """The slow kind becomes cheaper per step after an hour, and the job moves."""
     path = tmp_path / "prices.csv"
@@ -168,6 +206,9 @@ def test_prices_change_where_jobs_run(tmp_path):
     path.write_text("0,slow\n")
     with pytest.raises(PlanError, match="line 1: expected seconds,kind,price"):
         PriceHistory.load(path)
+    with pytest.raises(PlanError, match="expected prices of fast, slow, found some of Slow"):
+        mistaken = PriceHistory({"Slow": ((0.0, 1.0),)})
+        simulate_fleet([Arrival(0.0, Job("a", 7200), (1.0, 0.5))], kinds, min_cost, prices=mistaken)
     with pytest.raises(PlanError, match="from second 0 on, ascending"):
         PriceHistory({"slow": ((5.0, 1.0),)})
 

@@ -18,7 +18,7 @@ _ACTIONS = ("allocate", "simulate", "run", "emit")
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=_ACTIONS, help="shares of time; a simulation; real trainings; cluster jobs")
     parser.add_argument("fleet", metavar="FLEET", help="a file with kinds of machines and jobs (YAML)")
-    parser.add_argument("--policy", metavar="NAME", default="max-min-fairness", help="default: max-min-fairness")
+    parser.add_argument("--policy", metavar="NAME", default="water-filling", help="default: water-filling")
     parser.add_argument("--plans", metavar="DIR", help="write the plan of each job on each kind into this directory")
     group = parser.add_argument_group("simulate, run and emit")
     group.add_argument("--round-seconds", type=float, metavar="S", help="default: 360 to simulate, 30 to run")
@@ -86,6 +86,7 @@ def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy
         seed=arguments.seed,
         ideal=arguments.ideal,
         record=bool(arguments.html) and not arguments.ideal,
+        budget=fleet.budget,
     )
     _print_run(arguments, run)
 

@@ -19,9 +19,11 @@ from typing import Any
 
 from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PenstockError, PlanError
+from penstock.fleet.allocations import Allocation
 from penstock.fleet.fleet_files import FleetFile
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
+from penstock.fleet.linear_programs import OutOfReach
 from penstock.fleet.policies import Policy
 from penstock.fleet.problems import Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
@@ -44,6 +46,10 @@ class JobState:
     preemptions: int = 0
     failures: int = 0
     """In a row; a lease that ends as asked sets it to 0."""
+    isolated_seconds: float = 0.0
+    """The time that its steps so far would have taken on 1/n of the fleet, n being the jobs at each moment."""
+    steps_counted: float = 0.0
+    """The steps that `isolated_seconds` is of."""
     least_rounds: int = 1
     """The rounds that a lease lasts at least. It doubles whenever a lease ends before a step was saved."""
 
@@ -160,6 +166,8 @@ class FleetExecutor:
         self._processes: dict[str, LeaseProcess] = {}
         self._records: dict[str, LeaseRecord] = {}
         self._known: tuple[str, ...] = ()
+        self._isolated: dict[str, float] = {}
+        """The steps per second of each job of the last decision on 1/n of the fleet."""
 
     def run(self) -> FleetRun:
         """Trains until every job is done or given up. Raises `PenstockError` if some were given up."""
@@ -192,7 +200,7 @@ class FleetExecutor:
         active = self._active()
         if active:
             if active != self._known:
-                self._scheduler.begin(self._policy(self._problem(active)))
+                self._scheduler.begin(self._decide(self._problem(active)))
                 self._known = active
             leases = self._scheduler.next_round(active, kept=[name for name in self._processes if self._is_young(name)])
             kept = {lease.jobs[0] for lease in leases if lease.renewed and lease.jobs[0] in self._processes}
@@ -209,17 +217,55 @@ class FleetExecutor:
         self._scheduler.end_round({lease.jobs: spent for lease in self._scheduler.leases})
 
     def _problem(self, active: tuple[str, ...]) -> Problem:
-        """What the policy decides about now: the steps that are not in a checkpoint yet."""
+        """What the policy decides about now: the steps that are still to be made."""
+        self._count_isolated()
         numbers = [index for index, model in enumerate(self._fleet.jobs) if model.job.name in active]
         jobs = []
         for index in numbers:
             job = self._fleet.jobs[index].job
-            left = max(job.steps - steps_done(self._checkpoints(job.name)), 1.0)
+            left, state = max(job.steps - self._steps_made(job.name), 1.0), self._state.jobs[job.name]
             age = max(self._now() - self._fleet.arrivals[index], 0.0)
             deadline = None if job.deadline_seconds is None else max(job.deadline_seconds - age, 1.0)
-            jobs.append(replace(job, steps=left, elapsed_seconds=age, deadline_seconds=deadline))
+            now = replace(job, steps=left, elapsed_seconds=age, isolated_seconds=state.isolated_seconds)
+            jobs.append(replace(now, deadline_seconds=deadline))
         rows = self._table.throughputs()
-        return Problem(tuple(jobs), self._fleet.kinds, tuple(rows[i] for i in numbers), entities=self._fleet.entities)
+        budget = self._fleet.budget
+        if budget is not None:
+            budget = max(budget - self._cost(self._held(self._now())), budget * 1e-6)
+        problem = Problem(
+            tuple(jobs), self._fleet.kinds, tuple(rows[i] for i in numbers), (), self._fleet.entities, budget
+        )
+        self._isolated = dict(zip(active, problem.isolated_speeds().tolist(), strict=True))
+        return problem
+
+    def _decide(self, problem: Problem) -> Allocation:
+        """The policy's allocation. Where it cannot keep its promise any more, the nearest one: trainings go on."""
+        try:
+            return self._policy(problem)
+        except OutOfReach as error:
+            if not self._state.leases:
+                raise
+            self._report(f"{error}. The nearest allocation is taken")
+            return error.nearest()
+
+    def _steps_made(self, name: str) -> float:
+        """The steps that a job has made, of which its training tells about once a second; those in its newest
+        checkpoint where it does not tell.
+        """
+        saved = steps_done(self._checkpoints(name))
+        if name not in self._processes:
+            return saved
+        try:
+            return max(saved, int(self._begun_file(name).read_text()))
+        except (OSError, ValueError):
+            return saved
+
+    def _count_isolated(self) -> None:
+        """Adds the steps since the last decision to the `isolated_seconds` of the jobs that it was about."""
+        for name, speed in self._isolated.items():
+            state, made = self._state.jobs[name], self._steps_made(name)
+            state.isolated_seconds += max(made - state.steps_counted, 0.0) / speed
+            state.steps_counted = max(made, state.steps_counted)
 
     def _start(self, lease: Lease) -> None:
         name = lease.jobs[0]
@@ -385,7 +431,7 @@ class FleetExecutor:
     def _result(self) -> FleetRun:
         # Of a fleet that all jobs of the file share, for their whole lives.
         problem = self._fleet.problem(self._table)
-        isolated = problem.jobs, (problem.speeds() * problem.isolated_shares()).sum(axis=1).tolist()
+        isolated = problem.jobs, problem.isolated_speeds().tolist()
         alone = {job.name: job.steps / speed for job, speed in zip(*isolated, strict=True)}
         done = []
         for model, arrived in zip(self._fleet.jobs, self._fleet.arrivals, strict=True):
@@ -405,11 +451,13 @@ class FleetExecutor:
         done.sort(key=lambda job: job.finished)
         return FleetRun(self._fleet.kinds, tuple(done), self._state.seconds, self._state.rounds, tuple(self._held()))
 
-    def _held(self) -> list[Held]:
+    def _held(self, now: float | None = None) -> list[Held]:
+        """The leases that have ended; with `now`, those that go on as well, up to then."""
+        stops = [(lease, now if lease.stop is None else lease.stop) for lease in self._state.leases]
         return [
-            Held(lease.job, lease.devices, lease.workers, lease.start, lease.stop)
-            for lease in self._state.leases
-            if lease.stop is not None
+            Held(lease.job, lease.devices, lease.workers, lease.start, stop)
+            for lease, stop in stops
+            if stop is not None
         ]
 
     def _cost(self, leases: Sequence[Held]) -> float:

@@ -8,7 +8,7 @@ Jobs that no policy could tell apart form a class and share their variables: the
 an optimum, too. Of 26 types of jobs, 500 jobs make a program as small as 26.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -29,6 +29,16 @@ Entries = tuple[Indices, Indices, Floats]
 
 class Infeasible(PlanError):
     """No allocation meets all constraints of a policy."""
+
+
+class OutOfReach(PlanError):
+    """A policy cannot keep what it promises, such as all deadlines. `nearest` finds the allocation that misses least:
+    a run that has begun goes on with it.
+    """
+
+    def __init__(self, message: str, nearest: Callable[[], Allocation]) -> None:
+        super().__init__(message)
+        self.nearest = nearest
 
 
 class Space:

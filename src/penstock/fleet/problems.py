@@ -47,7 +47,8 @@ class Problem:
     pairs: tuple[Pair, ...] = ()
     entities: tuple[Entity, ...] = ()
     budget: float | None = None
-    """The most that all jobs together may cost until they are done. Only `min_makespan_within_budget` reads it."""
+    """The most that all jobs together may cost from now until they are done. Only `min_makespan_within_budget` reads
+    it."""
 
     def __post_init__(self) -> None:
         for name, kind in (("jobs", Job), ("kinds", Kind), ("pairs", Pair), ("entities", Entity)):
@@ -105,6 +106,10 @@ class Problem:
         rows = owned[None, :] / self.workers()[:, None] * (self.speeds() > 0)
         rows /= numpy.maximum(1.0, rows.sum(axis=1, keepdims=True))
         return numpy.asarray(rows)
+
+    def isolated_speeds(self) -> Floats:
+        """The steps per second of each job with its `isolated_shares`."""
+        return numpy.asarray((self.speeds() * self.isolated_shares()).sum(axis=1))
 
     def _checked_throughputs(self) -> tuple[tuple[float, ...], ...]:
         rows = entries("throughputs", self.throughputs, PlanError)

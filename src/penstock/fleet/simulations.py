@@ -15,9 +15,11 @@ import numpy
 
 from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PlanError
+from penstock.fleet.allocations import Allocation
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.jobs import Entity
 from penstock.fleet.kinds import Kind, moving_cost
+from penstock.fleet.linear_programs import OutOfReach
 from penstock.fleet.policies import Policy
 from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
@@ -74,6 +76,8 @@ _RULES = {
     "seed": integer(0).but("give the number that the times of preemptions follow from"),
 }
 
+_ROUNDING = 1e-6
+"""The part of a job's steps, or of a budget, that the tolerances of linear programs may leave."""
 _RESTART = number(0, unit="seconds").but("give the time to save a checkpoint and load it elsewhere")
 
 Shared = Mapping[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]]
@@ -113,6 +117,7 @@ def simulate_fleet(
     seed: int = 0,
     ideal: bool = False,
     record: bool = False,
+    budget: float | None = None,
 ) -> FleetRun:
     """Runs the jobs of `workload` on `kinds` under `policy`.
 
@@ -122,7 +127,10 @@ def simulate_fleet(
     the results are about; the simulation ends with the last of them, while the others keep the fleet busy. `pairs`:
     jobs that may share devices. `seed`: of the times at which devices of kinds with `preempted_every_seconds` are taken
     away. `ideal`: no rounds; each job runs at exactly its share at any time, and no device is taken away. `record`:
-    keep all leases, for pictures.
+    keep all leases, for pictures. `budget`: the most that all jobs together may cost; a policy sees what is left of it.
+
+    Where a policy cannot keep its promise at the first moment, its error is raised. Later its nearest allocation is
+    taken, and the run has the late jobs and the cost.
     """
     check_arguments(
         "simulate_fleet", _RULES, PlanError, round_seconds=round_seconds, reset_rounds=reset_rounds, seed=seed
@@ -142,7 +150,14 @@ def simulate_fleet(
         prices=PriceHistory({}) if prices is None else prices,
         pairs={} if pairs is None else pairs,
         random=numpy.random.default_rng(seed),
+        budget=budget,
     )
+    unknown = fleet.prices.changes.keys() - {kind.name for kind in kinds}
+    if unknown:
+        raise PlanError(
+            f"simulate_fleet(prices=): expected prices of {', '.join(kind.name for kind in kinds)}, found some of "
+            f"{', '.join(sorted(unknown))}: correct the names"
+        )
     _check_pairs(workload, kinds, fleet.pairs)
     if ideal:
         fleet.run_ideal()
@@ -163,6 +178,9 @@ class _Fleet:
     prices: PriceHistory
     pairs: Shared
     random: numpy.random.Generator
+    budget: float | None = None
+    spent: float = 0.0
+    """What the jobs that have finished have cost."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
     """What a job loses on average when a device of a kind is taken away from it, by kind; nothing if not given."""
     clock: float = 0.0
@@ -191,8 +209,7 @@ class _Fleet:
                 self.clock += max(0, math.ceil(behind / round_seconds - 1e-9)) * round_seconds
             changed |= self._admit()
             if changed or self.clock >= again - 1e-9:
-                scheduler.begin(self.policy(self._problem()))
-                self.allocations += 1
+                scheduler.begin(self._decide(self._problem()))
                 changed = False
                 again = min(self.prices.next_change(self.clock), self.clock + reset_rounds * round_seconds)
                 self.hourly = {kind.name: kind.price_per_hour for kind in self._priced_kinds()}
@@ -214,14 +231,13 @@ class _Fleet:
                 self.clock = max(self.clock, self.workload[self.arrived].seconds)
             self._admit()
             problem = self._problem()
-            allocation = self.policy(problem)
-            self.allocations += 1
+            allocation = self._decide(problem)
             seconds = allocation.seconds_left()
             coming = self.workload[self.arrived].seconds if self.arrived < len(self.workload) else math.inf
             span = min(float(seconds.min()), coming - self.clock, self.prices.next_change(self.clock) - self.clock)
             if not math.isfinite(span):
                 raise PlanError("simulate_fleet(policy=): expected a share for some job, found none: no job can finish")
-            rates, isolated = allocation.throughputs(), self._isolated(problem)
+            rates, isolated = allocation.throughputs(), problem.isolated_speeds()
             hourly = allocation.array() @ [kind.price_per_hour for kind in problem.kinds]
             paid = dict.fromkeys(range(len(problem.jobs)), 0.0)
             for price, members in zip(hourly.tolist(), problem.combinations, strict=True):
@@ -233,7 +249,7 @@ class _Fleet:
                 job.busy_seconds += float(allocation.busy()[m]) * span
                 job.isolated_seconds += rates[m] * span / isolated[m]
                 job.left -= rates[m] * span
-                if seconds[m] <= span * (1 + 1e-12):
+                if seconds[m] <= span * (1 + 1e-12) or job.left <= _ROUNDING * job.arrival.job.steps:
                     self._finish(name, self.clock + span)
             self.clock += span
 
@@ -248,6 +264,15 @@ class _Fleet:
             }
             self.arrived += 1
         return self.arrived > first
+
+    def _decide(self, problem: Problem) -> Allocation:
+        self.allocations += 1
+        try:
+            return self.policy(problem)
+        except OutOfReach as error:
+            if self.allocations == 1:
+                raise
+            return error.nearest()
 
     def _problem(self) -> Problem:
         """What the policy sees now. A deadline that has passed, or that no kind is fast enough for, is one no more."""
@@ -275,7 +300,9 @@ class _Fleet:
             if first in numbers and second in numbers:
                 (m, one), (n, two) = sorted([(numbers[first], one), (numbers[second], two)])
                 pairs.append(Pair((m, n), (one, two)))
-        return Problem(tuple(jobs), self._priced_kinds(), rows, pairs=tuple(pairs), entities=self.entities)
+        paid = self.spent + sum(running.cost for running in self.running.values())
+        budget = None if self.budget is None else max(self.budget - paid, _ROUNDING * self.budget)
+        return Problem(tuple(jobs), self._priced_kinds(), rows, tuple(pairs), self.entities, budget)
 
     def _kept_speeds(self, arrival: Arrival) -> tuple[float, ...]:
         """The throughputs of a job, less what it loses on average when its devices are taken away."""
@@ -366,12 +393,9 @@ class _Fleet:
         total = max(1.0, sum(share for share, speed in zip(shares, job.arrival.throughputs, strict=True) if speed))
         return sum(share * speed for share, speed in zip(shares, job.arrival.throughputs, strict=True)) / total
 
-    def _isolated(self, problem: Problem) -> list[float]:
-        found: list[float] = numpy.sum(problem.speeds() * problem.isolated_shares(), axis=1).tolist()
-        return found
-
     def _finish(self, name: str, seconds: float) -> None:
         job = self.running.pop(name)
+        self.spent += job.cost
         del self.speeds[name]
         if name not in self.waiting:
             return

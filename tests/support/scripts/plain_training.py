@@ -41,7 +41,7 @@ def save(step):
 for step in range(newest + 1, steps + 1):
     total += step
     time.sleep(seconds)
-    Path(os.environ["PENSTOCK_FLEET_BEGUN"]).touch()
+    Path(os.environ["PENSTOCK_FLEET_BEGUN"]).write_text(str(step))
     if asked:
         save(step)
         sys.exit(138)

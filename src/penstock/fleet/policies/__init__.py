@@ -55,7 +55,11 @@ _AWARE: dict[str, Policy] = {
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         **_AWARE,
-        **{f"blind-{name}": blind(policy) for name, policy in _AWARE.items() if "cost" not in name},
+        **{
+            f"blind-{name}": blind(policy)
+            for name, policy in _AWARE.items()
+            if "cost" not in name and "budget" not in name
+        },
         "isolated-shares": isolated_shares,
     }
 )

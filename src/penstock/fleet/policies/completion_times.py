@@ -6,7 +6,7 @@ import numpy
 
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
-from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space, fill
+from penstock.fleet.linear_programs import Infeasible, OutOfReach, Program, Solution, Space, fill
 from penstock.fleet.problems import Floats, Problem
 
 _PRECISE = 1e-6
@@ -33,7 +33,7 @@ def finish_time_fairness(problem: Problem) -> Allocation:
     1/n of the fleet (Themis). Then the free workers make jobs faster.
     """
     space = Space(problem, [(job.steps, job.elapsed_seconds, job.isolated_seconds) for job in problem.jobs])
-    isolated = (problem.speeds() * problem.isolated_shares()).sum(axis=1)[space.first]
+    isolated = problem.isolated_speeds()[space.first]
     elapsed = space.of_jobs([job.elapsed_seconds for job in problem.jobs])
     alone = space.of_jobs([job.isolated_seconds for job in problem.jobs])
     alone = alone + space.of_jobs([job.steps for job in problem.jobs]) / isolated
@@ -104,9 +104,11 @@ def min_makespan_within_budget(problem: Problem) -> Allocation:
     try:
         solution = program.maximize(numpy.append(numpy.zeros(space.variables), -1.0))
     except Infeasible:
-        raise PlanError(
-            f"budget: expected at least {_least_cost(space):.6g}, what the jobs cost if each is on its cheapest kind, "
-            f"found {problem.budget:.6g}: raise it, or drop jobs"
+        least = _least_cost(space)
+        raise OutOfReach(
+            f"budget: expected at least {least:.6g}, what the jobs cost if each is on its cheapest kind, found "
+            f"{problem.budget:.6g}: raise it, or drop jobs",
+            lambda: min_makespan_within_budget(replace(problem, budget=least * (1 + _PRECISE))),
         ) from None
     return space.allocation(solution.shares / solution.extra[0], "makespan-within-budget")
 

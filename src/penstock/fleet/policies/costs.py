@@ -13,7 +13,7 @@ from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.jobs import Job
 from penstock.fleet.kinds import moving_cost
-from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
+from penstock.fleet.linear_programs import Infeasible, OutOfReach, Program, Solution, Space
 from penstock.fleet.problems import Floats, Problem
 
 _SLACK = 1e-8
@@ -37,7 +37,7 @@ def min_cost(problem: Problem) -> Allocation:
 def min_cost_with_deadlines(problem: Problem) -> Allocation:
     """As `min_cost`, and each job is fast enough to meet its deadline.
 
-    Raises `PlanError` if not all deadlines can be met, and names the jobs that are too late and what they could meet.
+    Raises `OutOfReach` if not all deadlines can be met: it names the jobs that are too late and what they could meet.
     """
     space = _space_of_deadlines(problem)
     program = Program(space)
@@ -45,7 +45,8 @@ def min_cost_with_deadlines(problem: Problem) -> Allocation:
     try:
         solution = program.maximize(_steps_per_price(space))
     except Infeasible:
-        raise PlanError(_late_jobs(space, _nearest(space))) from None
+        late = _late_jobs(space, _nearest(space))
+        raise OutOfReach(late, lambda: min_cost_near_deadlines(problem)) from None
     return space.allocation(solution.shares, "min-cost-with-deadlines")
 
 

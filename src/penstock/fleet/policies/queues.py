@@ -49,7 +49,8 @@ def _in_order(problem: Problem, order: Sequence[int], policy: str) -> Allocation
         chosen = numpy.zeros(space.classes)
         chosen[m] = 1.0
         found = _most(space, levels, chosen)
-        shares, levels[m] = found.shares, found.rates[m]
+        # A level that is no share would make a row of numbers that no solver can tell from 0.
+        shares, levels[m] = found.shares, found.rates[m] if found.rates[m] > _NOTHING else 0.0
         if levels[m] < 1 - _SLACK:
             # Once the jobs behind can have nothing, even all together, the rest of the order does not matter.
             rest = numpy.zeros(space.classes)

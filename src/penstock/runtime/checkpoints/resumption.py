@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +35,10 @@ from penstock.runtime.transport.worlds import World
 MOST_RETURNS = 3
 """How often a training goes back to the same step before it gives up."""
 _BEGUN = "PENSTOCK_FLEET_BEGUN"
-"""The file that says that a training has made a step: an executor that shares devices keeps it running until then."""
+"""The file that says how many steps a training has made. An executor that shares devices keeps it running until there
+is one, and plans with those that are left.
+"""
+_REPORT_SECONDS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("penstock")
 
@@ -63,9 +67,10 @@ class Preemption:
         self._replaced: dict[signal.Signals, Any] = {}
         self._agreement: StopAgreement | None = None
         self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
+        self._next_report = time.monotonic()
+        self._training, self._watch = training, world.watch
         if directory is None:
             return
-        self._training, self._watch = training, world.watch
         # Also where no handler is set: another process may have one.
         self._agreement = StopAgreement(world.watch, world.rank, world.processes, training.steps)
         # Python sets handlers in the main thread only.
@@ -82,9 +87,9 @@ class Preemption:
         """Saves and raises ``SystemExit`` if all ranks stop after the present step. `check` raises if another rank has
         failed.
         """
-        if self._begun is not None:
-            Path(self._begun).touch()
-            self._begun = None
+        if self._begun is not None and time.monotonic() >= self._next_report:
+            Path(self._begun).write_text(str(self._training.steps))
+            self._next_report = time.monotonic() + _REPORT_SECONDS
         if self._agreement is None or self._directory is None:
             return
         step = self._training.steps
