@@ -1,5 +1,6 @@
 """The simulator on workloads that can be computed by hand, and its laws."""
 
+import math
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -307,3 +308,17 @@ def test_a_policy_that_serves_no_job_is_refused():
             simulate_fleet(arrivals(1), GPU, nothing, ideal=ideal)
     with pytest.raises(PlanError, match="expected one arrival or more"):
         simulate_fleet([], GPU, max_min_fairness)
+
+
+def test_the_fleet_of_the_thesis_does_its_load():
+    """5.6 jobs an hour are less than 36 devices of each kind can do, and more than they can do if kinds look alike. The
+    numbers are those of an independent program.
+    """
+    kinds = tuple(Kind(name, 36) for name in THESIS_KINDS)
+    minutes = 0.8 * (1e3 - 10**1.5) / math.log(10**1.5) + 0.2 * (1e4 - 1e3) / math.log(10)
+    types = [each for each in thesis_types() for _ in range(60)]
+    jobs = tuple(Job(f"job {m}", each.throughputs[0] * minutes * 60) for m, each in enumerate(types))
+    problem = Problem(jobs, kinds, tuple(each.throughputs for each in types))
+    hourly = [len(jobs) * 3600 / policy(problem).seconds_left().max() for policy in (min_makespan, blind(min_makespan))]
+
+    assert hourly == pytest.approx([5.84, 4.80], abs=0.01)
