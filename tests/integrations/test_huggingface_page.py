@@ -1,15 +1,83 @@
 """The code in docs/huggingface.md runs."""
 
 import importlib.util
+import re
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 
-from support.jobs.page_jobs import BLOCKS, fit_by_lightning, names
+import penstock
+from support.jobs.trainer_jobs import collate, make_model, rows
+from support.paths import ROOT
 from support.processes import Pool
 
 pytestmark = pytest.mark.slow
+
+
+PAGE = (ROOT / "docs" / "huggingface.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+def names(folder: Path) -> dict[str, Any]:
+    """What the code on the page takes for granted."""
+    sentences = torch.randint(50, (4, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": sentences, "labels": sentences}
+    padding = torch.arange(8) > torch.arange(4)[:, None] + 3
+    batches: Any = [batch, batch]
+    quiet = {"use_cpu": True, "dataloader_pin_memory": False, "report_to": [], "disable_tqdm": True, "max_steps": 1}
+    return {
+        "torch": torch,
+        "penstock": penstock,
+        "TrainingArguments": transformers.TrainingArguments,
+        "model": make_model(),
+        "batch": batch,
+        "batches": batches,
+        "loader": torch.utils.data.DataLoader(batches, batch_size=None),
+        "padded": {**batch, "labels": sentences.masked_fill(padding, -100)},
+        "short": {name: tensor[:2, :4] for name, tensor in batch.items()},
+        "long": {name: tensor[2:] for name, tensor in batch.items()},
+        "dataset": rows(8),
+        "collate": collate,
+        "folder": str(folder),
+        "more": quiet,
+    }
+
+
+def fit_by_lightning(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
+    """The metrics and the weights after the page's training by Lightning; then the loss of the validation and the
+    weights after the same steps by a loop. From a pipeline each, in this process or in those of the pool.
+    """
+    # They take seconds, and need not be installed.
+    lightning = import_module("lightning")
+    environments = import_module("lightning.pytorch.plugins.environments")
+    given = {
+        **names(folder),
+        "lightning": lightning,
+        "LightningEnvironment": environments.LightningEnvironment,
+    }
+    exec(BLOCKS[0], given)
+    exec(BLOCKS[-1], given)
+    pipe: penstock.Pipeline = given["pipe"]
+    metrics = {name: float(value) for name, value in given["trainer"].callback_metrics.items()}
+    trained = pipe.full_state_dict(rank=None)
+    pipe.close()
+
+    by_hand = {**names(folder)}
+    exec(BLOCKS[0], by_hand)
+    loop: penstock.Pipeline = by_hand["pipe"]
+    for batch in by_hand["loader"]:
+        loop.step(batch)
+    loss = float(loop.evaluate(by_hand["batch"]).loss)
+    expected = loop.full_state_dict(rank=None)
+    loop.close()
+    if dist.is_initialized():
+        dist.barrier()
+    return metrics, trained, loss, expected
 
 
 def test_python_in_the_page_runs(tmp_path: Path) -> None:

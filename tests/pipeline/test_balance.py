@@ -7,18 +7,48 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PlanError
 from support import models
-from support.jobs.balance_jobs import cut_by_own_data, measure_and_cut
 from support.own_schedules import OWN
 from support.processes import Pool
 
 WIDTH, BLOCKS = 32, 8
 TOKENS = torch.arange(64).view(2, 32) % 30
+
+
+class Repeated(nn.Module):
+    """Works as often as its first number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.detach().flatten()[0].abs()) + 1):
+            x = x + 0 * self.linear(x)
+        return x
+
+
+def _cut(x: Tensor, balance: Any) -> penstock.Plan:
+    torch.manual_seed(0)
+    layers = [Repeated(), *(nn.Linear(16, 16) for _ in range(4))]
+    with penstock.Pipeline(layers, (x,), nn.functional.mse_loss, models.plain, balance=balance) as pipe:
+        return pipe.plan
+
+
+def cut_by_own_data() -> penstock.Plan:
+    """The plan of a model that works more on the sample of rank 1 than on that of rank 0."""
+    return _cut(torch.full((2, 16), 60.0 * dist.get_rank()), "work")
+
+
+def measure_and_cut() -> penstock.Plan:
+    """The plan by measured seconds."""
+    return _cut(torch.ones(2, 16), "measured")
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,17 @@ from penstock.scheduling import Update
 from penstock.scheduling.norms import known_norms
 from penstock.values.plans import schedule
 from support import models
-from support.jobs.clipping_jobs import MOST, run_clipped
 from support.processes import Pool
-from support.training import FLUSHING, Case, Outcome, assert_equal, run_reference, share_reference, stages_on_a_rank
+from support.training import (
+    FLUSHING,
+    Case,
+    Outcome,
+    assert_equal,
+    run_pipeline,
+    run_reference,
+    share_reference,
+    stages_on_a_rank,
+)
 
 CASES = [
     *(
@@ -36,6 +45,15 @@ CASES = [
     ),
     Case("layered", "pipedream", 2, 3, replicas=(2, 2), drain_after=(0, 1)),
 ]
+
+
+MOST = 0.3
+"""Less than the norms of the first updates, more than some later ones."""
+
+
+def run_clipped(case: Case, most: Any = MOST) -> Outcome:
+    """The run by `Pipeline`."""
+    return run_pipeline(case, clip_grad_norm=most)
 
 
 @cache

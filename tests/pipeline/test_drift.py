@@ -1,10 +1,19 @@
 """Ranks that do different things, or are given different data, end at once, and each says what differs."""
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import cycle
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from support.jobs.drift_jobs import APART, SCENARIOS, build_apart, drift, part_replicas
+import penstock
+from support import models
 from support.processes import Pool
 
 EXPECTED = {
@@ -28,6 +37,247 @@ EXPECTED = {
 
 
 SCHEDULES = ("1f1b-flush", "2bw", "pipedream")
+
+
+SUBJECT = models.SUBJECTS["perceptron"]
+GENERATOR = torch.Generator().manual_seed(5)
+INPUTS = torch.randn(96, *SUBJECT.sample[0].shape[1:], dtype=torch.float64, generator=GENERATOR)
+TARGETS = torch.randint(0, 3, (96,), generator=GENERATOR)
+STEPS = 8
+
+
+def make(**options: Any) -> penstock.Pipeline:
+    """A pipeline over all processes."""
+    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum, "microbatches": 3}
+    return penstock.Pipeline(SUBJECT.build(), **{**arguments, "timeout_seconds": 60.0, **options})
+
+
+def batches(size: int = 12) -> list[tuple[Tensor, Tensor]]:
+    """The same ones on every rank."""
+    return list(zip(INPUTS.split(size), TARGETS.split(size), strict=True))
+
+
+def steps(pipe: penstock.Pipeline, given: Iterable[Any]) -> None:
+    """One step for each of `given`."""
+    for x, y in given:
+        pipe.step(x, y)
+
+
+def skip_a_record(pipe: penstock.Pipeline) -> None:
+    """Rank 1 leaves a batch out, and steps once less."""
+    steps(pipe, [batch for number, batch in enumerate(batches()) if number != 4 or pipe.rank != 1])
+    pipe.drain()
+
+
+def skip_the_first(pipe: penstock.Pipeline) -> None:
+    """Rank 1 begins with the second batch."""
+    steps(pipe, batches()[pipe.rank == 1 :])
+
+
+def step_once_more(pipe: penstock.Pipeline) -> None:
+    """Rank 0 makes a step that the others do not make."""
+    steps(pipe, batches()[: 5 if pipe.rank == 0 else 4])
+    pipe.drain()
+
+
+def step_once_less(pipe: penstock.Pipeline) -> None:
+    """Rank 0 drains a step early."""
+    steps(pipe, batches()[: 4 if pipe.rank == 0 else 5])
+    pipe.drain()
+
+
+def take_parts(pipe: penstock.Pipeline) -> None:
+    """Every rank takes a part of the data, as it would for data parallelism."""
+    dataset = TensorDataset(INPUTS, TARGETS)
+    steps(pipe, DataLoader(dataset, 12, sampler=DistributedSampler(dataset)))
+
+
+def shuffle_apart(pipe: penstock.Pipeline) -> None:
+    """Every rank shuffles in its own order."""
+    generator = torch.Generator().manual_seed(pipe.rank)
+    steps(pipe, DataLoader(TensorDataset(INPUTS, TARGETS), 12, shuffle=True, generator=generator))
+
+
+def swap_targets(pipe: penstock.Pipeline) -> None:
+    """The targets of rank 1 are those of other samples."""
+    steps(pipe, ((x, y.flip(0) if pipe.rank == 1 else y) for x, y in batches()))
+
+
+def take_other_sizes(pipe: penstock.Pipeline) -> None:
+    """Rank 1 takes smaller batches."""
+    steps(pipe, batches(8 if pipe.rank == 1 else 12))
+
+
+def take_other_sizes_later(pipe: penstock.Pipeline) -> None:
+    """Rank 0 takes a smaller batch in the middle."""
+    steps(pipe, ((x[:8], y[:8]) if n == 4 and pipe.rank == 0 else (x, y) for n, (x, y) in enumerate(batches())))
+
+
+def split_parts_of_the_batch(pipe: penstock.Pipeline) -> None:
+    """The first rank passes inputs, the last one targets, with other inputs: they have nothing to compare but these."""
+    for x, y in batches():
+        if pipe.rank == 0:
+            pipe.step(x)
+        elif pipe.rank == dist.get_world_size() - 1:
+            pipe.step(x + 1, y)
+        else:
+            pipe.step(torch.empty_like(x, device="meta"))
+
+
+def evaluate_alone(pipe: penstock.Pipeline) -> None:
+    """Rank 1 evaluates while the others step."""
+    steps(pipe, batches()[:4])
+    if pipe.rank == 1:
+        pipe.evaluate(*batches()[0])
+    steps(pipe, batches()[4:])
+    pipe.drain()
+
+
+def predict_instead(pipe: penstock.Pipeline) -> None:
+    """Rank 0 predicts where the others evaluate."""
+    x, y = batches()[0]
+    pipe.step(x, y)
+    if pipe.rank == 0:
+        pipe.predict(x)
+    else:
+        pipe.evaluate(x, y)
+
+
+def state_of_one(pipe: penstock.Pipeline) -> None:
+    """The last rank alone takes a state dict."""
+    steps(pipe, batches()[:4])
+    if pipe.rank == dist.get_world_size() - 1:
+        pipe.state_dict()
+    steps(pipe, batches()[4:])
+    pipe.drain()
+
+
+def load_on_one(pipe: penstock.Pipeline) -> None:
+    """Rank 0 goes back to an earlier state."""
+    state = pipe.state_dict()
+    steps(pipe, batches()[:2])
+    pipe.drain()
+    if pipe.rank == 0:
+        state["pipeline"]["microbatches"] = 0
+        pipe._engine.restart(0)
+    steps(pipe, batches()[2:4])
+
+
+def refuse_on_one(pipe: penstock.Pipeline) -> None:
+    """Rank 1 has a batch that cannot be cut, and goes on with the next one."""
+    for number, (x, y) in enumerate(batches()):
+        size = 1 if number == 3 and pipe.rank == 1 else len(x)
+        pipe.step(x[:size], y[:size])
+
+
+def refuse_on_all(pipe: penstock.Pipeline) -> None:
+    """All ranks have a batch that cannot be cut, and go on with the next one."""
+    for number, (x, y) in enumerate(batches()):
+        size = 1 if number == 3 else len(x)
+        try:
+            pipe.step(x[:size], y[:size])
+        except penstock.PenstockError as error:
+            assert "cannot be cut" in str(error) and number == 3
+    pipe.drain()
+
+
+SCENARIOS: dict[str, Callable[[penstock.Pipeline], None]] = {
+    job.__name__: job
+    for job in (
+        skip_a_record,
+        skip_the_first,
+        step_once_more,
+        step_once_less,
+        take_parts,
+        shuffle_apart,
+        swap_targets,
+        take_other_sizes,
+        take_other_sizes_later,
+        split_parts_of_the_batch,
+        evaluate_alone,
+        predict_instead,
+        state_of_one,
+        load_on_one,
+        refuse_on_one,
+        refuse_on_all,
+    )
+}
+
+
+def drift(cases: list[tuple[str, str]]) -> list[str]:
+    """The error that each of `cases`, a scenario under a schedule, ends with on this rank."""
+    errors = []
+    for scenario, schedule in cases:
+        pipe = make(schedule=schedule)
+        try:
+            SCENARIOS[scenario](pipe)
+            errors.append("")
+        except penstock.PenstockError as error:
+            errors.append(str(error))
+        with suppress(Exception):
+            pipe.close()
+        dist.barrier()
+    return errors
+
+
+APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clip_grad_norm": ({"clip_grad_norm": 1.0}, {}),
+    "loss_scale": ({"loss_scale": "dynamic"}, {"loss_scale": 8.0}),
+    "autocast": ({"autocast": torch.bfloat16}, {}),
+    "version_dtype": ({"autocast": torch.bfloat16, "version_dtype": torch.bfloat16}, {"autocast": torch.bfloat16}),
+    "update_hooks": (
+        {"update_hooks": [penstock.WeightAverage(0.9)]},
+        {"update_hooks": [penstock.WeightAverage(0.99)]},
+    ),
+    "lr_scheduler": ({"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}, {}),
+    "loss_weight": ({"loss_weight": len}, {}),
+    "scale_learning_rates": ({"scale_learning_rates": True}, {}),
+    "on_nonfinite": ({"on_nonfinite": "skip"}, {}),
+    "seed": ({"seed": 1}, {"seed": None}),
+    "recompute": ({"recompute": True}, {}),
+    "balance": ({"balance": "layers"}, {}),
+    "compile": ({"compile": {"mode": "default"}}, {}),
+    "timeout_seconds": ({"timeout_seconds": 50.0}, {}),
+}
+"""By option: the arguments of rank 0, and those of the others."""
+
+
+def build_apart() -> dict[str, str]:
+    """By case, the error with which the building of a pipeline with different arguments ends on this rank."""
+    found = {}
+    for option, (first, others) in APART.items():
+        try:
+            make(**(first if dist.get_rank() == 0 else others))
+        except penstock.PenstockError as error:
+            found[option] = str(error)
+    # Two replicas of one stage.
+    rate = 0.1 * (1 + dist.get_rank())
+    replicas = penstock.Plan((penstock.Stage(0, 8, (0, 1)),), "gpipe", 2)
+    for option, optimizer in (
+        ("lr", lambda params: torch.optim.SGD(params, lr=rate)),
+        ("optimizer", torch.optim.SGD if dist.get_rank() else torch.optim.Adagrad),
+    ):
+        try:
+            make(plan=replicas, microbatches=2, optimizer=optimizer)
+        except penstock.PenstockError as error:
+            found[option] = str(error)
+    return found
+
+
+def part_replicas(schedule: str) -> str:
+    """The error after one of two replicas was written to."""
+    replicas = penstock.Plan((penstock.Stage(0, 8, (0, 1)),), schedule, 2)
+    pipe = make(plan=replicas, microbatches=2)
+    try:
+        steps(pipe, batches()[:2])
+        if pipe.rank == 1:
+            with torch.no_grad():
+                next(pipe.parameters()).mul_(1.001)
+        steps(pipe, batches()[2:])
+        pipe.drain()
+    except penstock.PenstockError as error:
+        return str(error)
+    return ""
 
 
 def test_every_drift_is_named_on_every_rank(pool: Pool) -> None:

@@ -1,16 +1,82 @@
 """A child that a rank forks is no rank, and can be ended."""
 
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+import penstock
+from penstock.errors import PenstockError
 from support.fork_server import ForkServer, finish
-from support.jobs.fork_jobs import call_in_children, terminate_a_child
 from support.paths import SCRIPTS
 from support.processes import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def _make(**options: Any) -> penstock.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    sample = (torch.zeros(2, 4).double(),)
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    return penstock.Pipeline(model, sample, F.mse_loss, optimizer, microbatches=2, **options)
+
+
+def _in_child(work: Callable[[], object]) -> str:
+    """The error that `work` raises in a forked process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except PenstockError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def call_in_children() -> tuple[list[str], list[float]]:
+    """What children raise that call the pipeline, and the losses of the steps between them."""
+    x = torch.ones(4, 4).double()
+    texts, losses = [], []
+    with _make() as pipe:
+        for call in (lambda: pipe.step(x, x), lambda: pipe.evaluate(x, x), pipe.drain, lambda: pipe.save("never")):
+            losses.append(float(pipe.step(x, x).loss))
+            texts.append(_in_child(call))
+        # A child closes nothing of its parent's.
+        texts.append(_in_child(pipe.close))
+        losses.append(float(pipe.step(x, x).loss))
+    return texts, losses
+
+
+def terminate_a_child(directory: Path) -> tuple[int, bool]:
+    """By which signal a child of a training that resumes ends, and whether the training still has its own handler."""
+    with _make(resume=directory) as pipe:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"x")
+            while True:
+                signal.pause()
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        status = os.waitpid(child, 0)[1]
+        os.close(reader)
+        os.close(writer)
+        handled = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+        pipe.step(torch.ones(4, 4).double(), torch.ones(4, 4).double())
+    return os.WTERMSIG(status), handled
 
 
 def test_a_child_calls_nothing_of_its_parents_pipeline(pool: Pool) -> None:

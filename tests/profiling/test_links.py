@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +16,24 @@ from penstock.profiling.links import arrange_rounds, fit_link
 from penstock.values import Cluster
 from support.fork_server import ForkServer
 from support.jobs.device_jobs import probe_directly
-from support.jobs.probe_jobs import probe_here, probe_with_a_failing_rank
 from support.processes import Pool
 
 SIZES = (2**16, 2**18, 2**20, 2**22)
+
+
+def probe_here() -> Cluster:
+    """The cluster that this rank gets."""
+    return penstock.probe(progress=False)
+
+
+def probe_with_a_failing_rank(failing: int) -> str:
+    """The error of this rank, if the failing one probes a device that does not exist."""
+    device = "cuda:99" if dist.get_rank() == failing else "cpu"
+    try:
+        penstock.probe(device=device, progress=False, timeout_seconds=20.0)
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "probed"
 
 
 @given(st.floats(1e-7, 1e-1), st.floats(1e6, 1e12))

@@ -1,18 +1,98 @@
 """Profiles of layers that tensor-parallel processes share, and the plans that are made from them."""
 
-import torch
+from typing import Any
 
-from support.jobs.spread_jobs import (
-    BLOCKS,
-    WIDTH,
-    measure_spread_layers,
-    train_alone,
-    train_with_the_chosen_plan,
-)
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import penstock
+from penstock.capturing.chain import StageModule
+from penstock.planning import plan
+from penstock.values import Cluster, Plan, Profile
 from support.processes import Pool
 
 NUMBER = 8
 """Bytes of a number of type float64."""
+
+
+WIDTH, BLOCKS, SAMPLES = 16, 3, 8
+
+
+class _Block(nn.Module):
+    """Two products, whose inner dimension the processes share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.grow = nn.Linear(WIDTH, 4 * WIDTH)
+        self.shrink = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shrink(torch.relu(self.grow(self.norm(x))))
+
+
+def _spread(stage: StageModule, mesh: DeviceMesh) -> None:
+    for block in stage.blocks.values():
+        parallelize_module(block, mesh["tp"], {"grow": ColwiseParallel(), "shrink": RowwiseParallel()})
+
+
+def _options() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "model": nn.Sequential(*(_Block() for _ in range(BLOCKS))).double(),
+        "sample": (torch.randn(SAMPLES, WIDTH, dtype=torch.float64),),
+        "loss_fn": F.mse_loss,
+        "optimizer": _plain,
+    }
+
+
+def _plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def measure_spread_layers() -> tuple[Profile, Profile]:
+    """The profile of the layers on all processes, and that of the layers on this one alone."""
+    processes = dist.get_world_size()
+    spread: dict[str, Any] = {"stages": 1, "microbatches": 1, "tensor_parallel": processes, "parallelize": _spread}
+    with penstock.Pipeline(**_options(), **spread) as pipe:
+        before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+        shared = pipe.measure(iterations=3)
+        after = pipe.state_dict()["model"]
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    options = _options()
+    return shared, penstock.profile(options["model"], options["sample"], iterations=3)
+
+
+def train_with_the_chosen_plan(memory_bytes: float, steps: int) -> tuple[Plan, list[float], dict[str, Tensor]]:
+    """Plans with both profiles of rank 0 for devices with little memory, and trains; the losses and the weights."""
+    both: list[Any] = [measure_spread_layers()]
+    dist.broadcast_object_list(both)
+    shared, single = both[0]
+    chosen = plan([single, shared], Cluster.uniform(dist.get_world_size(), 1e9, memory_bytes), microbatches=1)
+    torch.manual_seed(1)
+    batches = [torch.randn(2, SAMPLES, WIDTH, dtype=torch.float64) for _ in range(steps)]
+    with penstock.Pipeline(**_options(), plan=chosen, parallelize=_spread) as pipe:
+        losses = [float(pipe.step(inputs, targets).loss) for inputs, targets in batches]
+        return chosen, losses, dict(pipe.state_dict()["model"])
+
+
+def train_alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """A plain loop over the same batches."""
+    options = _options()
+    model, optimizer = options["model"], _plain(options["model"].parameters())
+    torch.manual_seed(1)
+    losses = []
+    for inputs, targets in [torch.randn(2, SAMPLES, WIDTH, dtype=torch.float64) for _ in range(steps)]:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, dict(model.state_dict())
 
 
 def test_a_process_holds_its_part_of_every_layer(pool: Pool) -> None:

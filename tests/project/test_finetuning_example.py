@@ -1,20 +1,40 @@
 """The example that finetunes a language model learns real text on three processes, resumes, and exports."""
 
+import contextlib
+import io
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from support.jobs.finetune_jobs import run_example
 from support.paths import ROOT
 from support.processes import Pool
 
 pytestmark = pytest.mark.slow
 
 SMALL = ["--text", str(ROOT / "docs"), "--text-bytes", "40000", "--length", "32", "--batch-size", "6"]
+
+
+def run_example(arguments: list[str]) -> str:
+    """What ``python examples/finetune_causal_lm.py ARGUMENTS`` prints."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    given, sys.argv = sys.argv, ["finetune_causal_lm.py", *arguments]
+    printed = io.StringIO()
+    try:
+        import finetune_causal_lm
+
+        with contextlib.redirect_stdout(printed):
+            finetune_causal_lm.main()
+    finally:
+        sys.argv = given
+        sys.path.remove(str(ROOT / "examples"))
+    return printed.getvalue()
+
+
 SMALL += ["--microbatches", "3", "--learning-rate", "3e-3", "--warmup", "2", "--evaluate-every", "6"]
 
 

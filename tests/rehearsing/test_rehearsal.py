@@ -14,10 +14,23 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import PenstockError, RehearsalError
 from penstock.rehearsing import Rehearsal
-from support.found_inputs import Block, Chain, contrastive, dice, rows
-from support.jobs.rehearsal_jobs import rehearse_in_processes
+from support.found_inputs import Block, Chain, contrastive, dice, penalty, rows
 from support.models import momentum
 from support.random_models import WIDTH, DrawnModel, drawn_models
+
+
+def rehearse_in_processes() -> tuple[str, str]:
+    """What a rehearsal says of an equal training, and of a loss that reads the weights of all stages."""
+    torch.manual_seed(0)
+    x, t = rows(8, 8), rows(8, 8)
+    found = penstock.rehearse(
+        Chain(), [(x, t)] * 2, sample=(x[:2],), loss_fn=F.mse_loss, optimizer=torch.optim.Adam, microbatches=4
+    )
+    try:
+        penstock.rehearse(lambda: penalty(2, "1f1b-flush"))
+    except penstock.PenstockError as error:
+        return str(found), str(error)
+    return str(found), ""
 
 
 def arguments(**changes: Any) -> dict[str, Any]:

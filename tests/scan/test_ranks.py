@@ -1,24 +1,65 @@
 """A recurrence whose time is cut over processes equals the same one in one process."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.scan import ScanRNN
-from support.jobs import scan_jobs
+from penstock.scan import ScanGRU, ScanRNN
 from support.processes import Pool
+
+STEPS = 37
+
+
+def build(kind: str, **options: Any) -> torch.nn.RNNBase:
+    """Two layers whose gradients do not vanish."""
+    torch.manual_seed(0)
+    made: torch.nn.RNNBase = {"rnn": ScanRNN, "gru": ScanGRU}[kind](3, 6, num_layers=2, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "weight_hh" in name:
+                parameter.mul_(2.7 if kind == "rnn" else 6.0)
+    return made
+
+
+def inputs_and_factors() -> tuple[Tensor, Tensor, Tensor]:
+    """All steps, the first states, and what every output counts in the loss."""
+    torch.manual_seed(1)
+    steps = torch.randn(STEPS, 2, 3, dtype=torch.float64) / 10
+    return steps, torch.randn(2, 2, 6, dtype=torch.float64), torch.randn(STEPS, 2, 6, dtype=torch.float64)
+
+
+def train_a_part(kind: str, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Outputs and gradients of this rank's steps, the gradient of the first states, and the summed gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layer = build(kind, method=method, group=dist.group.WORLD)
+    steps, first, factors = inputs_and_factors()
+    # Uneven parts.
+    ends = [0, *(STEPS * (index + 1) // ranks for index in range(ranks))]
+    own = steps[ends[rank] : ends[rank + 1]].clone().requires_grad_()
+    first.requires_grad_()
+    outputs, _ = layer(own, first)
+    (outputs * factors[ends[rank] : ends[rank + 1]]).sum().backward()
+    assert own.grad is not None and first.grad is not None
+    gradients = {}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        gradients[name] = parameter.grad
+    return outputs.detach(), own.grad, first.grad, gradients
 
 
 @pytest.mark.parametrize(("kind", "method"), [("rnn", "blelloch"), ("gru", "chunked"), ("rnn", "linear")])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_time_cut_over_processes(pool: Pool, ranks: int, kind: str, method: str) -> None:
-    found = pool.run(ranks, scan_jobs.train_a_part, kind, method)
-    layer = scan_jobs.build(kind)
+    found = pool.run(ranks, train_a_part, kind, method)
+    layer = build(kind)
     plain = {"rnn": nn.RNN, "gru": nn.GRU}[kind](3, 6, num_layers=2, dtype=torch.float64)
     plain.load_state_dict(layer.state_dict())
-    steps, first, factors = scan_jobs.inputs_and_factors()
+    steps, first, factors = inputs_and_factors()
     outputs, _ = plain(steps.requires_grad_(), first.requires_grad_())
     (outputs * factors).sum().backward()
 

@@ -2,7 +2,8 @@
 
 Starting a process and importing torch takes seconds. So the pool starts once and runs many jobs, and its processes are
 forks of one that has imported what most jobs need. Each job gets a process group of its own over Gloo, which is
-destroyed when the job ends. A job is a function of an importable module, so it cannot be in a file of tests.
+destroyed when the job ends. A job is a function of an importable module or of a file of tests, which each process
+imports under the name that pytest gave it.
 
 After a job that fails, ends its process or takes too long, its processes are replaced. All processes end with the one
 that started them, even if it is killed.
@@ -10,10 +11,14 @@ that started them, even if it is killed.
 
 import faulthandler
 import gc
+import importlib
+import importlib.util
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -39,6 +44,8 @@ IMPORTED = (
     "torch._dynamo",
     "torch.export._trace",
     "penstock.pipeline",
+    "pytest",
+    "hypothesis",
     "transformers.models.gpt2.modeling_gpt2",
     "peft",
 )
@@ -76,8 +83,9 @@ class Pool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         members = self._members[:ranks]
+        module, work = sys.modules[job.__module__], pickle.dumps((job, arguments))
         for rank, member in enumerate(members):
-            member.connection.send((rank, ranks, port, job, arguments))
+            member.connection.send((rank, ranks, port, module.__name__, module.__file__, work))
         answers = self._collect(members)
         failures = [f"rank {rank}:\n{answer}" for rank, (good, answer) in enumerate(answers) if not good]
         if failures:
@@ -166,14 +174,12 @@ def _serve(connection: Connection, stacks: str) -> None:
             task = connection.recv()
         except EOFError:
             return
-        except Exception:
-            # The job's module cannot be imported here, or its arguments cannot be made.
-            connection.send((False, traceback.format_exc()))
-            continue
         if task is None:
             return
-        rank, ranks, port, job, arguments = task
+        rank, ranks, port, name, file, work = task
         try:
+            _import(name, file)
+            job, arguments = pickle.loads(work)
             dist.init_process_group(
                 "gloo",
                 init_method=f"tcp://127.0.0.1:{port}",
@@ -188,6 +194,18 @@ def _serve(connection: Connection, stacks: str) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(answer)
+
+
+def _import(name: str, file: str) -> None:
+    """Imports the module `name`, which no path of Python need lead to: it is in `file`."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        specification = importlib.util.spec_from_file_location(name, file)
+        assert specification is not None
+        assert specification.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
 
 
 def _end_with_parent() -> None:

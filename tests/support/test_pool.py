@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from support.jobs.pool_jobs import FragileArgument, end, find_process, hang, raise_error, return_what_cannot_be_read
 from support.paths import ROOT
 from support.processes import Pool
 
@@ -33,6 +33,53 @@ def test_that_hangs():
 
 def test_after_it(): ...
 """
+
+
+class FragileArgument:
+    """Cannot be made again where it is read."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise ValueError("cannot be read here")
+
+
+def _meet() -> int:
+    """The rank. Who leaves a process group at once may leave while others still join it."""
+    dist.barrier()
+    return dist.get_rank()
+
+
+def find_process(_: object = None) -> int:
+    """Its number."""
+    _meet()
+    return os.getpid()
+
+
+def raise_error(failing: int) -> None:
+    """Raises in one of the ranks."""
+    if _meet() == failing:
+        raise ValueError("the job is broken")
+
+
+def end(code: int) -> None:
+    """Ends the process without a word."""
+    _meet()
+    os._exit(code)
+
+
+def hang(seconds: float) -> None:
+    """Sleeps in all ranks."""
+    _meet()
+    time.sleep(seconds)
+
+
+def return_what_cannot_be_read() -> FragileArgument:
+    """An answer that its reader cannot make again."""
+    _meet()
+    return FragileArgument()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +134,7 @@ OWNER = """
 import sys
 import time
 from support.processes import Pool
-from support.jobs.pool_jobs import find_process, hang
+from support.test_pool import find_process, hang
 
 if __name__ == "__main__":
     pool = Pool(2, imported=["torch"])

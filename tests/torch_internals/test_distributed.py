@@ -12,9 +12,38 @@ from torch.distributed.tensor import DTensor, Shard
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.communicators import Members, connect_gloo
-from penstock.torch_internals.distributed import end_coalescing, local_tensor, replace_local_tensor, start_coalescing
-from support.jobs.backend_jobs import gather_both_ways
+from penstock.torch_internals.distributed import (
+    end_coalescing,
+    gather_into,
+    local_tensor,
+    replace_local_tensor,
+    start_coalescing,
+)
+from support.jobs.staging_jobs import members
 from support.processes import Pool
+
+
+class Public:
+    """A backend of a PyTorch that has public names only."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def allgather(self, *arguments: Any) -> Any:
+        return self._backend.allgather(*arguments)
+
+
+def gather_both_ways() -> list[list[float]]:
+    """What all ranks have, gathered by the private name and by the public one."""
+    backend = connect_gloo(members(tuple(range(dist.get_world_size()))))
+    own = torch.tensor([10.0 * dist.get_rank(), 10.0 * dist.get_rank() + 0.5])
+    found = []
+    for each in (backend, Public(backend)):
+        every = torch.zeros(2 * dist.get_world_size())
+        gather_into(each, every, own).wait()
+        found.append(every.tolist())
+    backend.shutdown()
+    return found
 
 
 class Bare:
