@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.oracle.references import Reference
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from support import models
-from support.jobs.precision_jobs import CAST, cast_options, run_cast, run_low
+from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options, run_cast, run_low
 from support.processes import Pool
+from support.training import Outcome, assert_equal, train, train_by_oracle
 
 SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")
 
@@ -37,10 +37,9 @@ run_once = cache(run_cast)
 
 
 @cache
-def reference(subject: str, schedule: str, **more: Any) -> Reference:
+def reference(subject: str, schedule: str, **more: Any) -> Outcome:
     """The oracle's run of three stages under bfloat16."""
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
-    return penstock.reference_train(CAST[subject](), batches, **cast_options(schedule, 3, 4, torch.bfloat16), **more)
+    return train_by_oracle(CAST[subject](), CAST_BATCHES, **cast_options(schedule, 3, 4, torch.bfloat16), **more)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -48,19 +47,14 @@ def reference(subject: str, schedule: str, **more: Any) -> Reference:
 def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: torch.dtype) -> None:
     pipe = penstock.Pipeline(CAST[subject](), **cast_options("gpipe", 3, 1, dtype))
 
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
-    assert [float(pipe.step(x, y).loss) for x, y in batches] == plain_losses(CAST[subject](), batches, dtype)
+    assert [float(pipe.step(x, y).loss) for x, y in CAST_BATCHES] == plain_losses(CAST[subject](), CAST_BATCHES, dtype)
 
 
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("recompute", [None, True, "layers"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_autocast_equals_the_oracle(schedule: str, recompute: object, subject: str) -> None:
-    losses, state = run_once(subject, schedule, 3, 4, recompute)
-    expected = reference(subject, schedule)
-
-    assert tuple(losses) == expected.losses
-    assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+    assert_equal(reference(subject, schedule), run_once(subject, schedule, 3, 4, recompute))
 
 
 @pytest.mark.parametrize("subject", CAST)
@@ -68,23 +62,15 @@ def test_autocast_equals_the_oracle(schedule: str, recompute: object, subject: s
 def test_versions_of_low_precision_equal_the_oracle(schedule: str, subject: str) -> None:
     expected = reference(subject, schedule, version_dtype=torch.bfloat16)
     for recompute in (None, "layers"):
-        losses, state = run_once(subject, schedule, 3, 4, recompute, version_dtype=torch.bfloat16)
-
-        assert tuple(losses) == expected.losses
-        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+        assert_equal(expected, run_once(subject, schedule, 3, 4, recompute, version_dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_versions_that_autocast_would_cast_anyway_change_nothing(schedule: str) -> None:
-    losses, state = run_once("linear", schedule, 3, 4, None, version_dtype=torch.bfloat16)
-    expected, weights = run_once("linear", schedule, 3, 4, None)
+    low = {subject: run_once(subject, schedule, 3, 4, None, version_dtype=torch.bfloat16) for subject in CAST}
 
-    assert losses == expected
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in state.items())
-    assert (
-        run_once("embedded", schedule, 3, 4, None)[0]
-        != (run_once("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)[0])
-    )
+    assert_equal(run_once("linear", schedule, 3, 4, None), low["linear"])
+    assert run_once("embedded", schedule, 3, 4, None).losses != low["embedded"].losses
 
 
 def test_versions_take_half_of_the_bytes() -> None:
@@ -115,31 +101,27 @@ def test_a_precision_that_nothing_computes_in_is_refused() -> None:
 
 
 def test_low_precision_and_hooks_together() -> None:
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
     options = {
         **cast_options("2bw", 3, 4, torch.bfloat16),
         "version_dtype": torch.bfloat16,
         "update_hooks": [penstock.WeightPrediction()],
         "clip_grad_norm": 0.5,
     }
-    expected = penstock.reference_train(CAST["typed"](), batches, **options)
     pipe = penstock.Pipeline(CAST["typed"](), **options)
 
-    assert tuple(float(pipe.step(x, y).loss) for x, y in batches) == expected.losses
-    assert all(torch.equal(tensor, expected.state[name]) for name, tensor in pipe.state_dict()["model"].items())
+    assert_equal(train_by_oracle(CAST["typed"](), CAST_BATCHES, **options), train(pipe, CAST_BATCHES))
 
 
 def test_low_precision_in_several_processes(pool: Pool) -> None:
     for schedule in ("pipedream", "2bw"):
-        expected, _ = run_once("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)
-        for losses, _ in pool.run(3, run_low, schedule):
-            assert losses == expected
+        expected = run_once("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)
+        for outcome in pool.run(3, run_low, schedule):
+            assert_equal(expected, outcome)
 
 
 def test_autocast_in_several_processes(pool: Pool) -> None:
-    expected, _ = run_once("linear", "2bw", 3, 4, None)
-    for losses, _ in pool.run(3, run_cast, "linear", "2bw", 3, 4, None):
-        assert losses == expected
+    for outcome in pool.run(3, run_cast, "linear", "2bw", 3, 4, None):
+        assert_equal(run_once("linear", "2bw", 3, 4, None), outcome)
 
 
 def test_half_of_the_bytes_cross_a_cut() -> None:
@@ -162,13 +144,12 @@ def test_a_plan_is_made_from_layers_under_autocast() -> None:
 
 
 def test_an_autocast_around_the_training_loop_casts_each_version_anew() -> None:
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
     options = cast_options("pipedream", 3, 4, torch.bfloat16)
     pipe = penstock.Pipeline(CAST["linear"](), **{**options, "autocast": None})
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = [float(pipe.step(x, y).loss) for x, y in batches]
+        losses = tuple(float(pipe.step(x, y).loss) for x, y in CAST_BATCHES)
 
-    assert losses == run_once("linear", "pipedream", 3, 4, None)[0]
+    assert losses == run_once("linear", "pipedream", 3, 4, None).losses
 
 
 def test_weights_and_gradients_keep_their_type() -> None:

@@ -16,7 +16,7 @@ from penstock.runtime.assembly.started_engines import edges_of
 from penstock.runtime.transport.transport import Edge
 from support.processes import Pool
 from support.skip_models import Run, build_web, count_tensors, run_pipeline, run_reference, run_several
-from support.training import Outcome, assert_equal
+from support.training import assert_equal, stages_on_a_rank
 
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
 REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
@@ -24,15 +24,10 @@ REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
 
 
 def plan_of(layers: int, stages: int, schedule: str, **more: Any) -> penstock.Plan:
-    per_rank = 2 if schedule == "interleaved" else 1
+    per_rank = stages_on_a_rank(schedule)
     microbatches = 2 * stages if schedule in ("2bw", "interleaved") else 3
     plan = penstock.Plan.uniform(layers, stages, schedule=schedule, microbatches=microbatches, stages_per_rank=per_rank)
     return replace(plan, **more)
-
-
-def check(run: Run, outcome: tuple[list[float], dict[str, torch.Tensor], float | None]) -> None:
-    losses, state = run_reference(run)
-    assert_equal(Outcome(tuple(losses), state), Outcome(tuple(outcome[0]), outcome[1]))
 
 
 @st.composite
@@ -53,25 +48,29 @@ def test_random_models_have_the_bits_of_one_device(reads: tuple[tuple[int, ...],
     layers = len(reads) + 1
     run = Run(plan_of(layers, layers, schedule), reads)
 
-    check(run, run_pipeline(run))
+    assert_equal(run_reference(run), run_pipeline(run))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw", "zb-h1"])
 def test_a_u_net_has_the_bits_of_one_device(schedule: str) -> None:
     run = Run(plan_of(8, 4, schedule))
 
-    check(run, run_pipeline(run))
+    assert_equal(run_reference(run), run_pipeline(run))
 
 
 def test_several_processes_have_the_bits_of_one_device(pool: Pool) -> None:
-    runs = [Run(plan_of(8, 4, "2bw")), Run(plan_of(8, 8, "interleaved"), REACHING, evaluates=True)]
+    runs = [
+        Run(plan_of(8, 4, "2bw")),
+        Run(plan_of(8, 8, "interleaved"), REACHING, evaluates=True),
+        Run(plan_of(8, 4, "zb-h1")),
+        Run(plan_of(8, 8, "zb-v"), REACHING),
+    ]
     for run, parts in zip(runs, zip(*pool.run(4, run_several, runs), strict=True), strict=True):
         alone = run_pipeline(run)
-        check(run, alone)
-        for part in parts:
-            check(run, part)
-            assert part[2] == alone[2]
-            assert (part[2] is not None) == run.evaluates
+        for part in (*parts, alone):
+            assert_equal(run_reference(run), part)
+            assert part.evaluated == alone.evaluated
+            assert (part.evaluated is not None) == run.evaluates
 
 
 def test_replicas_that_take_turns_send_past_stages(pool: Pool) -> None:
@@ -80,14 +79,17 @@ def test_replicas_that_take_turns_send_past_stages(pool: Pool) -> None:
     plan = penstock.Plan(tuple(stages), "1f1b-flush", 4)
     run = Run(plan, ((), (), (), (), (0,), ()))
     for part in pool.run(4, run_pipeline, run):
-        check(run, part)
+        assert_equal(run_reference(run), part)
 
 
-@pytest.mark.parametrize("more", [{"recompute": True}, {"compile": True}])
-def test_stages_that_recompute_or_are_compiled_send_past_others(more: dict[str, bool]) -> None:
-    run = Run(plan_of(8, 8, "pipedream"), REACHING, **more)
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [("pipedream", {"recompute": True}), ("pipedream", {"compile": True}), ("zb-h1", {"recompute": True})],
+)
+def test_stages_that_recompute_or_are_compiled_send_past_others(schedule: str, more: dict[str, bool]) -> None:
+    run = Run(plan_of(8, 8, schedule), REACHING, **more)
 
-    check(run, run_pipeline(run))
+    assert_equal(run_reference(run), run_pipeline(run))
 
 
 def test_stages_hold_nothing_of_what_passes_them() -> None:

@@ -13,14 +13,9 @@ import penstock
 from penstock.scheduling import BackwardInput, BackwardWeight
 from penstock.scheduling.actions import Reduce
 from support import models
-from support.jobs.precision_jobs import CAST, cast_options, run_cast
-from support.processes import Pool
-from support.skip_models import Run as SkipRun
-from support.skip_models import run_pipeline as run_skips
-from support.skip_models import run_reference as run_skips_reference
-from support.skip_models import run_several as run_several_skips
+from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options, run_cast
 from support.split_backward_cases import CASES
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank, train_by_oracle
 
 SCHEDULES = ("zb-h1", "zb-v")
 
@@ -40,48 +35,15 @@ def test_any_number_of_microbatches(schedule: str, ranks: int) -> None:
         assert_equal(reference("layered", microbatches), run_pipeline(case))
 
 
-def plan_of(stages: int, schedule: str) -> penstock.Plan:
-    per_rank = stages_on_a_rank(schedule)
-    return penstock.Plan.uniform(8, stages, schedule=schedule, microbatches=3, stages_per_rank=per_rank)
-
-
-REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
-"""What the blocks of a web read beside the last one."""
-SKIPS = [
-    SkipRun(plan_of(4, "zb-h1")),
-    SkipRun(plan_of(8, "zb-v"), REACHING),
-    SkipRun(plan_of(8, "zb-h1"), REACHING, recompute=True),
-]
-
-
-def check_skips(run: SkipRun, outcome: tuple[list[float], dict[str, Tensor], float | None]) -> None:
-    losses, state = run_skips_reference(run)
-    assert_equal(Outcome(tuple(losses), state), Outcome(tuple(outcome[0]), outcome[1]))
-
-
-@pytest.mark.parametrize("run", SKIPS, ids=lambda run: f"{run.plan.schedule}-{len(run.plan.stages)}")
-def test_values_that_pass_stages(run: SkipRun) -> None:
-    check_skips(run, run_skips(run))
-
-
-def test_values_that_pass_stages_in_several_processes(pool: Pool) -> None:
-    for run, parts in zip(SKIPS[:2], zip(*pool.run(4, run_several_skips, SKIPS[:2]), strict=True), strict=True):
-        for part in parts:
-            check_skips(run, part)
-
-
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("options", [{}, {"version_dtype": torch.bfloat16}], ids=["autocast", "low versions"])
 def test_precisions(subject: str, options: dict[str, Any]) -> None:
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
-    for schedule, recompute in (("zb-h1", None), ("zb-h1", True)):
-        losses, state = run_cast(subject, schedule, 3, 4, recompute, **options)
-        expected = penstock.reference_train(
-            CAST[subject](), batches, **{**cast_options(schedule, 3, 4, torch.bfloat16), **options}
+    given = {**cast_options("zb-h1", 3, 4, torch.bfloat16), **options}
+    for recompute in (None, True):
+        assert_equal(
+            train_by_oracle(CAST[subject](), CAST_BATCHES, **given),
+            run_cast(subject, "zb-h1", 3, 4, recompute, **options),
         )
-
-        assert tuple(losses) == expected.losses
-        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
 
 
 def test_replicas_sum_up_when_the_last_weight_part_is_done() -> None:

@@ -15,7 +15,7 @@ from support.jobs.transformer_jobs import (
     run_these,
 )
 from support.processes import Pool
-from support.training import assert_equal
+from support.training import assert_equal, assert_ranks_equal
 
 # On two ranks of two stages each, "every-second" shares a weight between stages of one rank (0 and 2), "three-sharing"
 # between stages of one rank and one of the other (0, 2 and 3).
@@ -80,13 +80,7 @@ def test_one_process_without_a_flush(run: Run) -> None:
 
 def test_parallel_pipelines_in_several_processes(pool: Pool) -> None:
     runs = [REPLICATED[1], *(run for run in REPLICATED if run.subject in ("three-sharing", "shared-experts"))]
-    outcomes = pool.run(4, run_these, runs)
-    for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
-        expected = run_reference(run)
-        for part in parts:
-            assert_equal(expected, part)
-
-        assert set(expected.state) == {name for part in parts for name in part.state}
+    assert_ranks_equal(pool.run(4, run_these, runs), [run_reference(run) for run in runs])
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2)], ids=str)
@@ -107,12 +101,8 @@ def test_stages_with_different_numbers_of_replicas_may_not_share(replicas: tuple
 def test_several_processes(pool: Pool, ranks: int) -> None:
     runs = [run for run in RUNS + DELAYED if run.stages == ranks * run.stages_per_rank and run not in LEFT_OUT]
     outcomes = pool.run(ranks, run_these, runs)
+    assert_ranks_equal(outcomes, [run_reference(run) for run in runs])
     for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
-        expected = run_reference(run)
-        for part in parts:
-            assert_equal(expected, part)
-
-        assert set(expected.state) == {name for part in parts for name in part.state}
         # Each rank has its copies of the shared weights under all their names, and they are equal.
         shared = {name for part in parts for name in part.state if sum(name in other.state for other in parts) > 1}
         assert shared or run.subject == "every-second"

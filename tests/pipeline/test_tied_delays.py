@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from support.jobs.tied_jobs import BATCHES, TiedRun, build, run_here, run_reference, run_these
 from support.processes import Pool
-from support.training import assert_equal
+from support.training import assert_equal, assert_ranks_equal
 
 ENDS, NEIGHBOURS, CROSSED, MANY = ((0, 7),), ((3, 4),), ((0, 7), (1, 4)), ((0, 3, 7), (2, 5))
 """Layers that share: the first and the last; of neighbour stages; and more."""
@@ -62,14 +62,11 @@ def test_one_process(run: TiedRun) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_several_processes(pool: Pool, ranks: int) -> None:
     runs = [run for run in APART if sum(run.replicas) == ranks]
-    outcomes = pool.run(ranks, run_these, runs)
-    for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
-        expected = run_reference(run)
-        for part in parts:
-            assert_equal(expected, part)
+    outcomes, expected = pool.run(ranks, run_these, runs), [run_reference(run) for run in runs]
 
-        assert set(expected.state) == {name for part in parts for name in part.state}
-        assert sum(len(part.state) for part in parts) > len(expected.state)
+    assert_ranks_equal(outcomes, expected)
+    for whole, parts in zip(expected, zip(*outcomes, strict=True), strict=True):
+        assert sum(len(part.state) for part in parts) > len(whole.state)
 
 
 def test_the_oracle_is_delayed_training() -> None:

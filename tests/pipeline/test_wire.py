@@ -16,9 +16,19 @@ from penstock.runtime.transport.transport import Channel
 from penstock.training.wire_codecs import WireDtype, read_wire_dtype, round_to_wire
 from support import models
 from support.exports import built_as
-from support.jobs.precision_jobs import CAST, cast_options
+from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+from support.training import (
+    Case,
+    Outcome,
+    assert_equal,
+    assert_ranks_equal,
+    run_pipeline,
+    run_reference,
+    stages_on_a_rank,
+    train,
+    train_by_oracle,
+)
 from support.transport_selection import sharing_memory
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw", "zb-h1", "zb-v")
@@ -113,12 +123,7 @@ def test_several_processes(pool: Pool, ranks: int) -> None:
     runs = cases(ranks)
     shared, sent = runs[::2], runs[1::2]
     for some, memory in ((shared, True), (sent, False)):
-        outcomes = pool.run(ranks, run_wired, some, memory)
-        for (case, kind), parts in zip(some, zip(*outcomes, strict=True), strict=True):
-            for part in parts:
-                assert_equal(reference(case, kind), part)
-
-            assert set(reference(case, kind).state) == {name for part in parts for name in part.state}
+        assert_ranks_equal(pool.run(ranks, run_wired, some, memory), [reference(*run) for run in some])
 
 
 def replicated(split: bool) -> list[tuple[Case, str]]:
@@ -156,16 +161,11 @@ def test_what_is_computed_again_was_received_rounded(recompute: Any) -> None:
 @pytest.mark.parametrize("kind", [torch.bfloat16, RowInt8()], ids=str)
 def test_autocast(kind: Any) -> None:
     """Some values are in bfloat16 by themselves, and others are not."""
-    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
     for schedule in ("1f1b-flush", "2bw"):
         options = {**cast_options(schedule, 3, 4, torch.bfloat16), "wire_dtype": kind}
-        expected = penstock.reference_train(CAST["typed"](), batches, **options)
         pipe = penstock.Pipeline(CAST["typed"](), **options)
-        losses = [pipe.step(x, y).loss for x, y in batches]
-        state = pipe.state_dict()["model"]
 
-        assert tuple(map(float, losses)) == expected.losses
-        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+        assert_equal(train_by_oracle(CAST["typed"](), CAST_BATCHES, **options), train(pipe, CAST_BATCHES))
 
 
 def test_gradients_that_overflow_on_the_way_are_seen() -> None:

@@ -11,6 +11,7 @@ import penstock
 from support import models
 from support.exports import built_as
 from support.live_tensors import count_at_rest, forget_what_is_there
+from support.training import Outcome, train, train_by_oracle
 
 __all__ = ["Run", "Web", "build_web", "count_tensors", "run_pipeline", "run_reference", "run_several"]
 
@@ -100,29 +101,24 @@ class Run:
         )
 
 
-def run_pipeline(run: Run) -> tuple[list[float], dict[str, Tensor], float | None]:
+def run_pipeline(run: Run) -> Outcome:
     """Every loss, the weights of this process, and perhaps the loss of an evaluation."""
     pipe = run.pipeline()
     assert pipe.schedule.skips, "nothing passes a stage"
-    losses = [pipe.step(x, y).loss for x, y in run.batches]
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    evaluated = float(pipe.evaluate(*run.batches[0]).loss) if run.evaluates else None
-    pipe.close()
-    return [float(loss) for loss in losses], state, evaluated
+    return train(pipe, run.batches, evaluates=run.evaluates)
 
 
-def run_several(runs: list[Run]) -> list[tuple[list[float], dict[str, Tensor], float | None]]:
+def run_several(runs: list[Run]) -> list[Outcome]:
     """One after the other, in the present process group."""
     return [run_pipeline(run) for run in runs]
 
 
 @cache
-def run_reference(run: Run) -> tuple[list[float], dict[str, Tensor]]:
+def run_reference(run: Run) -> Outcome:
     """The losses and weights of the oracle."""
-    made = penstock.reference_train(
+    return train_by_oracle(
         run.build(), run.batches, sample=run.sample, loss_fn=F.mse_loss, optimizer=models.adamw, plan=run.plan
     )
-    return list(made.losses), made.state
 
 
 def count_tensors(run: Run, steps: int = 5) -> list[int]:

@@ -1,5 +1,6 @@
 """Runs of a subject under a schedule: by the pipeline (here or in many processes) and by the oracle."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -18,12 +19,15 @@ __all__ = [
     "Case",
     "Outcome",
     "assert_equal",
+    "assert_ranks_equal",
     "count_tensors",
     "run_cases",
     "run_pipeline",
     "run_reference",
     "share_reference",
     "stages_on_a_rank",
+    "train",
+    "train_by_oracle",
 ]
 
 LAYERS = 8
@@ -128,19 +132,44 @@ def assert_equal(expected: Outcome, actual: Outcome) -> None:
         assert torch.equal(expected.state[name], tensor), name
 
 
+def assert_ranks_equal(outcomes: Sequence[Sequence[Outcome]], expected: Sequence[Outcome]) -> None:
+    """What each rank found in each run is what is `expected` of the run, and together the ranks hold all tensors."""
+    for whole, parts in zip(expected, zip(*outcomes, strict=True), strict=True):
+        for part in parts:
+            assert_equal(whole, part)
+
+        assert whole.state.keys() == {name for part in parts for name in part.state}
+
+
+def train(
+    pipe: penstock.Pipeline, batches: Sequence[Any], drain_after: Sequence[int] = (), evaluates: bool = False
+) -> Outcome:
+    """Trains a new pipeline: all ranks here, or this process's part of them; may evaluate the first batch; closes it.
+
+    A batch is the arguments of `Pipeline.step`.
+    """
+    losses = []
+    for number, batch in enumerate(batches):
+        losses.append(pipe.step(*batch).loss)
+        if number in drain_after:
+            pipe.drain()
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    evaluated = float(pipe.evaluate(*batches[0]).loss) if evaluates else None
+    pipe.close()
+    return Outcome(tuple(map(float, losses)), state, evaluated)
+
+
+def train_by_oracle(model: Any, batches: Sequence[Any], **options: Any) -> Outcome:
+    """The same by `reference_train`. Options that are None are left out."""
+    given = {name: value for name, value in options.items() if value is not None}
+    reference = penstock.reference_train(model, batches, **given)
+    return Outcome(reference.losses, reference.state)
+
+
 def run_pipeline(case: Case, **options: Any) -> Outcome:
     """The run by `Pipeline`: all ranks here, or this process's part of them. `options` go before those of `case`."""
     pipe = penstock.Pipeline(case.build(), **{**case.options, **options})
-    losses = []
-    for number, (x, y) in enumerate(case.batches):
-        losses.append(pipe.step(x, y).loss)
-        if number in case.drain_after:
-            pipe.drain()
-    state = pipe.state_dict()["model"]
-    trained = {name: tensor.clone() for name, tensor in state.items()}
-    evaluated = float(pipe.evaluate(*case.batches[0]).loss) if case.turned else None
-    pipe.close()
-    return Outcome(tuple(float(loss) for loss in losses), trained, evaluated)
+    return train(pipe, case.batches, case.drain_after, evaluates=case.turned)
 
 
 def count_tensors(case: Case, steps: int, **options: Any) -> list[int]:
@@ -182,6 +211,4 @@ def _ask_oracle_once(case: Case) -> Outcome:
 
 
 def _ask_oracle(case: Case, options: dict[str, Any]) -> Outcome:
-    given = {**case.options, **options}
-    reference = penstock.reference_train(case.build(), case.batches, drain_after=case.drain_after, **given)
-    return Outcome(reference.losses, reference.state)
+    return train_by_oracle(case.build(), case.batches, drain_after=case.drain_after, **{**case.options, **options})

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 import penstock
 from support import models
 from support.exports import built_as
+from support.training import Outcome, train
 
-__all__ = ["CAST", "cast_options", "run_cast", "run_low"]
+__all__ = ["CAST", "CAST_BATCHES", "cast_options", "run_cast", "run_low"]
 
 
 class Typed(nn.Module):
@@ -74,6 +75,7 @@ def _embedding() -> nn.Module:
     return built_as("embedded", Embedded())
 
 
+CAST_BATCHES = [(x.float(), y) for x, y in models.LAYERED.batches]
 CAST = {"linear": _linear, "typed": _typed, "embedded": _embedding}
 
 
@@ -91,18 +93,12 @@ def cast_options(schedule: str, stages: int, microbatches: int, dtype: torch.dty
     }
 
 
-def run_cast(
-    subject: str, schedule: str, stages: int, microbatches: int, recompute: object, **more: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the final weights of a run under bfloat16."""
+def run_cast(subject: str, schedule: str, stages: int, microbatches: int, recompute: object, **more: Any) -> Outcome:
+    """A run under bfloat16."""
     options = cast_options(schedule, stages, microbatches, torch.bfloat16)
-    pipe = penstock.Pipeline(CAST[subject](), **options, recompute=recompute, **more)
-    losses = [float(pipe.step(x.float(), y).loss) for x, y in models.LAYERED.batches]
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    pipe.close()
-    return losses, state
+    return train(penstock.Pipeline(CAST[subject](), **options, recompute=recompute, **more), CAST_BATCHES)
 
 
-def run_low(schedule: str) -> tuple[list[float], dict[str, Tensor]]:
+def run_low(schedule: str) -> Outcome:
     """With versions of low precision."""
     return run_cast("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from support import models
-from support.training import Outcome
+from support.training import Outcome, train, train_by_oracle
 
 __all__ = ["BATCHES", "LAYERS", "TiedRun", "build", "run_here", "run_reference", "run_these"]
 
@@ -87,15 +87,7 @@ class TiedRun:
 
 def run_here(run: TiedRun) -> Outcome:
     """By `Pipeline`: all ranks, or this process's part of them."""
-    pipe = penstock.Pipeline(build(run.shared), **run.options)
-    losses = []
-    for number, batch in enumerate(BATCHES):
-        losses.append(pipe.step(*batch).loss)
-        if number in run.drain_after:
-            pipe.drain()
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    pipe.close()
-    return Outcome(tuple(float(loss) for loss in losses), state)
+    return train(penstock.Pipeline(build(run.shared), **run.options), BATCHES, run.drain_after)
 
 
 def run_these(runs: list[TiedRun]) -> list[Outcome]:
@@ -105,5 +97,4 @@ def run_these(runs: list[TiedRun]) -> list[Outcome]:
 
 def run_reference(run: TiedRun) -> Outcome:
     """By the oracle."""
-    reference = penstock.reference_train(build(run.shared), BATCHES, drain_after=run.drain_after, **run.options)
-    return Outcome(reference.losses, reference.state)
+    return train_by_oracle(build(run.shared), BATCHES, drain_after=run.drain_after, **run.options)

@@ -20,7 +20,7 @@ import penstock
 from penstock.values.plans import require_schedule
 from support import models
 from support.exports import built_as
-from support.training import Outcome
+from support.training import Outcome, train, train_by_oracle
 
 __all__ = [
     "SUBJECTS",
@@ -107,13 +107,7 @@ def make_pipeline(run: Run, **options: Any) -> penstock.Pipeline:
 
 def run_in_pipeline(run: Run) -> Outcome:
     """The run by `Pipeline`."""
-    pipe = make_pipeline(run)
-    losses = [pipe.step(inputs, target).loss for inputs, target in SUBJECTS[run.subject].batches]
-    pipe.drain()
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    outcome = Outcome(tuple(float(loss) for loss in losses), state)
-    pipe.close()
-    return outcome
+    return train(make_pipeline(run), SUBJECTS[run.subject].batches)
 
 
 def run_these(runs: list[Run]) -> list[Outcome]:
@@ -125,8 +119,7 @@ def run_these(runs: list[Run]) -> list[Outcome]:
 def run_reference(run: Run) -> Outcome:
     """The run by the oracle."""
     subject = SUBJECTS[run.subject]
-    reference = penstock.reference_train(subject.build(), subject.batches, sample=subject.sample, **_options(run))
-    return Outcome(reference.losses, reference.state)
+    return train_by_oracle(subject.build(), subject.batches, sample=subject.sample, **_options(run))
 
 
 @cache
