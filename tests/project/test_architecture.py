@@ -1,5 +1,7 @@
 """The laws of the architecture, checked on the source: which room may import which, and what code may look like.
 
+Ruff holds those that are not ours alone: complexity, docstrings of modules, order of `__all__`, unfinished notes.
+
 Each law is a function of source text in `support/architecture.py`. One test applies it to the library and lists every
 breach; the test after it shows that the law finds a planted breach.
 """
@@ -163,10 +165,7 @@ FRAGMENTS = {
     "penstock.values.sweeps",
 }
 """Short files that one other file imports: each has an idea that its importer has not. The list only gets shorter."""
-MOST_WAYS = 15
-"""Ways through one function, by McCabe's complexity."""
 MOST_POSITIONAL = 5
-MOST_SPLATTED = 3
 ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.data": 1,
     "penstock.oracle.references": 1,
@@ -190,10 +189,6 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.values.plans": 2,
 }
 """Calls and functions with more positional arguments, by module. These numbers only go down."""
-ALLOWED_SPLATTED: tuple[str, ...] = ()
-"""Functions that still take a written tuple apart in a call."""
-ALLOWED_COMPLEX = ("penstock.scheduling.verification.message_invariants._require_data",)
-"""A `match` with a case of a line or two for each kind of action."""
 
 
 def is_pure(module: str) -> bool:
@@ -259,9 +254,7 @@ def test_an_import_of_torch_in_the_pure_half_is_found(text: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pure", PURE)
-def test_pure_half_loads_where_there_is_no_torch(pure: str) -> None:
-    modules = [module for module in SOURCES if laws.room_of(module, FLOW).partition(".")[0] == pure]
+def test_pure_half_loads_where_there_is_no_torch() -> None:
     program = f"""
 import sys
 class Blocked:
@@ -269,7 +262,7 @@ class Blocked:
         if name.partition(".")[0] == "torch":
             raise ImportError("torch is blocked")
 sys.meta_path.insert(0, Blocked())
-import {", ".join(modules)}
+import {", ".join(sources_where(is_pure))}
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -434,29 +427,6 @@ def test_a_short_file_with_one_importer_is_found() -> None:
     assert laws.fragments(planted) == {"penstock.b", "penstock.d", "penstock.e"}
 
 
-def test_functions_have_few_ways_through_them() -> None:
-    assert sorted(laws.complex_functions(SOURCES, MOST_WAYS)) == sorted(ALLOWED_COMPLEX)
-
-
-@pytest.mark.parametrize(
-    ("body", "ways"),
-    [
-        ("return x", 1),
-        ("return [y for y in x if y]", 1),
-        ("if x: pass\n    elif y: pass\n    else: pass", 3),
-        ("for y in x:\n        while y: y -= 1", 3),
-        ("try: x()\n    except ValueError: pass\n    except OSError: pass", 3),
-        ("match x:\n        case 1: pass\n        case 2: pass\n        case _: pass", 3),
-        ("def g():\n        if x: pass\n    return g", 2),
-    ],
-)
-def test_ways_through_a_function_are_counted(body: str, ways: int) -> None:
-    planted = {"penstock.a": f"class A:\n  def f(x):\n    {body}\n"}
-
-    assert laws.complex_functions(planted, ways - 1)["penstock.a.A.f"] == ways
-    assert laws.complex_functions(planted, ways) == {}
-
-
 def test_long_lists_of_arguments_have_keywords() -> None:
     assert laws.count_positional(SOURCES, MOST_POSITIONAL) == ALLOWED_POSITIONAL
 
@@ -481,22 +451,6 @@ def test_a_long_list_of_positional_arguments_is_found(text: str) -> None:
 )
 def test_a_short_list_of_positional_arguments_is_no_breach(text: str) -> None:
     assert laws.count_positional({"penstock.a": text}, 5) == {}
-
-
-def test_calls_take_no_written_tuple_apart() -> None:
-    found = laws.splatted_tuples(SOURCES, MOST_SPLATTED)
-
-    assert sorted({line.partition(":")[0] for line in found}) == sorted(ALLOWED_SPLATTED)
-
-
-@pytest.mark.parametrize("body", ["g(*(a, b, c, d))", "more = (a, b, c, d)\n    g(1, *more)", "g(*[a, b, c, d], e=1)"])
-def test_a_call_that_takes_a_written_tuple_apart_is_found(body: str) -> None:
-    assert len(laws.splatted_tuples({"penstock.a": f"def f():\n    {body}\n"}, 3)) == 1
-
-
-@pytest.mark.parametrize("body", ["g(*more)", "g(*(a, b, c))", "more = sorted(rest)\n    g(*more)"])
-def test_a_call_that_takes_other_values_apart_is_no_breach(body: str) -> None:
-    assert laws.splatted_tuples({"penstock.a": f"def f(more):\n    {body}\n"}, 3) == []
 
 
 ARGUMENTS_OF_OTHERS = [
@@ -531,44 +485,29 @@ def test_other_mappings_are_no_breach(text: str) -> None:
     assert laws.argument_bags({"penstock.a": text}) == []
 
 
-def test_every_module_says_what_it_is() -> None:
-    assert laws.unstated_modules(SOURCES) == []
-
-
-@pytest.mark.parametrize(
-    "text", ["", '""""""', '"""runtime"""', '"""The runtime."""', '"""The runtime of this"""', "# The runtime of this."]
-)
-def test_a_module_that_says_nothing_is_found(text: str) -> None:
-    assert laws.unstated_modules({"penstock.a": text}) == ["penstock.a"]
-
-
 def test_lists_of_names_stand_where_names_are_passed_on() -> None:
     assert laws.needless_lists(SOURCES) == []
 
 
 @pytest.mark.parametrize(
     "text",
-    ["def f(): ...\n__all__ = ['f']", "from x import A, b\n__all__ = ['b', 'A']", "from x import b\n__all__ = []"],
+    ["def f(): ...\n__all__ = ['f']", "from x import b\n__all__ = []"],
 )
 def test_a_needless_list_of_names_is_found(text: str) -> None:
     assert laws.needless_lists({"penstock.a": text}) == ["penstock.a"]
 
 
-def test_nothing_is_hidden_or_unfinished() -> None:
-    assert laws.hidden_or_unfinished(SOURCES) == []
+def test_nothing_is_hidden() -> None:
+    assert laws.hidden(SOURCES) == []
 
 
-@pytest.mark.parametrize(
-    "text", ["hasattr(x, 'y')", "raise NotImplementedError", "def f():\n    global x", "x = 1  # TODO: later"]
-)
-def test_something_hidden_or_unfinished_is_found(text: str) -> None:
-    assert len(laws.hidden_or_unfinished({"penstock.a": text})) == 1
+@pytest.mark.parametrize("text", ["hasattr(x, 'y')", "raise NotImplementedError"])
+def test_something_hidden_is_found(text: str) -> None:
+    assert len(laws.hidden({"penstock.a": text})) == 1
 
 
 def test_public_names_are_those_that_are_listed_here() -> None:
-    names = [name for name in laws.exported(SOURCES["penstock"]) or [] if name != "__version__"]
-
-    assert names == laws.in_order(PUBLIC.split())
+    assert {name for name in laws.exported(SOURCES["penstock"]) or [] if name != "__version__"} == set(PUBLIC.split())
 
 
 def signature_of(member: object) -> str:

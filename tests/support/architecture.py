@@ -13,35 +13,6 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
-__all__ = [
-    "Flow",
-    "Sources",
-    "action_readers",
-    "argument_bags",
-    "classes_of",
-    "complex_functions",
-    "count_positional",
-    "cycle",
-    "exported",
-    "fragments",
-    "hidden_or_unfinished",
-    "imported_modules",
-    "imports_against_flow",
-    "imports_of_torch",
-    "in_order",
-    "incomplete_matches",
-    "makers_of_messages",
-    "meaningless_names",
-    "naming_breaches",
-    "room_of",
-    "shared_classes",
-    "shared_names",
-    "splatted_tuples",
-    "strange_imports_of_orders",
-    "unknown_rooms",
-    "unstated_modules",
-]
-
 Sources: TypeAlias = Mapping[str, str]
 """Source text by the name of its module."""
 Flow: TypeAlias = Mapping[str, str]
@@ -222,56 +193,6 @@ def functions_in(text: str, prefix: str = "") -> Iterator[tuple[str, Function]]:
     return visit(parse(text), prefix)
 
 
-_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
-
-
-def complexity(function: Function) -> int:
-    """The ways through `function` after McCabe: 1, and 1 for every branch, loop, handler and case."""
-    branches = sum(isinstance(node, _BRANCHES) for node in ast.walk(function))
-    # The last case takes what is left: it is the `else` of the others.
-    return 1 + branches - sum(isinstance(node, ast.Match) for node in ast.walk(function))
-
-
-def complex_functions(sources: Sources, most: int) -> dict[str, int]:
-    """The functions whose complexity is more than `most`, with their complexity."""
-    return {
-        name: found
-        for module, text in sources.items()
-        for name, function in functions_in(text, module)
-        if (found := complexity(function)) > most
-    }
-
-
-def splatted_tuples(sources: Sources, most: int) -> list[str]:
-    """Calls that take apart a tuple of more than `most` values which the same function wrote out: arguments whose
-    number and order the call hides.
-    """
-    return [
-        f"{name}:{node.lineno}: *{ast.unparse(argument.value)}"
-        for module, text in sources.items()
-        for name, function in functions_in(text, module)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        for argument in node.args
-        if isinstance(argument, ast.Starred) and _written_out(argument.value, function) > most
-    ]
-
-
-def _written_out(value: ast.expr, function: Function) -> int:
-    """How many values the tuple or list `value` has as `function` writes it out; 0 for other values."""
-    if isinstance(value, ast.Tuple | ast.List):
-        return len(value.elts)
-    return max(
-        (
-            _written_out(node.value, function)
-            for node in ast.walk(function)
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List)
-            if isinstance(value, ast.Name) and value.id in map(ast.unparse, node.targets)
-        ),
-        default=0,
-    )
-
-
 def _values(call: ast.Call) -> int:
     """How many positional arguments `call` writes out."""
     return sum(
@@ -319,19 +240,6 @@ def argument_bags(sources: Sources) -> list[str]:
     return found
 
 
-def unstated_modules(sources: Sources) -> list[str]:
-    """The modules whose docstring does not begin with a paragraph of more than two words that ends as sentences do."""
-
-    def first_paragraph(text: str) -> str:
-        return (ast.get_docstring(parse(text)) or "").partition("\n\n")[0].strip()
-
-    return [
-        module
-        for module, text in sources.items()
-        if not (words := first_paragraph(text)).endswith((".", ":", "?")) or len(words.split()) < 3
-    ]
-
-
 def exported(text: str) -> list[str] | None:
     """The names in the `__all__` of `text`, if it has one that is a plain list."""
     for node in parse(text).body:
@@ -341,13 +249,8 @@ def exported(text: str) -> list[str] | None:
     return None
 
 
-def in_order(names: Iterable[str]) -> list[str]:
-    """Sorted as ruff's RUF022 sorts: CONSTANTS, then Classes, then functions."""
-    return sorted(names, key=lambda name: (0 if name.isupper() else 1 if name[0].isupper() else 2, name))
-
-
 def needless_lists(sources: Sources) -> list[str]:
-    """The modules whose `__all__` passes on no name of another module, or is not in order.
+    """The modules whose `__all__` passes on no name of another module.
 
     What a module defines itself is offered if its name has no underscore in front.
     """
@@ -357,22 +260,19 @@ def needless_lists(sources: Sources) -> list[str]:
         imports = [node for node in ast.walk(parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
         passed_on = {alias.asname or alias.name for node in imports for alias in node.names}
         lazy = "__getattr__" in text
-        if names is not None and (names != in_order(names) or not (lazy or passed_on.intersection(names))):
+        if names is not None and not (lazy or passed_on.intersection(names)):
             found.append(module)
     return found
 
 
-def hidden_or_unfinished(sources: Sources) -> list[str]:
-    """`hasattr` (an attribute is there or the type is wrong), `global`, and what is noted as still to be written."""
-    broken = []
-    for module, text in sources.items():
-        for node in ast.walk(parse(text)):
-            hidden = isinstance(node, ast.Name) and node.id in {"hasattr", "NotImplementedError"}
-            if isinstance(node, ast.Name | ast.Global) and (hidden or isinstance(node, ast.Global)):
-                broken.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
-        if re.search(r"#.*\b(TODO|FIXME|XXX)\b", text):
-            broken.append(f"{module}: an unfinished thing is noted in a comment")
-    return broken
+def hidden(sources: Sources) -> list[str]:
+    """The places of `hasattr` (an attribute is there, or the type is wrong) and of `NotImplementedError`."""
+    return [
+        f"{module}:{node.lineno}: {node.id}"
+        for module, text in sources.items()
+        for node in ast.walk(parse(text))
+        if isinstance(node, ast.Name) and node.id in {"hasattr", "NotImplementedError"}
+    ]
 
 
 NAMES = ("1f1b", "1f1b-flush", "2bw", "gpipe", "interleaved", "pipedream", "spp", "zb-h1", "zb-v")

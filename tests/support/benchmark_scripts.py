@@ -7,8 +7,6 @@ import pytest
 
 from support.paths import BENCHMARKS, ROOT
 
-__all__ = ["run_benchmark"]
-
 
 def run_benchmark(script: str, *arguments: str, **variables: str) -> None:
     """Does what ``python benchmarks/SCRIPT ARGUMENTS`` does, with these variables of the environment.

@@ -20,17 +20,6 @@ from penstock.runtime.transport.worlds import Processes
 from support import models
 from support.jobs.composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
 
-__all__ = [
-    "TYPES",
-    "evaluate_one_sample",
-    "measure_late",
-    "messages_over_tp_ranks",
-    "said_by",
-    "said_in_a_step",
-    "said_of",
-    "said_when_a_tp_rank_fails",
-]
-
 
 def nothing(stage: StageModule, mesh: DeviceMesh) -> None:
     """A hook that is content."""

@@ -1,7 +1,5 @@
 """An object of the user's own, with a state that checkpoints keep."""
 
-__all__ = ["Counter"]
-
 
 class Counter:
     """Counts steps."""

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Deadlines", "pytest_addoption", "pytest_configure"]
-
 GRACE_SECONDS = 20.0
 
 

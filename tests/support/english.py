@@ -4,8 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 
-__all__ = ["faults_in_markdown", "faults_in_names", "faults_in_python"]
-
 _FRAGMENT = re.compile(r"(Of|For|Those|Whoever|Who)\b")
 """A docstring that begins with one of these seldom becomes a sentence."""
 _PHRASES = re.compile(

@@ -16,8 +16,6 @@ from torch.fx import GraphModule
 
 from penstock.capturing.export.opaque_blocks import TRACING, TracedCall
 
-__all__ = ["built_as"]
-
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 
 _programs: dict[Hashable, tuple[ExportedProgram, list[TracedCall]]] = {}

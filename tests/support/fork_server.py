@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "ForkServer", "finish"]
-
 
 def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | None, str]]:
     """The exit code and standard error of each process. Raises if one does not end in `seconds`."""

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FOUND", "Found"]
-
 Arguments = dict[str, Any]
 
 

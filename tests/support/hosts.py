@@ -18,8 +18,6 @@ from hosts.launches import rank_environment
 from hosts.networks import Network, refusal
 from support.processes import IMPORTED
 
-__all__ = ["on_hosts", "require_hosts", "start_on_hosts"]
-
 _NETWORK_NAMESPACE = 0x4000_0000
 
 

@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Gathering", "InPlace", "Several"]
-
 
 class InPlace(nn.Module):
     """Writes its input."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["count_at_rest", "forget_what_is_there", "live_tensors"]
-
 SAME = 5
 """This number of counts in a row must agree, 10 ms apart, where there are several processes."""
 LOOKS = 200

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from support.exports import built_as
 
-__all__ = ["LAYERED", "SUBJECTS", "Perceptron", "Recurrent", "Subject", "UNet", "adamw", "momentum", "plain"]
-
 
 class Perceptron(nn.Module):
     """A chain of blocks."""

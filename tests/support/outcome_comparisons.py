@@ -11,8 +11,6 @@ from torch import Tensor
 
 from support.training import Outcome
 
-__all__ = ["CLOSE", "assert_close", "assert_same", "differing", "on_host"]
-
 CLOSE = 1e-12
 """More than a difference in the last bit of float64 grows to in a few steps."""
 SHAKY = ("linear.bias", "running_mean")

@@ -17,8 +17,6 @@ from penstock.scheduling import (
     define_by_programs,
 )
 
-__all__ = ["BY_HAND", "EAGER", "LATE", "OWN", "ROLLING", "make_local"]
-
 
 def eager_order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
     """1F1B with a flush that runs up to 2 (p - s) - 1 forwards ahead."""

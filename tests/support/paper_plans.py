@@ -6,8 +6,6 @@ from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.requests import Request
 from penstock.values import Cluster, Plan, Profile
 
-__all__ = ["partition"]
-
 
 def partition(profile: Profile, cluster: Cluster, *, schedule: str = "pipedream", **options: Any) -> Plan:
     """The plan of PipeDream's partitioner for a request with `options`."""

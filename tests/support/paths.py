@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["BENCHMARKS", "PIPEDREAM", "ROOT", "SCRIPTS"]
-
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PIPEDREAM = ROOT / "tests" / "data" / "pipedream"

@@ -32,8 +32,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["COLLECTIONS", "IMPORTED", "Pool"]
-
 _AFTER_SECONDS = 60.0
 """How long the other processes may still take after one has failed."""
 _TOLD_SECONDS = 1.0

@@ -16,8 +16,6 @@ from penstock.values import LayerProfile, Profile
 from support import models
 from support.paths import PIPEDREAM
 
-__all__ = ["SUBJECTS", "Outcome", "Run", "Subject", "profile_of", "run_planned", "run_reference"]
-
 DATA = PIPEDREAM
 SAMPLES = 3
 """In a microbatch."""

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 import penstock
 from support.random_models import WIDTH, DrawnModel, as_module, drawn_models
 
-__all__ = ["DrawnLoop", "Trained", "drawn_loops"]
-
 LOSSES = (
     "mean",
     "penalty on all parameters",

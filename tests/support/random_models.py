@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "Averaging", "Counting", "DrawnModel", "as_module", "drawn_models"]
-
 WIDTH = 6
 
 

@@ -7,8 +7,6 @@ import pytest
 
 from penstock.errors import PenstockError
 
-__all__ = ["COUNT", "Refusal", "assert_says", "refused"]
-
 COUNT = "a whole number, 1 or more"
 
 

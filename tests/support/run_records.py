@@ -19,8 +19,6 @@ from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.scheduling.definitions import Step
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["evidence_of", "record_of", "waiting_for", "with_process"]
-
 STACK = (
     Frame("/home/ada/train.py", 12, "main", "train(pipe)", False),
     Frame("/home/ada/train.py", 31, "forward", "x = self.slow(x)", False),

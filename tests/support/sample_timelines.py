@@ -7,8 +7,6 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-__all__ = ["SPANS", "SVG", "classes", "elements", "large_timeline", "shifted", "timeline_with_memory"]
-
 SPANS = (
     Span(0, "0F0@0", 1.0, 2.0),
     Span(0, "0S0>1", 2.0, 2.5, 4.2e6),

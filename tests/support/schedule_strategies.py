@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["replicated_schedules", "schedules", "waiting_schedules"]
-
 METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]
 
 

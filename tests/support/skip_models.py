@@ -13,8 +13,6 @@ from support.exports import built_as
 from support.live_tensors import count_at_rest, forget_what_is_there
 from support.training import Outcome, train, train_by_oracle
 
-__all__ = ["Run", "Web", "build_web", "count_tensors", "run_pipeline", "run_reference", "run_several"]
-
 WIDTH = 6
 SAMPLES = 3000
 """The samples of the batch: each of its values is then worth a message of its own."""

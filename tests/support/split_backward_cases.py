@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from penstock.runtime.execution.executor import StageExecutor
 from penstock.runtime.execution.split_backward import run_input_backward
 
-__all__ = ["CASES", "MICROBATCHES", "SAMPLES", "WIDTH", "B", "Bench", "V", "W", "words"]
-
 WIDTH, SAMPLES, MICROBATCHES = 4, 6, 3
 
 

@@ -13,23 +13,6 @@ import penstock
 from support import models
 from support.live_tensors import count_at_rest, forget_what_is_there
 
-__all__ = [
-    "FLUSHING",
-    "PAIRED",
-    "Case",
-    "Outcome",
-    "assert_equal",
-    "assert_ranks_equal",
-    "count_tensors",
-    "run_cases",
-    "run_pipeline",
-    "run_reference",
-    "share_reference",
-    "stages_on_a_rank",
-    "train",
-    "train_by_oracle",
-]
-
 LAYERS = 8
 """Of every subject."""
 PAIRED = ("interleaved", "zb-v")

@@ -18,24 +18,6 @@ from penstock.planning.ptd_p.transformer_costs import (
 from penstock.values.clusters import Cluster
 from penstock.values.transformers import Transformer
 
-__all__ = [
-    "FREE",
-    "GIB",
-    "GPT_1B",
-    "GPT_1T",
-    "GPT_6B",
-    "GPT_91B",
-    "GPT_145B",
-    "GPT_162B",
-    "GPT_175B",
-    "GPT_530B",
-    "NOTHING",
-    "TOY",
-    "best",
-    "selene",
-    "slowest_pair",
-]
-
 GIB = 2**30
 GPT_175B, GPT_530B, GPT_1T = Transformer(96, 12288, 96), Transformer(105, 20480, 128), Transformer(128, 25600, 160)
 GPT_162B, GPT_145B = Transformer(32, 20480, 128), Transformer(80, 12288, 96)

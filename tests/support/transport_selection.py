@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 
-__all__ = ["sharing_memory"]
-
 
 @contextmanager
 def sharing_memory(shared: bool) -> Iterator[None]:

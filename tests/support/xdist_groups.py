@@ -11,8 +11,6 @@ from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
 
-__all__ = ["GroupScheduling"]
-
 _SHARED = ("pool", "fork_server")
 """Fixtures that take seconds to make."""
 

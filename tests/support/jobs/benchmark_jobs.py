@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["prepare_fragile", "run_worker"]
-
 
 def run_worker(benchmark: str, port: int, *arguments: Any) -> None:
     """What a process of a launch does in the script `benchmark`; rank 0 writes its report. The processes meet at `port`

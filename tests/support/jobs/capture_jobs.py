@@ -11,8 +11,6 @@ import penstock
 from penstock.capturing.doors import capture
 from penstock.errors import PenstockError
 
-__all__ = ["error_of", "inputs_of"]
-
 WIDTH = 4
 RUNS: list[None] = []
 """One for every run of the first block in this process."""

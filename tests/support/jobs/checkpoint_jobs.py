@@ -14,17 +14,6 @@ import torch.nn.functional as F
 import penstock
 from support import models
 
-__all__ = [
-    "REPLICATED",
-    "die_in_a_save",
-    "fail_on_one_rank",
-    "fall_back_together",
-    "load_own",
-    "refuse_on_all",
-    "save_own",
-    "save_replicated",
-]
-
 SUBJECT = models.LAYERED
 REPLICATED = penstock.Plan((penstock.Stage(0, 5, (0, 1)), penstock.Stage(5, 8, (2,))), "gpipe", 4)
 

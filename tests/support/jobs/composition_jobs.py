@@ -24,25 +24,6 @@ from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport
 from support import models
 
-__all__ = [
-    "BATCHES",
-    "TRAINED",
-    "WIDTH",
-    "Block",
-    "Outcome",
-    "Run",
-    "Saved",
-    "build_model",
-    "divide_backward",
-    "load",
-    "look_around",
-    "loss_fn",
-    "name_blocks",
-    "save",
-    "split_columns_and_rows",
-    "train",
-]
-
 WIDTH, HEADS, TOKENS, WORDS, SAMPLES = 16, 4, 6, 11, 8
 WHOLE = Replicate()
 

@@ -19,8 +19,6 @@ from support.simulated.stream_races import RacingDevice, on_streams
 from support.training import Case, Outcome, run_pipeline
 from support.transport_selection import sharing_memory
 
-__all__ = ["count_streams", "fail_directly", "probe_directly", "run_directly", "run_over_gloo", "stall_directly"]
-
 
 @contextmanager
 def _on_device(tardy: bool = False) -> Iterator[None]:

@@ -9,8 +9,6 @@ from torch.nn import functional
 
 import penstock
 
-__all__ = ["first_step", "ignoring", "labels", "layout", "ragged", "sgd", "tokens"]
-
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)

@@ -13,16 +13,6 @@ from support.outcome_comparisons import on_host
 from support.paths import SCRIPTS
 from support.training import Case, Outcome, run_pipeline
 
-__all__ = [
-    "LIMIT_SECONDS",
-    "allow_waiting",
-    "answers_over_nccl",
-    "refusing_to_wait",
-    "run_compiled_aside",
-    "run_deterministically",
-    "run_without_waiting",
-]
-
 LIMIT_SECONDS = 60
 """A training over NCCL may take so long. Its processes end themselves ten seconds before and say where they were."""
 NCCL_SCRIPT = SCRIPTS / "nccl_script.py"

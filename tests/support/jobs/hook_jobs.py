@@ -10,8 +10,6 @@ import penstock
 from support import models
 from support.training import Case, Outcome, run_pipeline
 
-__all__ = ["HOOKED", "run_hooked"]
-
 
 class Shrinking(penstock.UpdateHook):
     """A user's own: moves weights towards what they were two updates ago, and lets forwards read something else."""

@@ -12,8 +12,6 @@ import penstock
 from penstock.torch_internals.distributed import INTERFACE
 from penstock.values import Cluster
 
-__all__ = ["probe_links", "train", "train_until_the_link_ends"]
-
 
 def _pipeline(timeout_seconds: float = 60.0) -> penstock.Pipeline:
     torch.manual_seed(0)

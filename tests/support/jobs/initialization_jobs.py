@@ -9,8 +9,6 @@ import penstock
 from support import models
 from support.training import Case
 
-__all__ = ["BUILDS", "draw", "on_meta", "train_from_nothing"]
-
 BUILDS: dict[str, Callable[[], nn.Module]] = {"layered": models.layered, "normalized": models.Normalized}
 
 

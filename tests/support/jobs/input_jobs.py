@@ -15,24 +15,6 @@ import penstock
 from support import models
 from support.training import Outcome
 
-__all__ = [
-    "BLOCKS",
-    "PLAIN",
-    "POSITIONS",
-    "WAYS",
-    "Partial",
-    "Reader",
-    "Rest",
-    "Words",
-    "build",
-    "draw",
-    "run_partial",
-    "run_partials",
-    "run_partly_by_oracle",
-    "run_steps",
-    "train_and_look",
-]
-
 VOCABULARY, WIDTH, BLOCKS = 20, 6, 4
 POSITIONS = torch.arange(16)
 """Without a batch dimension: every microbatch needs all of it."""

@@ -8,8 +8,6 @@ from torch.nn import functional
 
 import penstock
 
-__all__ = ["penalized", "refusal_of", "scaled", "tall"]
-
 
 def tall() -> nn.Sequential:
     """Five layers, of which two stages hold some each."""

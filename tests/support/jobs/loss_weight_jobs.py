@@ -11,17 +11,6 @@ import penstock
 from support import models
 from support.training import Outcome
 
-__all__ = [
-    "BATCHES",
-    "build",
-    "loss_fn",
-    "replicated",
-    "run_replicated",
-    "run_weighted",
-    "tokens",
-    "weighted_options",
-]
-
 IGNORED = -100
 
 

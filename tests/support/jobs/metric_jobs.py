@@ -8,8 +8,6 @@ from torch import Tensor
 import penstock
 from support.training import Case
 
-__all__ = ["losses_and_metrics", "with_accuracy"]
-
 
 def with_accuracy(output: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """A tensor and a number beside the loss."""

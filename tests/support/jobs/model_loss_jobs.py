@@ -15,21 +15,6 @@ from support.jobs import loss_weight_jobs
 from support.jobs.transformer_jobs import SUBJECTS
 from support.training import Outcome
 
-__all__ = [
-    "BATCHES",
-    "PADDED",
-    "SENTENCES",
-    "build",
-    "labelled",
-    "labelled_options",
-    "ragged_options",
-    "refuse_uneven_labels",
-    "replicated",
-    "run_labelled",
-    "run_ragged",
-    "train",
-]
-
 VOCABULARY = 50
 IGNORED = -100
 

@@ -10,8 +10,6 @@ from torch import Tensor
 import penstock
 from support.training import Case, Outcome
 
-__all__ = ["BAD", "Rollback", "poisoned_batches", "run_poisoned", "run_rollback", "run_rollbacks", "run_until_poisoned"]
-
 BAD = 2
 """The number of the batch with a NaN in it."""
 

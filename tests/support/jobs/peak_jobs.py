@@ -25,18 +25,6 @@ from penstock.scheduling.recomputation import find_direct
 from support.live_tensors import forget_what_is_there, live_tensors
 from support.training import stages_on_a_rank
 
-__all__ = [
-    "LARGE",
-    "SMALL",
-    "Form",
-    "Leftovers",
-    "Peak",
-    "Training",
-    "find_leftovers",
-    "measure_peak",
-    "measure_peaks",
-]
-
 MICROBATCHES = 4
 LOOKS = 5
 

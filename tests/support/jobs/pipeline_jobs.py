@@ -10,19 +10,6 @@ from torch import Tensor
 import penstock
 from support import models
 
-__all__ = [
-    "build_for_three",
-    "build_four_stages",
-    "build_with_other_plans",
-    "build_with_other_weights",
-    "evaluate_and_predict",
-    "load_checkpoint",
-    "load_replicated",
-    "losses_everywhere",
-    "save_checkpoint",
-    "train_replicated",
-]
-
 SUBJECT = models.SUBJECTS["normalized"]
 
 

@@ -11,8 +11,6 @@ from support import models
 from support.exports import built_as
 from support.training import Outcome, train
 
-__all__ = ["CAST", "CAST_BATCHES", "cast_options", "run_cast", "run_low"]
-
 
 class Typed(nn.Module):
     """Its code looks at types: what it computes depends on whether autocast is on where it is captured."""

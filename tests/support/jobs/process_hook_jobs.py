@@ -10,8 +10,6 @@ from penstock.runtime.devices.local_devices import CONNECTIONS
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS
 from support.training import Case
 
-__all__ = ["Changes", "observe_changes"]
-
 
 @dataclass(frozen=True)
 class Changes:

@@ -6,8 +6,6 @@ from torch import Tensor
 import penstock
 from support.training import Case
 
-__all__ = ["train"]
-
 
 def train(case: Case, recompute: object) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     """The losses and the final state of a run by the pipeline: all ranks here, or this process's part of them."""

@@ -18,8 +18,6 @@ from support.simulated import tardy_backend
 from support.simulated.stream_races import RacingDevice, on_streams
 from support.transport_selection import sharing_memory
 
-__all__ = ["ROWS", "SIZES", "add_rows", "replicate", "row_of", "sum_all_kinds", "sum_different_sizes", "summand_of"]
-
 SIZES = {"one": 1, "whole": 1_000, "cut": 10_000, "cut unevenly": 10_001}
 """The number of float64 elements by kind. Tensors of more than 64 KiB are cut if there are more than two ranks."""
 

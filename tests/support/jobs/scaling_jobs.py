@@ -9,8 +9,6 @@ from torch import Tensor, nn
 import penstock
 from support.training import Case, Outcome
 
-__all__ = ["RISKY", "run_scaled", "scaled_options"]
-
 RISKY = penstock.LossScale(initial=2.0**1023, growth=2.0**5, backoff=2.0**-6, interval=2)
 """So near to what float64 can hold that gradients overflow at first, and again when it grows."""
 

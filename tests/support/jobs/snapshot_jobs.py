@@ -12,8 +12,6 @@ from support.jobs.hook_jobs import HOOKED
 from support.jobs.scaling_jobs import RISKY, loud, quiet
 from support.training import Case, Outcome
 
-__all__ = ["RECIPES", "Cut", "LogText", "run_cut", "run_cuts"]
-
 
 def _falling(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)

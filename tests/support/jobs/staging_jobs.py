@@ -20,8 +20,6 @@ from penstock.runtime.transport.transport import Edge
 from support.simulated.simulated_device import SimulatedDevice
 from support.simulated.stream_races import RacingDevice
 
-__all__ = ["exchange_over_gloo", "members", "sum_over_gloo", "sum_over_nccl"]
-
 LAYOUT = torch.Size((20, 30)), (30, 1), torch.float64
 
 

@@ -6,8 +6,6 @@ from torch import Tensor
 import penstock
 from support.training import Case
 
-__all__ = ["Recorder", "log_on_rank_0", "stats_of_all_ranks"]
-
 
 class Recorder:
     """Remembers what is logged, with the method of a run of Weights & Biases."""

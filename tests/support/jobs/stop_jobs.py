@@ -9,8 +9,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from penstock.runtime.transport.stop_agreements import StopAgreement
 from penstock.runtime.transport.store_watch import StoreWatch
 
-__all__ = ["stop_at_random"]
-
 
 def stop_at_random(seed: int, steps: int, asked: dict[int, int], leaves: int | None = None) -> tuple[int, int]:
     """Makes up to `steps` steps, each as long as drawn, at most three ahead of the other ranks.

@@ -12,8 +12,6 @@ import penstock
 from support import models
 from support.training import Outcome, train, train_by_oracle
 
-__all__ = ["BATCHES", "LAYERS", "TiedRun", "build", "run_here", "run_reference", "run_these"]
-
 LAYERS, WIDTH = 8, 6
 
 

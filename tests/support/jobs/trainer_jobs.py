@@ -12,8 +12,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-__all__ = ["History", "arguments", "collate", "make_model", "make_trainer", "rows", "train", "train_and_resume"]
-
 History = list[dict[str, float]]
 """What the Trainer logged, without times."""
 KEPT = ("loss", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate")

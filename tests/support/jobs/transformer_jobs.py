@@ -22,18 +22,6 @@ from support import models
 from support.exports import built_as
 from support.training import Outcome, train, train_by_oracle
 
-__all__ = [
-    "SUBJECTS",
-    "Run",
-    "Subject",
-    "loss_fn",
-    "make_pipeline",
-    "run_in_pipeline",
-    "run_plainly",
-    "run_reference",
-    "run_these",
-]
-
 VOCABULARY, LENGTH, WIDTH, SAMPLES, STEPS, MICROBATCHES = 50, 8, 16, 9, 3, 4
 
 Inputs = dict[str, Tensor]

@@ -16,22 +16,6 @@ from support.simulated.stream_races import RacingDevice, on_streams
 from support.simulated.tardy_backend import LIVE
 from support.transport_selection import sharing_memory
 
-__all__ = [
-    "close_before_it_comes",
-    "connect_in_a_bound_world",
-    "exchange",
-    "exchange_changed_shapes",
-    "exchange_layouts",
-    "exchange_sizes",
-    "in_layouts",
-    "leave_messages",
-    "list_communicators",
-    "list_threads",
-    "pile_up",
-    "read_in_any_order",
-    "wait_for_a_late_message",
-]
-
 
 def _ring(shared: bool = True) -> tuple[Transport, int, int]:
     """Makes a transport along the ring of ranks, through shared memory or not."""

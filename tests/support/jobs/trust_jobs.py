@@ -22,8 +22,6 @@ from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan
 from support.transport_selection import sharing_memory
 
-__all__ = ["join_with_tokens", "list_stored_texts", "open_and_close"]
-
 _SECONDS = 120.0
 """How long a process may take to release what it no longer uses."""
 _WARM_UP = 2

@@ -19,24 +19,6 @@ import penstock
 from penstock.errors import TransportError
 from support import models
 
-__all__ = [
-    "SAMPLE",
-    "TOKENS",
-    "Exported",
-    "build",
-    "class_of",
-    "config_of",
-    "export",
-    "export_lora",
-    "fail_to_write",
-    "gather_sparse",
-    "load_and_train",
-    "lora",
-    "make_pipeline",
-    "sparse_pipeline",
-    "written",
-]
-
 VOCABULARY = 50
 TOKENS = torch.arange(24).reshape(4, 6) % VOCABULARY
 SAMPLE = {"input_ids": TOKENS[:2]}

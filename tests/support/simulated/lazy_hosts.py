@@ -24,8 +24,6 @@ from penstock.scheduling.schedules import Schedule
 from support.simulated.simulated_device import SimulatedDevice, SimulatedStream
 from support.simulated.simulated_nccl import SimulatedCommunicator
 
-__all__ = ["LazyHosts"]
-
 LAYOUT = torch.Size((2,)), (1,), torch.float64
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.devices.communicators import Communicator, Members
 
-__all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream"]
-
 POISON = 0xA5
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 
-__all__ = ["SimulatedCommunicator", "SimulatedEnd"]
-
 
 @dataclass(eq=False)
 class _Meeting:

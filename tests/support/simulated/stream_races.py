@@ -28,8 +28,6 @@ from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
 from penstock.runtime.devices.communicators import Communicator, Members
 from support.simulated.tardy_backend import connect, failure_of
 
-__all__ = ["RacingDevice", "RacingEvent", "RacingStream", "Watching", "on_streams"]
-
 MANY = 100
 """More streams than any test has."""
 EMPTY = {

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias, cast
 
 from penstock.runtime.devices.communicators import Communicator, Members, connect_gloo
 
-__all__ = ["LIVE", "TardyCommunicator", "connect", "failure_of", "messages"]
-
 LATE = 2e-4
 """Seconds between the end of a message and the time when that is known."""
 Begin: TypeAlias = Callable[[], Any]
