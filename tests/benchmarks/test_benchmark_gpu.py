@@ -23,17 +23,11 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[str, in
     return [(line[:24].rstrip(), int(line[24:30]), line[30:]) for line in rest.partition("\n\n")[0].splitlines()]
 
 
-@pytest.mark.parametrize(
-    "only",
-    ["plain|one stage|2bw|DDP|torch 1f1b", pytest.param("", marks=pytest.mark.slow)],
-    ids=["some", "all"],
-)
-def test_every_contender_has_its_row(capsys: pytest.CaptureFixture[str], only: str) -> None:
-    rows = run(capsys, "--only", only)
+@pytest.mark.slow
+def test_every_contender_has_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run(capsys)
 
-    names = [(name, 1) for name in ALONE] + [(name, 2) for name in TOGETHER]
-    some = {"plain loop", "penstock, one stage", "penstock 2bw", "torch DDP", "torch 1f1b"}
-    assert [row[:2] for row in rows] == [row for row in names if not only or row[0] in some]
+    assert [row[:2] for row in rows] == [(name, 1) for name in ALONE] + [(name, 2) for name in TOGETHER]
     losses = {1: [], 2: []}
     for name, processes, rest in rows:
         *figures, peak, reserved, loss = rest.split()

@@ -164,7 +164,6 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
     [
         (2, {}),
         (3, {"microbatches": 4}),
-        (2, {"schedule": "2bw", "microbatches": 4}),
         (2, {"schedule": "interleaved", "microbatches": 4}),
         (3, {"schedule": "pipedream", "vertical_sync": True}),
     ],

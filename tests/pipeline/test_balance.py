@@ -232,9 +232,7 @@ def test_the_log_says_each_stages_share(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.messages[1].startswith("stages by estimated work: layers [0, 5) 4")
 
 
-def test_a_balance_that_is_none_or_contradicts_a_plan_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"\(balance=\): expected one of work, .*, found 'layer'.*'layers'"):
-        make(stages=2, balance="layer")
+def test_a_balance_that_contradicts_a_plan_is_refused() -> None:
     plan = penstock.Plan.uniform(10, 2)
     for given in (plan, "auto"):
         with pytest.raises(PlanError, match="balance='layers' and plan= are both given"):

@@ -129,12 +129,6 @@ def test_unequal_replicas_under_1f1b_are_refused() -> None:
         run_clipped(case)
 
 
-@pytest.mark.parametrize("most", [0, -1.0, "1", float("nan")])
-def test_a_wrong_norm_is_explained(most: object) -> None:
-    with pytest.raises(penstock.PenstockError, match=r"clip_grad_norm: expected .* give the largest norm"):
-        run_clipped(Case("layered", "gpipe", 2, 4), most)
-
-
 def test_the_norm_can_be_read() -> None:
     case = Case("perceptron", "gpipe", 2, 1)
     model, pipe = case.build(), penstock.Pipeline(case.build(), **case.options, clip_grad_norm=MOST)

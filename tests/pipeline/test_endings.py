@@ -13,8 +13,13 @@ SECONDS = 90
 """Far less than ``timeout_seconds`` of the script."""
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("words", ["raises", "interrupted", "killed", "hook raises", "resume raises"])
+@pytest.mark.parametrize(
+    ("words", "failing"),
+    [
+        *(("raises", 0), ("raises", 1), ("killed", 0), ("killed", 1)),
+        *(("interrupted", 1), ("hook raises", 0), ("resume raises", 1)),
+    ],
+)
 def test_a_save_under_way_keeps_no_rank_alive(
     fork_server: ForkServer, tmp_path: Path, words: str, failing: int
 ) -> None:
@@ -36,8 +41,7 @@ def test_a_kill_at_a_change_of_a_file_ends_the_other_rank(fork_server: ForkServe
     assert "rank 0" in ended[1][1]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("words", ["hook raises", "hook interrupted"])
+@pytest.mark.parametrize(("words", "failing"), [("hook raises", 1), ("hook interrupted", 0)])
 def test_a_hook_of_the_script_hides_no_cause(fork_server: ForkServer, tmp_path: Path, words: str, failing: int) -> None:
     ended = finish(fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), words, str(failing)], 2), SECONDS)
 
@@ -47,8 +51,13 @@ def test_a_hook_of_the_script_hides_no_cause(fork_server: ForkServer, tmp_path: 
     assert cause in ended[1 - failing][1]
 
 
-@pytest.mark.parametrize("caller", [0, 1])
-@pytest.mark.parametrize("call", ["save", "evaluate", "predict", "full_state_dict", "timeline", "step"])
+@pytest.mark.parametrize(
+    ("call", "caller"),
+    [
+        *(("save", 0), ("save", 1), ("step", 0), ("step", 1)),
+        *(("evaluate", 0), ("predict", 1), ("full_state_dict", 0), ("timeline", 1)),
+    ],
+)
 def test_a_call_of_one_rank_only_is_named(fork_server: ForkServer, tmp_path: Path, call: str, caller: int) -> None:
     started = fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), f"calls {call}", str(caller)], 2)
     ended = finish(started, SECONDS)

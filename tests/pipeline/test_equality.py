@@ -36,6 +36,13 @@ def case(subject: str, schedule: str, ranks: int, **more: Any) -> Case:
     return Case(subject, schedule, ranks, 4, optimizer, stages_per_rank=stages_on_a_rank(schedule), **more)
 
 
+def in_turn(subject: str, schedule: str, ranks: int) -> bool:
+    """Whether the case is run in several processes; the others are in one. Every schedule meets half of the subjects
+    at every number of ranks, and all of them in all.
+    """
+    return (list(models.SUBJECTS).index(subject) + SCHEDULES.index(schedule) + ranks) % 2 == 0
+
+
 @pytest.mark.parametrize("subject", ["skipping", "normalized"])
 def test_the_oracle_trains_alike_under_all_schedules_that_flush(subject: str) -> None:
     for schedule in FLUSHING:
@@ -47,7 +54,7 @@ def test_the_oracle_trains_alike_under_all_schedules_that_flush(subject: str) ->
 @pytest.mark.parametrize("subject", models.SUBJECTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_process(subject: str, schedule: str) -> None:
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, *(ranks for ranks in (2, 3, 4) if not in_turn(subject, schedule, ranks))):
         tried = case(subject, schedule, ranks)
         actual = run_pipeline(tried)
 
@@ -58,7 +65,7 @@ def test_one_process(subject: str, schedule: str) -> None:
 @pytest.mark.parametrize("subject", models.SUBJECTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_several_processes(pool: Pool, subject: str, ranks: int) -> None:
-    cases = [case(subject, schedule, ranks) for schedule in SCHEDULES]
+    cases = [case(subject, schedule, ranks) for schedule in SCHEDULES if in_turn(subject, schedule, ranks)]
     assert_ranks_equal(pool.run(ranks, run_cases, cases), [share_reference(tried) for tried in cases])
 
 

@@ -72,8 +72,7 @@ def test_an_error_of_the_script_ends_every_rank(fork_server: ForkServer, failing
         assert "OSError: the data set is gone" in errors
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+@pytest.mark.parametrize(("failing", "schedule"), [(0, "1f1b-flush"), (1, "2bw"), (2, "1f1b-flush")])
 def test_an_exception_in_a_with_block_ends_every_rank(fork_server: ForkServer, failing: int, schedule: str) -> None:
     for rank, (code, errors) in enumerate(finish(launch(fork_server, "with outside", failing, 3, schedule))):
         assert code == 1

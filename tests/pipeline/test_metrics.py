@@ -9,11 +9,19 @@ from torch import Tensor
 
 import penstock
 from support import models
-from support.jobs.metric_jobs import losses_and_metrics, with_accuracy
 from support.processes import Pool
-from support.training import Case
+from support.training import Case, with_accuracy
 
 SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "2bw")
+
+
+def losses_and_metrics(case: Case) -> list[tuple[float, dict[str, float]]]:
+    """The losses and metrics of every step, and of an evaluation."""
+    pipe = penstock.Pipeline(case.build(), **{**case.options, "loss_fn": with_accuracy})
+    results = [*(pipe.step(x, y) for x, y in case.batches), pipe.evaluate(*case.batches[0])]
+    found = [(float(result.loss), dict(result.metrics)) for result in results]
+    pipe.close()
+    return found
 
 
 def expected(x: Tensor, y: Tensor) -> dict[str, float]:

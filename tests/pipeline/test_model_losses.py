@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import penstock
 from support import models
+from support.jobs.loss_weight_jobs import replicate
 from support.jobs.model_loss_jobs import (
     SENTENCES,
     build,
     labelled,
     labelled_options,
     refuse_uneven_labels,
-    replicated,
     run_labelled,
     train,
 )
@@ -43,7 +43,7 @@ def test_the_pipeline_equals_the_oracle(schedule: str) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_replicas_weigh_what_they_have(split: bool) -> None:
-    options = replicated("1f1b-flush", split)
+    options = replicate(labelled_options("1f1b-flush"), 4, split)
     # Replicas that split a microbatch have at least a sample each.
     batches = [labelled(9, 8, seed) for seed in range(2)]
 

@@ -1,6 +1,5 @@
 """What `optimizer=` and `lr_scheduler=` may be: groups by name, several optimizers, schedulers that step per update."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -150,31 +149,6 @@ def test_training_goes_on_from_a_state_dict(recipe: str) -> None:
     whole, resumed = reload(case, recipe)
 
     assert_equal(whole, resumed)
-
-
-@dataclass
-class Refusal:
-    """A wrong `optimizer=` and what is said of it."""
-
-    make: Any
-    said: str
-
-
-REFUSALS = {
-    "no optimizer": Refusal(lambda params: None, "a torch.optim.Optimizer, .* returned nothing"),
-    "a list of something else": Refusal(lambda params: [params], "a torch.optim.Optimizer, or several, found"),
-    "a parameter twice": Refusal(
-        lambda params: [torch.optim.SGD(params, lr=0.1), torch.optim.SGD(params[:1], lr=0.1)],
-        "found 0.linear.weight in two",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_wrong_optimizer_is_explained(name: str) -> None:
-    case = Case("layered", "gpipe", 2, 1)
-    with pytest.raises(penstock.PenstockError, match=REFUSALS[name].said):
-        penstock.Pipeline(case.build(), **{**case.options, "optimizer": REFUSALS[name].make})
 
 
 def test_parameters_are_named_as_in_the_model() -> None:

@@ -1,22 +1,252 @@
-"""Plans that the planners make of measured profiles run as planned, on chains shaped like what was measured."""
+"""Plans that the planners make of measured profiles run as planned, on chains shaped like what was measured.
+
+The chains of small layers are shaped like VGG-16, ResNet-18 and GNMT-8. The profiles are those of tests/data/pipedream,
+their nodes joined to the layers of the chains; samples are fewer.
+"""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import penstock
 from penstock.scheduling import Forward, Receive
 from penstock.scheduling.actions import parse
-from penstock.values import Cluster
+from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.plans import schedule
+from support import models
+from support.paths import PIPEDREAM
 from support.processes import Pool
-from support.profiled_models import STEPS, SUBJECTS, Run, profile_of, run_planned, run_reference
 
 SLOW, MIDDLING, FAST = 1e8, 1.25e9, 1.2e10
 """Bytes per second: a network of 1 and of 10 Gbit/s within reach, and PCIe."""
+
+
+DATA = PIPEDREAM
+SAMPLES = 3
+"""In a microbatch."""
+STEPS = 2
+LENGTH, HIDDEN, CLASSES = 5, 6, 62
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A chain, and the nodes of its profile at which its layers begin."""
+
+    make: Callable[[], list[nn.Module]]
+    inputs: Callable[[int], Tensor]
+    targets: Callable[[int], Tensor]
+    begins: Callable[[str, str, str], bool]
+    """Given the kinds of a node, of the node before and of the one before that."""
+
+    def build(self) -> nn.Sequential:
+        """The chain, the same at each call."""
+        torch.manual_seed(5)
+        return nn.Sequential(*self.make()).double()
+
+    def batches(self, microbatches: int) -> list[tuple[Tensor, Tensor]]:
+        """Batches of as many microbatches and one sample more."""
+        torch.manual_seed(6)
+        samples = SAMPLES * microbatches + 1
+        return [(self.inputs(samples), self.targets(samples)) for _ in range(STEPS)]
+
+    @property
+    def sample(self) -> tuple[Tensor]:
+        """Arguments of one microbatch."""
+        torch.manual_seed(7)
+        return (self.inputs(SAMPLES),)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A subject under a plan."""
+
+    subject: str
+    plan: penstock.Plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a process saw."""
+
+    losses: tuple[float, ...]
+    state: dict[str, Tensor]
+    done: list[tuple[int, str]]
+    """Ranks and their actions in the last step, each rank's in order."""
+
+
+def profile_of(name: str) -> Profile:
+    """Measured by PipeDream's authors; as if a microbatch were of `SAMPLES` samples."""
+    measured = Profile.from_pipedream(DATA / name / "graph.txt", SAMPLES)
+    kinds = ["", "", *(layer.name.split()[1] for layer in measured.layers)]
+    groups: list[list[LayerProfile]] = [[]]
+    for index, layer in enumerate(measured.layers):
+        if groups[-1] and SUBJECTS[name].begins(kinds[index + 2], kinds[index + 1], kinds[index]):
+            groups.append([])
+        groups[-1].append(layer)
+    joined = (
+        LayerProfile(
+            group[0].name,
+            sum(layer.forward_seconds for layer in group),
+            sum(layer.backward_seconds for layer in group),
+            group[-1].cut_bytes,
+            sum(layer.saved_bytes for layer in group),
+            sum(layer.parameter_bytes for layer in group),
+        )
+        for group in groups
+    )
+    return Profile(tuple(joined), SAMPLES, name)
+
+
+def run_planned(run: Run) -> Outcome:
+    """The run by `Pipeline`, in the present process group."""
+    subject = SUBJECTS[run.subject]
+    pipe = penstock.Pipeline(subject.build(), sample=subject.sample, **_options(run))
+    losses = [pipe.step(x, y).loss for x, y in subject.batches(run.plan.microbatches)]
+    done = [(span.rank, span.action) for span in pipe.timeline().spans]
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    outcome = Outcome(tuple(float(loss) for loss in losses), state, done)
+    pipe.close()
+    return outcome
+
+
+def run_reference(run: Run) -> Outcome:
+    """The run by the oracle, which has no ranks."""
+    subject = SUBJECTS[run.subject]
+    batches = subject.batches(run.plan.microbatches)
+    reference = penstock.reference_train(subject.build(), batches, sample=subject.sample, **_options(run))
+    return Outcome(reference.losses, reference.state, [])
+
+
+def _options(run: Run) -> dict[str, Any]:
+    return {"loss_fn": loss_fn, "optimizer": models.momentum, "plan": run.plan, "seed": 2}
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of every prediction."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+class Row(nn.Module):
+    """Modules one after the other that are one layer."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Block(nn.Module):
+    """Two convolutions with BatchNorm, and what is added to them."""
+
+    def __init__(self, before: int, after: int, stride: int = 1) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.Conv2d(after, after, 3, 1, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(after) for _ in range(2))
+        self.short = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[1](self.two(torch.relu(self.norms[0](self.one(x)))))
+        return torch.relu(y + self.short(x))
+
+
+class Recurrent(nn.Module):
+    """An LSTM with dropout before it, which may attend to its own input and add it."""
+
+    def __init__(self, before: int = HIDDEN, both: bool = False, attends: bool = False, adds: bool = False) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+        self.lstm = nn.LSTM(before, HIDDEN, batch_first=True, bidirectional=both)
+        self.attends, self.adds = attends, adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lstm(self.dropout(x))[0]
+        if self.attends:
+            y = y + torch.softmax(y @ x.transpose(1, 2), -1) @ x
+        return x + y if self.adds else y
+
+
+def _vgg16() -> list[nn.Module]:
+    """Sixteen layers: channels, pixels and neurons are a sixteenth, or less where one can do with less."""
+    channels = (4, 4, "pool", 8, 8, "pool", 16, 16, 16, "pool", 32, 32, 32, "pool", 32, 32, 32, "pool")
+    layers: list[nn.Module] = []
+    before = 3
+    for after in channels:
+        if isinstance(after, str):
+            layers[-1] = Row(layers[-1], nn.MaxPool2d(2))
+        else:
+            layers.append(Row(nn.Conv2d(before, after, 3, 1, 1), nn.ReLU()))
+            before = after
+    layers.append(Row(nn.Flatten(), nn.Linear(128, 600), nn.ReLU(), nn.Dropout(0.5)))
+    layers.append(Row(nn.Linear(600, 64), nn.ReLU(), nn.Dropout(0.5)))
+    layers.append(nn.Linear(64, CLASSES))
+    return layers
+
+
+def _resnet18() -> list[nn.Module]:
+    stem = Row(nn.Conv2d(3, 4, 7, 2, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    blocks = [
+        Block(before, after, 1 if before == after else 2)
+        for before, after in ((4, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
+    ]
+    return [stem, *blocks, Row(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))]
+
+
+def _gnmt() -> list[nn.Module]:
+    """Eleven layers. The decoder's embedding stands in the row as the two matrices of its size."""
+    wide = 16 * HIDDEN
+    return [
+        nn.Embedding(32 * HIDDEN, HIDDEN),
+        Recurrent(both=True),
+        Recurrent(2 * HIDDEN),
+        Recurrent(adds=True),
+        Recurrent(adds=True),
+        Row(nn.Linear(HIDDEN, wide), nn.Tanh(), nn.Linear(wide, HIDDEN)),
+        Recurrent(attends=True),
+        *(Recurrent(adds=True) for _ in range(3)),
+        nn.Linear(HIDDEN, 32 * HIDDEN),
+    ]
+
+
+def _images(samples: int) -> Tensor:
+    return torch.randn(samples, 3, 64, 64, dtype=torch.float64)
+
+
+def _classes(samples: int) -> Tensor:
+    return torch.randint(CLASSES, (samples,))
+
+
+def _texts(samples: int) -> Tensor:
+    return torch.randint(32 * HIDDEN, (samples, LENGTH))
+
+
+SUBJECTS = {
+    "vgg16": Subject(_vgg16, _images, _classes, lambda kind, *_: kind in ("Conv2d", "Linear")),
+    "resnet18": Subject(
+        _resnet18,
+        _images,
+        _classes,
+        lambda kind, last, before: (last, before) in (("ReLU", "Add"), ("MaxPool2d", "ReLU")),
+    ),
+    "gnmt": Subject(
+        _gnmt,
+        _texts,
+        _texts,
+        lambda kind, last, _: (
+            last != "hidden" and ("LSTM" in kind or kind in ("Embedding", "RecurrentAttention", "Classifier"))
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -51,18 +51,20 @@ def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: 
 
 
 @pytest.mark.parametrize("subject", CAST)
-@pytest.mark.parametrize("recompute", [None, True, "layers"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_autocast_equals_the_oracle(schedule: str, recompute: object, subject: str) -> None:
+def test_autocast_equals_the_oracle(schedule: str, subject: str) -> None:
+    """Each kind of recomputation meets every schedule and every subject."""
+    recompute = (None, True, "layers")[(SCHEDULES.index(schedule) + list(CAST).index(subject)) % 3]
     assert_equal(reference(subject, schedule), run_once(subject, schedule, 3, 4, recompute))
 
 
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_versions_of_low_precision_equal_the_oracle(schedule: str, subject: str) -> None:
+    recompute = (None, "layers")[(SCHEDULES.index(schedule) + list(CAST).index(subject)) % 2]
     expected = reference(subject, schedule, version_dtype=torch.bfloat16)
-    for recompute in (None, "layers"):
-        assert_equal(expected, run_once(subject, schedule, 3, 4, recompute, version_dtype=torch.bfloat16))
+
+    assert_equal(expected, run_once(subject, schedule, 3, 4, recompute, version_dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -92,12 +94,6 @@ def _slots(versions: int, dtype: torch.dtype | None) -> int:
     slots = [tensor for slot in weights._slots.tensors for tensor in slot.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*slots, *layer.parameters()]}
     return sum(storages.values())
-
-
-def test_a_precision_that_nothing_computes_in_is_refused() -> None:
-    options = {**cast_options("2bw", 3, 4, torch.bfloat16), "autocast": None, "version_dtype": torch.bfloat16}
-    with pytest.raises(penstock.PenstockError, match=r"found torch.bfloat16.*: pass both"):
-        penstock.Pipeline(CAST["linear"](), **options)
 
 
 def test_low_precision_and_hooks_together() -> None:
@@ -160,10 +156,3 @@ def test_weights_and_gradients_keep_their_type() -> None:
     assert {p.dtype for p in pipe.parameters()} == {torch.float32}
     assert pipe.optimizer is not None
     assert {state["momentum_buffer"].dtype for state in pipe.optimizer.state.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("autocast", [torch.float32, "bf16", True])
-def test_a_wrong_type_is_explained(autocast: object) -> None:
-    options = {**cast_options("gpipe", 3, 4, torch.bfloat16), "autocast": autocast}
-    with pytest.raises(penstock.PenstockError, match=r"autocast: expected torch.bfloat16 or torch.float16"):
-        penstock.Pipeline(CAST["linear"](), **options)

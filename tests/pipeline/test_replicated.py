@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PlanError
 from support import models
-from support.jobs.pipeline_jobs import load_replicated, train_replicated
 from support.processes import Pool
 from support.random_models import Averaging
-from support.training import Case, assert_equal, assert_ranks_equal, run_cases, run_pipeline, run_reference
+from support.training import Case, assert_equal, assert_ranks_equal, run_cases, run_pipeline, run_reference, train
 
 COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
@@ -125,6 +124,33 @@ def test_learning_rates_scale_with_replicas_if_asked() -> None:
 def test_several_processes(pool: Pool, counts: tuple[int, ...], split: bool) -> None:
     tried = list(cases(counts, "layered", split))
     assert_ranks_equal(pool.run(sum(counts), run_cases, tried), [run_reference(one) for one in tried])
+
+
+REPLICATED = penstock.Plan((penstock.Stage(0, 5, (2, 0)), penstock.Stage(5, 8, (1,))), "2bw", 4)
+"""Two replicas of the first stage, the first of them on the last rank."""
+
+
+def make(plan: penstock.Plan = REPLICATED, **options: Any) -> penstock.Pipeline:
+    subject = models.LAYERED
+    return penstock.Pipeline(subject.build(), subject.sample, subject.loss_fn, models.adamw, plan=plan, **options)
+
+
+def train_replicated(directory: str) -> tuple[list[float], Tensor, float, tuple[float, ...]]:
+    """The losses of two steps, a prediction and an evaluation, then a checkpoint and the losses after it."""
+    pipe, batches = make(), models.LAYERED.batches
+    losses = [pipe.step(x, y).loss for x, y in batches[:2]]
+    x, y = batches[0]
+    output, evaluated = pipe.predict(x[:7]), float(pipe.evaluate(x[:7], y[:7]).loss)
+    pipe.save(directory)
+    return [float(loss) for loss in losses], output, evaluated, train(pipe, batches[2:]).losses
+
+
+def load_replicated(directory: str, plan: penstock.Plan = REPLICATED) -> tuple[float, tuple[float, ...]]:
+    """An evaluation of the checkpoint, and the losses after it."""
+    pipe = make(plan, seed=5)
+    pipe.load(directory)
+    x, y = models.LAYERED.batches[0]
+    return float(pipe.evaluate(x[:7], y[:7]).loss), train(pipe, models.LAYERED.batches[2:]).losses
 
 
 def test_predictions_evaluations_and_checkpoints_of_replicas(pool: Pool, tmp_path: Path) -> None:

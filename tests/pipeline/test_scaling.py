@@ -123,9 +123,6 @@ def test_what_a_loss_scale_may_be() -> None:
     for wish, scale in (("dynamic", 65536.0), (8, 8.0)):
         assert penstock.Pipeline(case.build(), **case.options, loss_scale=wish).loss_scale == scale
     assert penstock.Pipeline(case.build(), **case.options).loss_scale is None
-    for wrong in ("static", -1.0, True, 0):
-        with pytest.raises(penstock.PenstockError, match='expected "dynamic", a finite number above 0'):
-            penstock.Pipeline(case.build(), **case.options, loss_scale=wrong)
     for wrong in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"interval": -1}):  # type: ignore[assignment]
         with pytest.raises(penstock.PenstockError, match=f"{next(iter(wrong))}: expected"):
             replace(LossScale(), **wrong)

@@ -3,10 +3,7 @@
 import signal
 
 import pytest
-import torch
-from torch import nn
 
-import penstock
 from support.fork_server import Child, ForkServer, finish
 from support.paths import SCRIPTS
 
@@ -138,15 +135,3 @@ def test_exit_handlers_run_where_a_rank_ends_whose_peer_lives_on(
     assert code == 1
     assert f"rank {failing} failed in a step" in errors
     assert HANDLER in errors
-
-
-@pytest.mark.parametrize("seconds", [0, -5.0, float("nan"), float("inf"), None, "60", True])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(seconds: object) -> None:
-    with pytest.raises(penstock.PenstockError, match="expected a finite number of seconds above 0"):
-        penstock.Pipeline(
-            nn.Linear(2, 2),
-            sample=(torch.zeros(1, 2),),
-            loss_fn=nn.functional.mse_loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            timeout_seconds=seconds,  # type: ignore[arg-type]
-        )

@@ -86,6 +86,7 @@ def parts(optimizer: torch.optim.Optimizer) -> Any:
 
 FOREIGN = nn.Parameter(torch.zeros(3))
 OTHERS = build()
+TWO_PREDICTIONS = [penstock.WeightPrediction(), penstock.WeightPrediction(0.5)]
 PIPELINES = [
     option(CaptureError, model=None)("Pipeline(model=)", "nothing", "pass the module itself"),
     option(CaptureError, model=5)("found 5"),
@@ -151,6 +152,8 @@ PIPELINES = [
     option(optimizer=lambda parameters: sgd(OTHERS.parameters()))("other(s) in SGD", "Build it from"),
     option(optimizer=lambda parameters: sgd([*parameters, FOREIGN]))("1 other(s) in SGD", "shape (3,)"),
     option(optimizer=lambda parameters: torch.optim.LBFGS(parameters))("LBFGS", "Use another"),
+    option(optimizer=lambda parameters: [parameters])("a torch.optim.Optimizer, or several"),
+    option(optimizer=lambda parameters: [sgd(parameters), sgd(parameters[:1])])("found 0.weight in two"),
     option(optimizer=lambda parameters: Unfit(parameters, lr=0.1))("Unfit", "closure"),
     option(optimizer=lambda parameters: ZeroRedundancyOptimizer(parameters))("of this process alone", "fully_shard"),
     option(lr_scheduler=5)("takes (optimizer)", "found 5", "StepLR(optimizer, step_size=100)"),
@@ -166,17 +169,22 @@ PIPELINES = [
     option(loss_scale=INF)("a finite number above 0", "found inf"),
     option(loss_scale=NAN)("found nan"),
     option(loss_scale=0)("found 0"),
+    option(loss_scale=-1.0)("found -1.0"),
     option(loss_scale=True)("found True"),
     option(loss_scale="static")("'static'"),
     option(clip_grad_norm=True)("a finite number above 0", "found True", "the largest norm"),
     option(clip_grad_norm=0)("found 0"),
+    option(clip_grad_norm=-1.0)("found -1.0"),
     option(clip_grad_norm=NAN)("found nan"),
     option(clip_grad_norm="1")("found '1'"),
     option(update_hooks=5)("a list or a tuple", "found 5"),
     option(update_hooks=[5])("update_hooks[0]", "found 5", "penstock.WeightPrediction()"),
     option(update_hooks=[penstock.WeightAverage])("update_hooks[0]"),
+    option(update_hooks=[lambda update: None])("objects of a class derived from penstock.UpdateHook"),
+    refused("two hooks predict", partial(make, update_hooks=TWO_PREDICTIONS), PenstockError, "both predict weights"),
     option(scale_learning_rates=1)("True or False", "found 1"),
     option(scale_learning_rates=True, error=PlanError)("found True under 'gpipe'", "Leave it out"),
+    *(option(timeout_seconds=wrong)("of seconds above 0") for wrong in (0, -5.0, NAN, INF, None, "60", True)),
 ]
 
 
@@ -228,6 +236,9 @@ METHODS = [
     method(lambda pipe: pipe.timeline(100), "timeline(100)", "from 1 to 8", "found 100", "not kept"),
     method(lambda pipe: pipe.timeline("a"), "timeline('a')", "found 'a'"),
     method(lambda pipe: pipe.stats(peak_flops=0), "stats(peak_flops=0)", "stats(peak_flops=)", "above 0", "leave it"),
+    method(lambda pipe: pipe.stats(peak_flops=INF), "stats(peak_flops=inf)", "stats(peak_flops=)", "found inf"),
+    method(lambda pipe: pipe.stats(tokens_per_sample=-1.0), "stats(tokens_per_sample=)", "above 0", "found -1.0"),
+    method(lambda pipe: pipe.stats(flops_per_sample=NAN), "stats(flops_per_sample=)", "above 0", "found nan"),
     method(lambda pipe: pipe.stats(all_ranks=1), "stats(all_ranks=1)", "True or False"),
     method(lambda pipe: pipe.measure(iterations=0), "measure(iterations=0)", "iterations", COUNT, error=ProfileError),
     method(lambda pipe: pipe.measure(warmup="1"), "measure(warmup='1')", "found '1'", error=ProfileError),

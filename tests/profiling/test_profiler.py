@@ -652,12 +652,6 @@ def test_a_layer_whose_backward_raises_is_named():
         after_linear(Broken.apply)
 
 
-@pytest.mark.parametrize("argument", ["iterations", "warmup"])
-def test_counts_below_one_are_refused(argument):
-    with pytest.raises(ProfileError, match=rf"{argument}=.*: expected a whole number, 1 or more, found 0"):
-        profile(nn.Linear(2, 2), (torch.ones(1, 2),), **{argument: 0})
-
-
 def test_a_model_without_weights_to_compute_with_is_refused():
     with pytest.raises(ProfileError, match="meta device"):
         profile(nn.Linear(2, 2, device="meta"), (torch.ones(1, 2),))
@@ -666,11 +660,6 @@ def test_a_model_without_weights_to_compute_with_is_refused():
 def test_a_device_that_nothing_here_can_time_is_refused():
     with pytest.raises(ProfileError, match="expected a cpu or cuda device, found 'meta'"):
         profile(nn.ReLU(), (torch.ones(1, 2),), device="meta")
-
-
-def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(ProfileError, match=r"profile\(device=\): expected cpu, cuda or cuda:N .* 'gpu'"):
-        profile(nn.ReLU(), (torch.ones(1, 2),), device="gpu")
 
 
 # Progress

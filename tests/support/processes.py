@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -81,7 +82,8 @@ class Pool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         members = self._members[:ranks]
-        module, work = sys.modules[job.__module__], pickle.dumps((job, arguments))
+        function = job.func if isinstance(job, partial) else job
+        module, work = sys.modules[function.__module__], pickle.dumps((job, arguments))
         for rank, member in enumerate(members):
             member.connection.send((rank, ranks, port, module.__name__, module.__file__, work))
         answers = self._collect(members)

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
@@ -29,6 +30,12 @@ def stages_on_a_rank(schedule: str) -> int:
 def find_subject(name: str) -> models.Subject:
     """One of the models, or the one that need not be traced."""
     return models.LAYERED if name == "layered" else models.SUBJECTS[name]
+
+
+def with_accuracy(output: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """A tensor and a number beside the loss."""
+    loss = F.cross_entropy(output, y)
+    return loss, {"accuracy": (output.argmax(-1) == y).double().mean(), "entropy": loss.item()}
 
 
 @dataclass(frozen=True)

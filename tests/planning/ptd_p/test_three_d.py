@@ -61,23 +61,18 @@ def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recomp
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 32), st.integers(1, 16), st.integers(1, 8), st.integers(1, 20))
-def test_the_bubble_without_tensor_parallelism_is_n_minus_d(p: int, d: int, b: int, m: int) -> None:
-    """(p - 1) / m of the ideal time is (n - d) / b' with t = 1 and b' = B / b (section 4.3.3)."""
-    one = alike(p, d, b, 1, batch=m * b * d)
-    n, microbatches = p * d, m * d
+@given(
+    *(st.integers(1, 16), st.integers(1, 16), st.sampled_from([1, 2, 4, 8])),
+    *(st.integers(1, 8), st.integers(1, 4), st.integers(1, 20)),
+)
+def test_the_bubble_is_that_of_the_papers(p: int, d: int, t: int, b: int, v: int, rounds: int) -> None:
+    """(p - 1) / m of the ideal time, and a v-th of it interleaved (section 4.2.2). That is (n - d) / b' with t = 1 and
+    b' = B / b (section 4.3.3), and (n / t - 1) / m with d = 1 (section 4.3.2).
+    """
+    m = rounds * p if v > 1 else rounds
+    one = alike(p, d, b, v, batch=m * b * d, tensor=t)
 
-    assert math.isclose(one.bubble_seconds / one.compute_seconds, (n - d) / microbatches, abs_tol=1e-12)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 16), st.integers(1, 4), st.integers(1, 20))
-def test_the_bubble_without_data_parallelism_is_n_over_t(t: int, p: int, v: int, rounds: int) -> None:
-    """(n / t - 1) / m of the ideal time with d = 1 (section 4.3.2), and a v-th of it interleaved (section 4.2.2)."""
-    m = rounds * p
-    one = alike(p, 1, 1, v, batch=m, tensor=t)
-
-    assert math.isclose(one.bubble_seconds / one.compute_seconds, (p * t / t - 1) / m / v, abs_tol=1e-12)
+    assert math.isclose(one.bubble_seconds / one.compute_seconds, (p - 1) / m / v, abs_tol=1e-12)
 
 
 @settings(max_examples=100, deadline=None)

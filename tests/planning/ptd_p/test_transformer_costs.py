@@ -193,16 +193,6 @@ def test_the_checkpoint_count_is_the_best_of_all(layers: int, kept: float, layer
     assert found == min(range(1, layers + 1), key=lambda count: (size(count), count))
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 100), st.floats(0.1, 50))
-def test_the_checkpoint_count_is_the_square_root_of_the_thesis(layers: int, ratio: float) -> None:
-    """c A_in + l / c A is least at sqrt(l A / A_in); rounding l / c up costs one layer at most."""
-    optimum = min(max(math.sqrt(layers * ratio), 1.0), layers)
-    found = checkpoint_count(layers, 1.0, ratio)
-
-    assert found + math.ceil(layers / found) * ratio <= math.ceil(optimum) + (layers / optimum + 1) * ratio + 1e-9
-
-
 def test_activation_bytes_are_those_of_section_4_3_5() -> None:
     costs = tensor_parallel_costs(GPT_175B, A100, Ring(8), 1)
     kept, layer = costs.boundary_bytes, costs.layer.saved_bytes

@@ -1,9 +1,137 @@
 """Every rank captures and checks the model; an error of one ends all."""
 
-import pytest
+from typing import Any
 
-from support.jobs.capture_jobs import error_of, inputs_of
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.capturing.doors import capture
+from penstock.errors import PenstockError
 from support.processes import Pool
+
+WIDTH = 4
+RUNS: list[None] = []
+"""One for every run of the first block in this process."""
+
+
+class Block(nn.Module):
+    """Counts its runs in what no model holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append(None)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Summed(Block):
+    """Waits for the other ranks in every run."""
+
+    def compute(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if dist.is_initialized():
+            dist.all_reduce(y.detach().clone())
+        return y
+
+
+class Joined(Block):
+    """Waits for the other ranks whenever its gradient is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def join(gradient: Tensor) -> None:
+            if dist.is_initialized():
+                dist.all_reduce(gradient.detach().clone())
+
+        self.layer.weight.register_hook(join)
+
+
+class Failing(Block):
+    """Fails where gradients are computed, which capture does first when it checks."""
+
+    def compute(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise ArithmeticError("no gradients here")
+        return self.layer(x)
+
+
+class Model(nn.Module):
+    """A block, and code around it that does something else for one step, and that needs as many weights as steps."""
+
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = block()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """`x`: (samples, steps, width); `weights`: (samples, steps)."""
+        y: Tensor = self.last(self.block(x) * weights.unsqueeze(-1))
+        return 2 * y if x.shape[1] == 1 else y
+
+
+class Stateful(Model):
+    """Reads a number between its blocks that other code changes: what is traced is wrong in the next run."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, weights) * len(RUNS)
+
+
+class Undifferentiable(Model):
+    """Leaves PyTorch between its blocks, which is refused before anything is checked."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, weights) + float(self.block(x).sum())
+
+
+KINDS: dict[str, Any] = {
+    "plain": Model,
+    "summed": lambda: Model(Summed),
+    "joined": lambda: Model(Joined),
+    "failing": lambda: Model(Failing),
+    "stateful": Stateful,
+    "refused": Undifferentiable,
+}
+
+
+def sample() -> tuple[Tensor, Tensor]:
+    """Two samples of five steps."""
+    return torch.ones(2, 5, WIDTH), torch.ones(2, 5)
+
+
+def inputs_of(kind: str) -> tuple[Any, Any]:
+    """What a capture finds of the inputs of a model: the sizes that it holds for, and those that must be equal."""
+    inputs = capture(KINDS[kind](), sample()).inputs
+    return inputs.sizes, inputs.equal
+
+
+def error_of(*kinds: str) -> str:
+    """The error of a pipeline of the model of this rank's kind."""
+    RUNS.clear()
+    try:
+        penstock.Pipeline(
+            KINDS[kinds[dist.get_rank()]](),
+            sample(),
+            F.mse_loss,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            plan=penstock.Plan.uniform(2, 2, "1f1b-flush", 2),
+            timeout_seconds=60.0,
+        )
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    except ArithmeticError as error:
+        return f"its own: {error}"
+    return ""
 
 
 @pytest.mark.parametrize(

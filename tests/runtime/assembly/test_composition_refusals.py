@@ -5,17 +5,350 @@ The rows of the table in docs/composition.md are the keys of `ROWS`.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import penstock
-from support import composition_refusals as jobs
-from support.jobs.composition_jobs import Run
+from penstock.capturing.chain import StageModule
+from penstock.runtime.assembly.pipeline_options import Parallelize
+from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport, connect_tensor_parallel
+from penstock.runtime.transport.transport import Channel, Edge
+from penstock.runtime.transport.worlds import Processes
+from support import models
+from support.jobs.composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
 from support.paths import ROOT
 from support.processes import Pool
+
+
+def nothing(stage: StageModule, mesh: DeviceMesh) -> None:
+    """A hook that is content."""
+
+
+def wrap(stage: StageModule, mesh: DeviceMesh) -> nn.Module:
+    """Returns another module."""
+    return nn.Sequential(stage)
+
+
+def add(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Has a parameter more."""
+    stage.layers[-1].body.register_parameter("more", nn.Parameter(torch.zeros(1)))
+
+
+def slice_by_hand(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Keeps half of a weight."""
+    body = stage.layers[-1].body
+    weight = next(module for module in body.modules() if isinstance(module, nn.Linear)).weight
+    weight.data = weight.data[: len(weight) // 2]
+
+
+def compile_layers(stage: StageModule, mesh: DeviceMesh) -> None:
+    """In place."""
+    stage.layers[-1].body.compile()
+
+
+def spread_over_replicas(stage: StageModule, mesh: DeviceMesh) -> None:
+    """A DTensor where replicas compute different things."""
+    linear = next(module for module in stage.modules() if isinstance(module, nn.Linear))
+    parallelize_module(linear, mesh["dp"], ColwiseParallel())
+
+
+def shard(stage: StageModule, mesh: DeviceMesh) -> None:
+    """As it should be."""
+    fully_shard(stage, mesh=mesh["dp"])
+
+
+def shard_over_tp_ranks(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Over processes that do the same."""
+    fully_shard(stage, mesh=mesh["tp"])
+
+
+def shard_over_all(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Over processes that hold other stages."""
+    fully_shard(stage)
+
+
+def fail_on_one(stage: StageModule, mesh: DeviceMesh) -> None:
+    """An error of one process."""
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("this hook is broken here")
+
+
+def split_shared(stage: StageModule, mesh: DeviceMesh) -> None:
+    """One of two modules that share a weight."""
+    if stage.first > 0:
+        parallelize_module(stage.layers[-1].body, mesh["tp"], ColwiseParallel())
+
+
+HOOKS: dict[str, Parallelize] = {
+    hook.__name__: hook
+    for hook in (
+        nothing,
+        wrap,
+        add,
+        slice_by_hand,
+        compile_layers,
+        spread_over_replicas,
+        shard,
+        shard_over_tp_ranks,
+        shard_over_all,
+        fail_on_one,
+        split_shared,
+        split_columns_and_rows,
+    )
+}
+
+
+def _tied(shared: int) -> list[nn.Module]:
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[3].weight = layers[shared].weight
+    return layers
+
+
+class Noisy(models.Perceptron):
+    """Drops out between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.1, self.training)
+        result: Tensor = self.head(x)
+        return result
+
+
+class NoisyWithin(nn.Module):
+    """Drops out between two uses of a module that writes a buffer, and that one layer must hold for this reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *others = self.blocks
+        x = nn.functional.dropout(second(self.norm(first(x))), 0.1, self.training)
+        x = self.norm(x)
+        for block in others:
+            x = block(x)
+        return x
+
+
+class Doubled(models.Perceptron):
+    """Has code between its blocks in evaluation only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.training else 2 * block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+class Scale(nn.Module):
+    """A block that takes a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        result: Tensor = factor * self.linear(x)
+        return result
+
+
+class Scaled(nn.Module):
+    """Passes its blocks another number in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scale() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, 1.0 if self.training else 0.5)
+        return x
+
+
+class Exchanged(nn.Module):
+    """Passes a block its arguments in another order in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(7))
+        self.last = nn.Bilinear(6, 6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, before = block(x), x
+        result: Tensor = self.last(x, before) if self.training else self.last(before, x)
+        return result
+
+
+class Auxiliary(models.Perceptron):
+    """Returns more in training."""
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x), {"hidden": x}) if self.training else self.head(x)
+
+
+def shared_statistics() -> nn.Sequential:
+    """Two layers are one module, which only the training has to keep together."""
+    norm = nn.BatchNorm1d(6)
+    return nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm, *(nn.Linear(6, 6) for _ in range(6)))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied in a stage": lambda: _tied(2),
+    "tied over a cut": lambda: _tied(0),
+    "traced": Noisy,
+    "traced within a layer": NoisyWithin,
+    "traced in evaluation": Doubled,
+    "other numbers in evaluation": Scaled,
+    "another order in evaluation": Exchanged,
+    "returns less in evaluation": Auxiliary,
+    "shared statistics": shared_statistics,
+}
+
+
+def said_by(build: Callable[[], object]) -> str:
+    """The type and text of the error of `build`."""
+    try:
+        build()
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def said_of(run: Run, hook: str | None, model: str = "", counts: tuple[int, ...] = (), **options: Any) -> str:
+    """What is said of `run` with `hook`; `counts`: replicas of the stages, if they differ."""
+    plan = run.plan
+    if counts:
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        stages = [
+            replace(stage, ranks=tuple(range(start, start + count)))
+            for stage, start, count in zip(plan.stages, starts, counts, strict=True)
+        ]
+        plan = replace(plan, stages=tuple(stages))
+    chosen = {**run.options, "plan": plan, "parallelize": hook and HOOKS[hook], **options}
+    if model:
+        module = MODELS[model]()
+        width, layers = (4, 4) if model.startswith("tied") else (6, 8)
+        parts = penstock.Plan.uniform(layers, 2).stages
+        stages = [replace(part, ranks=stage.ranks) for part, stage in zip(parts, plan.stages, strict=True)]
+        chosen |= {"plan": replace(plan, stages=tuple(stages)), "sample": (torch.zeros(2, width),)}
+    else:
+        module = build_model(Run("").blocks)
+    return said_by(lambda: penstock.Pipeline(module, **chosen))
+
+
+def said_in_a_step(kind: str) -> str:
+    """What is said of a first stage whose output is another one on each tensor-parallel rank, or a DTensor."""
+
+    def spoil(stage: StageModule, mesh: DeviceMesh) -> None:
+        def change(layer: nn.Module, arguments: object, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            (result,) = results
+            if kind == "DTensor":
+                return (DTensor.from_local(result, mesh["tp"], [Shard(0)]),)
+            return (result + mesh.get_local_rank("tp"),)
+
+        if stage.first == 0:
+            stage.layers[-1].register_forward_hook(change)
+
+    pipe = Run("", tp=2).make(parallelize=spoil)
+    said = said_by(lambda: float(pipe.step(*BATCHES[0]).loss))
+    pipe.close()
+    return said
+
+
+def said_when_a_tp_rank_fails() -> str:
+    """What is said when a layer raises an error on tensor-parallel rank 1 of the first stage, in the second step."""
+
+    def break_down(stage: StageModule, mesh: DeviceMesh) -> None:
+        def fail(*_: object) -> None:
+            if len(calls) > 1 and torch.distributed.get_rank() == 1:
+                raise ValueError("this layer is broken here")
+
+        split_columns_and_rows(stage, mesh)
+        stage.layers[1].body.down.register_forward_pre_hook(fail)
+
+    calls: list[int] = []
+    pipe = Run("", tp=2, blocks=4).make(parallelize=break_down, timeout_seconds=4.0)
+    try:
+        for x, y in BATCHES:
+            calls.append(1)
+            float(pipe.step(x, y).loss)
+    except (ValueError, penstock.PenstockError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def evaluate_one_sample() -> str:
+    """An evaluation of one sample by two replicas that must gather weights together."""
+    pipe = Run("", replicas=2).make(parallelize=shard)
+    x, y = BATCHES[0]
+    pipe.evaluate(x[:3], y[:3])
+    said = said_by(lambda: pipe.evaluate(x[:1], y[:1]))
+    pipe.close()
+    return said
+
+
+def measure_late() -> str:
+    """A profile of layers that are spread already."""
+    pipe = Run("", tp=2).make(parallelize=split_columns_and_rows)
+    said = said_by(pipe.measure)
+    pipe.close()
+    return said
+
+
+SHAPES = ((3, 5), (7,), (1,), (), (0, 4), (2, 3, 4))
+TYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+
+
+def messages_over_tp_ranks() -> tuple[list[str], int]:
+    """Sends messages of every shape and dtype between two ranks of two processes each. Returns what arrived changed,
+    and the bytes that this process sent.
+    """
+    world = Processes(60.0)
+    groups = [torch.distributed.new_group(members, backend="gloo") for members in ([0, 1], [2, 3])]
+    rank = world.rank // 2
+    cut, report = Edge(0, 1), Edge(0, 1, Channel.REPORTS)
+    transport = connect_tensor_parallel(world, (cut, report), torch.device("cpu"), 60.0, (), groups[rank])
+    assert isinstance(transport, TensorParallelTransport)
+    torch.manual_seed(0)
+    wrong = []
+    for kind in TYPES:
+        for again in range(2):
+            message = tuple((torch.randn(shape) * 9).to(kind) for shape in SHAPES)
+            if kind.is_floating_point:
+                message[0].requires_grad_()
+            sent = (*message, None)
+            if rank == 0:
+                transport.send(cut, kind, sent)
+                transport.send(report, kind, message)
+                continue
+            receives = transport.post(cut, kind), transport.post(report, kind)
+            for receive, expected in zip(receives, (sent, message), strict=True):
+                found = receive.wait()
+                same = [
+                    one is None if other is None else one is not None and _same(one, other)
+                    for one, other in zip(found, expected, strict=True)
+                ]
+                wrong += [f"{kind} {again} {index}" for index, good in enumerate(same) if not good]
+    transport.flush()
+    transport.close()
+    world.leave()
+    return wrong, transport.sent_bytes
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.requires_grad == other.requires_grad and torch.equal(one, other)
 
 
 class Foreseeing(penstock.UpdateHook):
@@ -99,7 +432,7 @@ def test_what_cannot_be_composed_is_refused(pool: Pool, case: str) -> None:
 
 def _say(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
     try:
-        return jobs.said_of(*arguments, **options)
+        return said_of(*arguments, **options)
     except ValueError as error:
         return f"TransportError: {error}"
 
@@ -109,8 +442,8 @@ def test_a_list_with_shared_statistics_takes_a_hook(pool: Pool) -> None:
 
 
 def test_a_single_process_has_no_mesh() -> None:
-    message = jobs.said_of(TWO_TP_RANKS, "nothing")
-    hook = jobs.said_of(Run(""), "nothing")
+    message = said_of(TWO_TP_RANKS, "nothing")
+    hook = said_of(Run(""), "nothing")
 
     assert "this is a single process: expected 4 processes" in message
     assert "start it with torchrun" in hook
@@ -120,7 +453,7 @@ def test_a_single_process_has_no_mesh() -> None:
     ("kind", "text"), [("other", "is not the same on tensor-parallel ranks 0 and 1"), ("DTensor", "a DTensor (")]
 )
 def test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks(pool: Pool, kind: str, text: str) -> None:
-    said = pool.run(4, jobs.said_in_a_step, kind)
+    said = pool.run(4, said_in_a_step, kind)
 
     assert all(text in one for one in said)
     assert [one.partition(":")[0] for one in said] == ["PenstockError"] * 2 + ["TransportError"] * 2
@@ -128,7 +461,7 @@ def test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks(pool: Pool, kind: s
 
 def test_a_tp_rank_that_fails_ends_all(pool: Pool) -> None:
     """Also the one that waits for it in a sum inside of the stage, which PyTorch takes."""
-    first, failed, *others = pool.run(4, jobs.said_when_a_tp_rank_fails)
+    first, failed, *others = pool.run(4, said_when_a_tp_rank_fails)
 
     assert failed == "ValueError: this layer is broken here"
     assert first.startswith("TransportError: the connection to another process of stage 0 broke")
@@ -137,24 +470,22 @@ def test_a_tp_rank_that_fails_ends_all(pool: Pool) -> None:
 
 def test_fully_sharded_replicas_evaluate_in_step(pool: Pool) -> None:
     """Three samples of two a microbatch go to both replicas; one sample cannot."""
-    said = pool.run(4, jobs.evaluate_one_sample)
+    said = pool.run(4, evaluate_one_sample)
 
     assert all("1 sample" in one for one in said)
 
 
 def test_spread_layers_are_not_measured(pool: Pool) -> None:
-    assert all(
-        "expected one stage without replicas. Measure with stages=1" in one for one in pool.run(4, jobs.measure_late)
-    )
+    assert all("expected one stage without replicas. Measure with stages=1" in one for one in pool.run(4, measure_late))
 
 
 def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
     """Sizes that do not divide, types of all kinds, absent tensors; and whether each requires a gradient."""
-    found = pool.run(4, jobs.messages_over_tp_ranks)
+    found = pool.run(4, messages_over_tp_ranks)
 
     assert [wrong for wrong, _ in found] == [[]] * 4
-    sizes = [8 + 4 + 1 + 1 + 0 + 12] * len(jobs.TYPES)
-    expected = 2 * sum(size * kind.itemsize for size, kind in zip(sizes, jobs.TYPES, strict=True))
+    sizes = [8 + 4 + 1 + 1 + 0 + 12] * len(TYPES)
+    expected = 2 * sum(size * kind.itemsize for size, kind in zip(sizes, TYPES, strict=True))
     assert [sent for _, sent in found] == [expected, expected, 0, 0]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from support import models
-from support.training import Outcome
+from support.training import Outcome, train
 
 IGNORED = -100
 
@@ -57,22 +57,22 @@ def weighted_options(schedule: str, stages: int, microbatches: int, **more: Any)
     }
 
 
-def replicated(schedule: str, split: bool) -> dict[str, Any]:
-    """The options for a second stage of two replicas."""
-    plan = penstock.Plan.uniform(14, 2, schedule=schedule, microbatches=3)
+def replicate(options: dict[str, Any], layers: int, split: bool) -> dict[str, Any]:
+    """`options` with a plan in which the second of two stages has two replicas."""
+    plan = penstock.Plan.uniform(layers, 2, schedule=options["schedule"], microbatches=3)
     stages = (replace(plan.stages[0], ranks=(0,)), replace(plan.stages[1], ranks=(1, 2)))
     plan = replace(plan, stages=stages, routing="split" if split else "round-robin")
-    return {**weighted_options(schedule, 2, 3), "schedule": None, "stages": None, "microbatches": None, "plan": plan}
+    return {**options, "schedule": None, "stages": None, "microbatches": None, "plan": plan}
+
+
+def replicated(schedule: str, split: bool) -> dict[str, Any]:
+    """The options of the model of sequences."""
+    return replicate(weighted_options(schedule, 2, 3), 14, split)
 
 
 def run_weighted(**options: Any) -> Outcome:
     """The run by `Pipeline`."""
-    pipe = penstock.Pipeline(build(), **options)
-    losses = [pipe.step(x, y).loss for x, y in BATCHES]
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    evaluated = float(pipe.evaluate(*BATCHES[0]).loss)
-    pipe.close()
-    return Outcome(tuple(map(float, losses)), state, evaluated)
+    return train(penstock.Pipeline(build(), **options), BATCHES, evaluates=True)
 
 
 def run_replicated(schedule: str, split: bool) -> Outcome:

@@ -3,7 +3,6 @@ process, and in those of the pool.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from support import models
 from support.jobs import loss_weight_jobs
 from support.jobs.transformer_jobs import SUBJECTS
 from support.training import Outcome
+from support.training import train as train_on_pairs
 
 VOCABULARY = 50
 IGNORED = -100
@@ -60,14 +60,6 @@ def labelled_options(schedule: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def replicated(schedule: str, split: bool) -> dict[str, Any]:
-    """The options for a second stage of two replicas."""
-    plan = penstock.Plan.uniform(4, 2, schedule=schedule, microbatches=3)
-    stages = (replace(plan.stages[0], ranks=(0,)), replace(plan.stages[1], ranks=(1, 2)))
-    plan = replace(plan, stages=stages, routing="split" if split else "round-robin")
-    return {**labelled_options(schedule), "schedule": None, "stages": None, "microbatches": None, "plan": plan}
-
-
 BATCHES = [
     penstock.Microbatches(*zip(*((x[:size, :length], y[:size, :length]) for size, length in shapes), strict=True))
     for (x, y), shapes in zip(
@@ -84,11 +76,8 @@ def ragged_options(schedule: str, **more: Any) -> dict[str, Any]:
 
 def train(make: Callable[[], Any], batches: list[Any], options: dict[str, Any]) -> Outcome:
     """The run by `Pipeline`, with an evaluation of the first batch."""
-    with penstock.Pipeline(make(), **options) as pipe:
-        losses = [pipe.step(batch).loss for batch in batches]
-        state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-        evaluated = float(pipe.evaluate(batches[0]).loss)
-    return Outcome(tuple(map(float, losses)), state, evaluated)
+    pipe = penstock.Pipeline(make(), **options)
+    return train_on_pairs(pipe, [(batch, None) for batch in batches], evaluates=True)
 
 
 def run_labelled(schedule: str, padded: bool) -> Outcome:
