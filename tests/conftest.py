@@ -67,7 +67,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Starts scripts that need processes of their own."""
     process = ForkServer()
     yield process
     process.close()

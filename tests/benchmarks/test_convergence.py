@@ -43,7 +43,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digests(results: Path, task: str, stages: int) -> dict[str, str]:
-    """Digests of the weights and losses of each method."""
     records = read(results).values()
     return {one["method"]: one["digest"] for one in records if (one["task"], one["stages"]) == (task, stages)}
 

@@ -69,7 +69,6 @@ def test_a_copy_shares_what_is_not_to_be_copied() -> None:
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 

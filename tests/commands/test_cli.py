@@ -83,7 +83,6 @@ def refused(capsys, *argv: str) -> str:
 
 
 def printed(capsys, *argv: str) -> str:
-    """What a command prints on stdout."""
     assert main(argv) == 0
 
     written = capsys.readouterr()

@@ -129,7 +129,6 @@ class Way:
         return F.cross_entropy(self.logits(output).flatten(0, 1), target.flatten())
 
     def inputs(self, tokens: Tensor, mask: Tensor) -> Any:
-        """What a step gets."""
         return (self.batch or self.sample)(tokens, mask)
 
 
@@ -235,7 +234,6 @@ class Partial:
     """Whether the model is captured as a trace and not as the row of layers that it is."""
 
     def build(self) -> nn.Module:
-        """The model."""
         torch.manual_seed(3)
         layers = nn.Sequential(*(nn.Sequential(Spare(), nn.Tanh()) for _ in range(3))).double()
         for index in self.frozen:
@@ -244,7 +242,6 @@ class Partial:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that the pipeline and the oracle share."""
         stages = 3 if self.traced else 6
         plan = penstock.Plan.uniform(stages, 3, schedule=self.schedule, microbatches=4)
         subject = models.SUBJECTS["perceptron"]
@@ -270,12 +267,10 @@ def run_partial(run: Partial) -> Outcome:
 
 
 def run_partials(runs: list[Partial]) -> list[Outcome]:
-    """Several runs in the present process group."""
     return [run_partial(run) for run in runs]
 
 
 def run_partly_by_oracle(run: Partial) -> Outcome:
-    """The run by the oracle."""
     return train_by_oracle(run.build(), models.SUBJECTS["perceptron"].batches, **run.options)
 
 

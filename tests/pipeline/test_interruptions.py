@@ -51,7 +51,6 @@ def build() -> penstock.Pipeline:
 
 
 def steps_of(pipe: penstock.Pipeline, steps: range) -> list[float]:
-    """The losses of some steps."""
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)

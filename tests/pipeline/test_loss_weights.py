@@ -17,14 +17,9 @@ from support.jobs.loss_weight_jobs import (
     weighted_options,
 )
 from support.processes import Pool
-from support.training import Outcome, assert_equal
+from support.training import assert_equal, train_by_oracle
 
 SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "2bw")
-
-
-def oracle(options: dict[str, Any]) -> Outcome:
-    found = penstock.reference_train(build(), BATCHES, **{k: v for k, v in options.items() if v is not None})
-    return Outcome(found.losses, found.state)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -32,7 +27,7 @@ def oracle(options: dict[str, Any]) -> Outcome:
 def test_weighted_losses_equal_the_oracle(schedule: str, microbatches: int) -> None:
     options = weighted_options(schedule, 3, microbatches)
 
-    assert_equal(oracle(options), run_weighted(**options))
+    assert_equal(train_by_oracle(build(), BATCHES, **options), run_weighted(**options))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
@@ -40,7 +35,7 @@ def test_weighted_losses_equal_the_oracle(schedule: str, microbatches: int) -> N
 def test_replicas_weigh_what_they_have(schedule: str, split: bool) -> None:
     options = replicated(schedule, split)
 
-    assert_equal(oracle(options), run_weighted(**options))
+    assert_equal(train_by_oracle(build(), BATCHES, **options), run_weighted(**options))
 
 
 def test_in_several_processes(pool: Pool) -> None:

@@ -91,7 +91,6 @@ class Setting:
 
     @property
     def plan(self) -> penstock.Plan:
-        """The plan."""
         per_rank = stages_on_a_rank(self.schedule)
         stages = len(self.replicas) * per_rank
         plan = penstock.Plan.uniform(
@@ -109,8 +108,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one process held."""
-
     peaks: dict[int, list[int]]
     """By stage: of each replica here, the most microbatches in flight; ascending."""
     graphs: dict[int, list[int]]
@@ -128,7 +125,6 @@ def observe(setting: Setting, steps: int = 5) -> Observed:
 
 
 def observe_all(settings: list[Setting]) -> list[Observed]:
-    """Several settings, one after the other."""
     return [observe(setting) for setting in settings]
 
 
@@ -168,7 +164,6 @@ def _by_stage(most: Mapping[tuple[int, int], int]) -> dict[int, list[int]]:
 
 
 def allowed(setting: Setting) -> bool:
-    """Whether the schedule takes these replicas."""
     equal = len(set(setting.replicas)) == 1
     return equal or (setting.schedule not in PAIRED and (setting.split or setting.schedule != "vertical"))
 

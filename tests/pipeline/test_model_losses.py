@@ -1,6 +1,7 @@
 """Losses that the model computes from labels among its inputs: the numbers of one device, or an error."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,35 +11,110 @@ from torch import Tensor, nn
 
 import penstock
 from support import models
+from support.jobs import loss_weight_jobs
 from support.jobs.loss_weight_jobs import replicate
-from support.jobs.model_loss_jobs import (
-    SENTENCES,
-    build,
-    labelled,
-    labelled_options,
-    refuse_uneven_labels,
-    run_labelled,
-    train,
-)
 from support.jobs.transformer_jobs import SUBJECTS
 from support.processes import Pool
-from support.training import Outcome, assert_equal
+from support.training import Outcome, assert_equal, train_by_oracle
+from support.training import train as train_on_pairs
 
 FLOAT32 = 1e-5
 """Transformers computes losses in float32, whatever the type of the model, and so their gradients."""
 
 
-def oracle(batches: Any, options: dict[str, Any]) -> Outcome:
-    given = {name: value for name, value in options.items() if value is not None}
-    found = penstock.reference_train(build(), [(batch, None) for batch in batches], **given)
-    return Outcome(found.losses, found.state)
+VOCABULARY = 50
+IGNORED = -100
+
+
+def build() -> Any:
+    """A Llama of two blocks."""
+    return SUBJECTS["llama-padded"].build()
+
+
+def labelled(samples: int, length: int, seed: int, lengths: Tensor | None = None) -> dict[str, Tensor]:
+    """Padded sentences with their labels; the first words of each are a prompt, which is not learned."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(VOCABULARY, (samples, length), generator=generator)
+    if lengths is None:
+        lengths = torch.randint(4, length + 1, (samples,), generator=generator)
+    position = torch.arange(length)
+    prompts = torch.randint(0, 3, (samples, 1), generator=generator)
+    mask = position < lengths[:, None]
+    labels = words.masked_fill(~mask | (position < prompts), IGNORED)
+    return {"input_ids": words, "attention_mask": mask.long(), "labels": labels}
+
+
+SENTENCES = [labelled(7, 8, seed) for seed in range(3)]
+"""Batches of a step, padded to one length."""
+PADDED = [
+    penstock.Microbatches([labelled(3, 5, seed), labelled(2, 9, seed + 10), labelled(2, 7, seed + 20)])
+    for seed in range(3)
+]
+"""Batches whose microbatches are padded each to its own length."""
+
+
+def labelled_options(schedule: str, **more: Any) -> dict[str, Any]:
+    return {
+        "sample": labelled(2, 8, 99),
+        "loss_fn": penstock.model_loss,
+        "loss_weight": penstock.token_count("labels", shifted=True),
+        "optimizer": models.momentum,
+        "schedule": schedule,
+        "stages": 2,
+        "microbatches": 3,
+        **more,
+    }
+
+
+BATCHES = [
+    penstock.Microbatches(*zip(*((x[:size, :length], y[:size, :length]) for size, length in shapes), strict=True))
+    for (x, y), shapes in zip(
+        loss_weight_jobs.BATCHES, [((4, 3), (2, 6), (4, 4)), ((4, 6), (4, 5), (4, 2))], strict=False
+    )
+]
+"""Microbatches of different lengths with targets."""
+
+
+def ragged_options(schedule: str, **more: Any) -> dict[str, Any]:
+    return loss_weight_jobs.weighted_options(schedule, 3, 3, **more)
+
+
+def train(make: Callable[[], Any], batches: list[Any], options: dict[str, Any]) -> Outcome:
+    """The run by `Pipeline`, with an evaluation of the first batch."""
+    pipe = penstock.Pipeline(make(), **options)
+    return train_on_pairs(pipe, [(batch, None) for batch in batches], evaluates=True)
+
+
+def oracle(make: Callable[[], Any], batches: list[Any], options: dict[str, Any]) -> Outcome:
+    return train_by_oracle(make(), [(batch, None) for batch in batches], **options)
+
+
+def run_labelled(schedule: str, padded: bool) -> Outcome:
+    """A Llama with labels, whose microbatches have one length or lengths of their own."""
+    return train(build, PADDED if padded else SENTENCES, labelled_options(schedule))
+
+
+def refuse_uneven_labels() -> str:
+    """The error that a process meets if nothing weighs microbatches with other numbers of labels."""
+    pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush", loss_weight=None, timeout_seconds=60.0))
+    try:
+        pipe.step(SENTENCES[0])
+        pipe.drain()
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run_ragged(schedule: str) -> Outcome:
+    """A model without labels, whose microbatches have different lengths."""
+    return train(loss_weight_jobs.build, BATCHES, ragged_options(schedule))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw", "pipedream"])
 def test_the_pipeline_equals_the_oracle(schedule: str) -> None:
     options = labelled_options(schedule)
 
-    assert_equal(oracle(SENTENCES, options), train(build, SENTENCES, options))
+    assert_equal(oracle(build, SENTENCES, options), train(build, SENTENCES, options))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -47,7 +123,7 @@ def test_replicas_weigh_what_they_have(split: bool) -> None:
     # Replicas that split a microbatch have at least a sample each.
     batches = [labelled(9, 8, seed) for seed in range(2)]
 
-    assert_equal(oracle(batches, options), train(build, batches, options))
+    assert_equal(oracle(build, batches, options), train(build, batches, options))
 
 
 def test_in_two_processes(pool: Pool) -> None:
@@ -251,3 +327,81 @@ def test_router_losses_that_hooks_collect_are_refused() -> None:
     sample = {name: SENTENCES[0][name][:2] for name in ("input_ids", "labels")}
     with pytest.raises(penstock.CaptureError, match="MixtralForCausalLM cannot be traced"):
         penstock.Pipeline(transformers.MixtralForCausalLM(config), **labelled_options("1f1b-flush", sample=sample))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw", "pipedream", "zb-h1"])
+def test_lengths_that_differ_equal_the_oracle(schedule: str) -> None:
+    options = ragged_options(schedule)
+
+    assert_equal(oracle(loss_weight_jobs.build, BATCHES, options), run_ragged(schedule))
+
+
+def test_in_three_processes(pool: Pool) -> None:
+    expected = run_ragged("1f1b-flush")
+    for outcome in pool.run(3, run_ragged, "1f1b-flush"):
+        assert_equal(expected, outcome)
+        assert outcome.evaluated == expected.evaluated
+
+
+def test_sentences_with_labels_in_two_processes(pool: Pool) -> None:
+    expected = oracle(build, PADDED, labelled_options("1f1b-flush"))
+    for outcome in pool.run(2, run_labelled, "1f1b-flush", True):
+        assert_equal(expected, outcome)
+
+
+def test_the_padding_of_one_batch_changes_nothing() -> None:
+    """The same sentences, padded to one length and to a length of each microbatch."""
+    microbatches = PADDED[0].inputs
+    longest = max(batch["input_ids"].shape[1] for batch in microbatches)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+
+    def padded(batch: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: torch.nn.functional.pad(tensor, (0, longest - tensor.shape[1]), value=fill[name])
+            for name, tensor in batch.items()
+        }
+
+    whole = {name: torch.cat([padded(batch)[name] for batch in microbatches]) for name in fill}
+    options = labelled_options("1f1b-flush")
+    ragged, even = (train(build, [batch], options) for batch in (PADDED[0], whole))
+
+    # Losses in float32, and sums in another order.
+    assert ragged.losses == pytest.approx(even.losses, rel=1e-5)
+    torch.testing.assert_close(ragged.state, even.state, rtol=1e-4, atol=1e-6)
+
+
+def refused(microbatches: penstock.Microbatches, target: Any = None, **options: Any) -> str:
+    pipe = penstock.Pipeline(loss_weight_jobs.build(), **{**ragged_options("1f1b-flush"), **options})
+    with pytest.raises(penstock.PenstockError) as error:
+        pipe.step(microbatches, target)
+    return str(error.value)
+
+
+def test_lengths_that_differ_need_a_weight() -> None:
+    assert "pass loss_weight=lambda target: (target != -100).sum()" in refused(BATCHES[0], loss_weight=None)
+    pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush", loss_weight=None))
+    with pytest.raises(penstock.PenstockError, match=r"pass loss_weight=penstock\.token_count"):
+        pipe.step(PADDED[0])
+
+
+def test_other_numbers_of_microbatches_are_refused() -> None:
+    inputs, targets = BATCHES[0]
+    assert targets is not None
+
+    assert "holds 2 microbatch(es) and a step has 3" in refused(penstock.Microbatches(inputs[:2], targets[:2]))
+    assert "3 inputs and 2 targets" in refused(penstock.Microbatches(inputs, targets[:2]))
+    assert "a target beside it" in refused(BATCHES[0], targets[0])
+
+
+def test_a_prediction_takes_one_batch() -> None:
+    pipe = penstock.Pipeline(loss_weight_jobs.build(), **ragged_options("1f1b-flush"))
+    with pytest.raises(penstock.PenstockError, match="predict takes one batch"):
+        pipe.predict(BATCHES[0])
+
+
+def test_prefetching_keeps_the_microbatches() -> None:
+    (found,) = penstock.prefetch([BATCHES[0]], "cpu")
+
+    assert isinstance(found, penstock.Microbatches)
+    assert [x.shape for x in found.inputs] == [x.shape for x in BATCHES[0].inputs]
+    assert all(x.is_meta for x in penstock.shapes_of(BATCHES[0]).inputs)

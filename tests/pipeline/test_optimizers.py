@@ -64,7 +64,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def run_recipe(case: Case, recipe: str) -> Outcome:
-    """The run by `Pipeline`."""
     return run_pipeline(case, **RECIPES[recipe])
 
 

@@ -187,7 +187,6 @@ def _clamp(parameter: Tensor) -> None:
 
 
 def train(run: OwnParameters, twin: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses, and the weights of the whole model."""
     way, schedule, stages, replicas = run
     model, size = make(way, twin), 6 // stages
     parts = [

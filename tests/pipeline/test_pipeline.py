@@ -45,7 +45,6 @@ def save_checkpoint(directory: str) -> list[float]:
 
 
 def load_checkpoint(directory: str) -> list[float]:
-    """The losses of the steps after the checkpoint."""
     pipe = make(stages=None, schedule="2bw", microbatches=4, optimizer=models.adamw, seed=5)
     pipe.load(directory)
     return finish(pipe)
@@ -84,12 +83,10 @@ def build_with_other_plans() -> str:
 
 
 def build_for_three() -> str:
-    """Two processes, and a plan of three."""
     return refusal_of(plan=penstock.Plan.uniform(8, 3))
 
 
 def build_four_stages() -> str:
-    """Two processes, four stages."""
     return refusal_of(stages=4)
 
 
@@ -103,7 +100,6 @@ def make(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
 
 
 def train(pipe: penstock.Pipeline, start: int = 0, stop: int = 5) -> list[float]:
-    """The losses of some steps."""
     return [float(pipe.step(x, y).loss) for x, y in SUBJECT.batches[start:stop]]
 
 

@@ -113,7 +113,6 @@ def counting_hooks(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """With momentum."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -146,7 +145,6 @@ CHANGES: dict[str, tuple[str, Any]] = {
 
 
 def build() -> nn.Sequential:
-    """Eight layers."""
     generator = torch.Generator().manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(4, 4, dtype=torch.float64), nn.Tanh())]
     model = nn.Sequential(*layers)
@@ -156,7 +154,6 @@ def build() -> nn.Sequential:
 
 
 def run_loop(optimizer: str, scheduler: str | None = None, change: str | None = None) -> Weights:
-    """The loop of PyTorch."""
     model = build()
     made = OPTIMIZERS[optimizer](list(model.parameters()))
     schedule = SCHEDULERS[scheduler](made) if scheduler else None
@@ -196,7 +193,6 @@ def run_pipeline(
 
 
 def run_oracle(schedule: str, optimizer: str, scheduler: str | None = None) -> Weights:
-    """`penstock.reference_train`."""
     return penstock.reference_train(
         build(),
         [(x, y)] * STEPS,
@@ -211,7 +207,6 @@ def run_oracle(schedule: str, optimizer: str, scheduler: str | None = None) -> W
 
 
 def warnings_of(optimizer: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
-    """The warnings at a pipeline with `optimizer`."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

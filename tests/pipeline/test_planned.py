@@ -58,23 +58,18 @@ class Subject:
 
     @property
     def sample(self) -> tuple[Tensor]:
-        """Arguments of one microbatch."""
         torch.manual_seed(7)
         return (self.inputs(SAMPLES),)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A subject under a plan."""
-
     subject: str
     plan: penstock.Plan
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process saw."""
-
     losses: tuple[float, ...]
     state: dict[str, Tensor]
     done: list[tuple[int, str]]
@@ -105,7 +100,6 @@ def profile_of(name: str) -> Profile:
 
 
 def run_planned(run: Run) -> Outcome:
-    """The run by `Pipeline`, in the present process group."""
     subject = SUBJECTS[run.subject]
     pipe = penstock.Pipeline(subject.build(), sample=subject.sample, **_options(run))
     losses = [pipe.step(x, y).loss for x, y in subject.batches(run.plan.microbatches)]
@@ -117,7 +111,6 @@ def run_planned(run: Run) -> Outcome:
 
 
 def run_reference(run: Run) -> Outcome:
-    """The run by the oracle, which has no ranks."""
     subject = SUBJECTS[run.subject]
     batches = subject.batches(run.plan.microbatches)
     reference = penstock.reference_train(subject.build(), batches, sample=subject.sample, **_options(run))
@@ -129,7 +122,6 @@ def _options(run: Run) -> dict[str, Any]:
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of every prediction."""
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
@@ -262,7 +254,6 @@ class Wish:
     replicas: tuple[int, ...]
 
     def plan(self) -> penstock.Plan:
-        """The planner's."""
         return penstock.plan(
             profile_of(self.subject),
             Cluster.uniform(self.devices, self.bandwidth),

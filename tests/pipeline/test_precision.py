@@ -19,7 +19,6 @@ SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")
 
 
 def plain_losses(model: nn.Module, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[float]:
-    """The losses of a loop in one process."""
     optimizer = models.momentum(list(model.parameters()))
     losses = []
     for x, y in batches:

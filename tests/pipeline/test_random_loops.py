@@ -105,8 +105,6 @@ class _Warnings(logging.Handler):
 
 @dataclass(frozen=True)
 class Trained:
-    """The numbers of a training."""
-
     losses: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     predictions: list[Tensor] = field(default_factory=list)
@@ -129,7 +127,6 @@ class DrawnLoop:
     """Samples in a microbatch, by step."""
 
     def batches(self) -> list[tuple[Tensor, Any]]:
-        """The inputs and targets of every step."""
         generator = torch.Generator().manual_seed(0)
         found = []
         for size in self.sizes:

@@ -14,7 +14,16 @@ from penstock.errors import PlanError
 from support import models
 from support.processes import Pool
 from support.random_models import Averaging
-from support.training import Case, assert_equal, assert_ranks_equal, run_cases, run_pipeline, run_reference, train
+from support.training import (
+    Case,
+    assert_equal,
+    assert_ranks_equal,
+    run_cases,
+    run_pipeline,
+    run_reference,
+    train,
+    train_by_oracle,
+)
 
 COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
@@ -96,16 +105,12 @@ def test_a_buffer_that_is_assigned_anew_is_one_for_each_replica(replicas: tuple[
         torch.manual_seed(4)
         return [nn.Linear(6, 6).double(), Averaging().double(), nn.Linear(6, 6).double(), nn.Tanh()]
 
-    pipe = penstock.Pipeline(build(), **options)
-    losses = []
-    for inputs, target in zip(x, y, strict=True):
-        losses.append(float(pipe.step(inputs, target).loss))
-        pipe.drain()
-    reference = penstock.reference_train(build(), zip(x, y, strict=True), **options, drain_after=(0, 1))
+    batches, drains = list(zip(x, y, strict=True)), (0, 1)
 
-    assert list(reference.losses) == losses
-    for name, tensor in pipe.state_dict()["model"].items():
-        assert torch.equal(reference.state[name], tensor), name
+    assert_equal(
+        train_by_oracle(build(), batches, **options, drain_after=drains),
+        train(penstock.Pipeline(build(), **options), batches, drains),
+    )
 
 
 def test_learning_rates_scale_with_replicas_if_asked() -> None:

@@ -14,7 +14,7 @@ from support import models
 from support.jobs.precision_jobs import CAST, cast_options
 from support.jobs.scaling_jobs import RISKY, run_scaled, scaled_options
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, stages_on_a_rank
+from support.training import Case, Outcome, assert_equal, stages_on_a_rank, train_by_oracle
 
 CASES = [
     *(
@@ -35,8 +35,7 @@ CASES = [
 @cache
 def reference(case: Case, **options: Any) -> Outcome:
     given = {**scaled_options(case), **options}
-    found = penstock.reference_train(case.build(), case.batches * 2, drain_after=case.drain_after, **given)
-    return Outcome(found.losses, found.state)
+    return train_by_oracle(case.build(), case.batches * 2, drain_after=case.drain_after, **given)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

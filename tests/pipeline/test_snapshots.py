@@ -16,7 +16,7 @@ from support.fork_server import ForkServer, finish
 from support.jobs.snapshot_jobs import Cut, run_cut, run_cuts
 from support.own_schedules import LATE, ROLLING
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal
+from support.training import Case, Outcome, assert_equal, train_by_oracle
 
 SCHEDULES = ("1f1b-flush", "pipedream", "vertical", "2bw")
 CUTS = [
@@ -49,8 +49,7 @@ APART = {
 @cache
 def reference(case: Case, recipe: str) -> Outcome:
     cut = Cut(case, 0, recipe)
-    found = penstock.reference_train(case.build(), cut.batches, **cut.options)
-    return Outcome(found.losses, found.state)
+    return train_by_oracle(case.build(), cut.batches, **cut.options)
 
 
 def assert_exact(cut: Cut, whole: Outcome, resumed: Outcome) -> None:

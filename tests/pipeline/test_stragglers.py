@@ -62,7 +62,6 @@ def _train(pipe: penstock.Pipeline, batches: list[Tensor]) -> list[float]:
 
 
 def train_with_cut() -> list[float]:
-    """The losses of all steps with the first cut."""
     with _pipeline(Plan.uniform(LAYERS, 2, "1f1b-flush", 4), slow=False) as pipe:
         return _train(pipe, _batches())
 

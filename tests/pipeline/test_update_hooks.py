@@ -90,7 +90,6 @@ def delayed_by_hand(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimi
 
 
 def final_weights(optimizer: Any, hooks: Sequence[penstock.UpdateHook]) -> Weights:
-    """The final weights of the pipeline under `2bw`."""
     options = {"update_hooks": hooks, "optimizer": optimizer}
     state = run_pipeline(Case("perceptron", "2bw", 2, 4), **options).state
     return [state[name] for name, _ in models.SUBJECTS["perceptron"].build().named_parameters()]

@@ -81,7 +81,6 @@ class VaryingRun:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the pipeline and the oracle share."""
         row = self.row if self.row is not None else 2 * (self.kind in GRADIENT_LATER)
         return {
             "sample": (BATCHES[0][0][row : row + 2],),
@@ -100,13 +99,11 @@ class VaryingRun:
 
 
 def reference(run: VaryingRun) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of the oracle."""
     found = penstock.reference_train(run.build(), BATCHES, **run.options)
     return list(found.losses), dict(found.state)
 
 
 def train(run: VaryingRun) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and weights of this process."""
     with sharing_memory(run.shares_memory), penstock.Pipeline(run.build(), **run.options) as pipe:
         losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
         pipe.drain()

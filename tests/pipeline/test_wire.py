@@ -78,7 +78,6 @@ def masked() -> nn.Module:
 
 
 def masked_batches() -> list[tuple[Tensor, Tensor]]:
-    """Three batches for it."""
     generator = torch.Generator().manual_seed(5)
     return [
         (torch.randn(8, 6, generator=generator).double(), torch.randint(3, (8,), generator=generator)) for _ in range(3)

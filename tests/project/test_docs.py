@@ -16,7 +16,6 @@ RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "rehearse.md", "r
 
 
 def read_blocks(file: Path) -> list[str]:
-    """The Python in a text."""
     return re.findall(r"^```python\n(.*?)^```$", file.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 

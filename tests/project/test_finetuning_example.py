@@ -39,7 +39,6 @@ SMALL += ["--microbatches", "3", "--learning-rate", "3e-3", "--warmup", "2", "--
 
 
 def losses(printed: str) -> dict[int, float]:
-    """The validation losses by step."""
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): validation loss ([\d.]+)", printed)}
 
 

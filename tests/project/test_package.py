@@ -21,7 +21,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZipFile]:
-    """A wheel of this checkout."""
     pytest.importorskip("hatchling", reason="the extra `test` brings it")
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
@@ -35,7 +34,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZipFile]:
 
 @pytest.fixture(scope="module")
 def metadata(wheel: ZipFile) -> Message:
-    """The wheel's metadata."""
     return message_from_bytes(wheel.read(f"penstock-{penstock.__version__}.dist-info/METADATA"))
 
 

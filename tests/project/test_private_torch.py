@@ -31,7 +31,6 @@ def trees() -> dict[str, ast.Module]:
 
 @cache
 def private_names_given() -> frozenset[str]:
-    """The private names that Penstock's files give."""
     return frozenset(name for tree in trees().values() for name in given_names(tree) if is_private(name))
 
 

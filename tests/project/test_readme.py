@@ -19,7 +19,6 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executa
 
 
 def blocks(language: str) -> list[str]:
-    """The README's blocks of code in `language`, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 

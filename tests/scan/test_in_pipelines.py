@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.scan import DiagonalRecurrence, ScanGRU, ScanRNN
+from support.training import assert_equal, train, train_by_oracle
 
 
 class Outputs(nn.Module):
@@ -45,10 +46,5 @@ def test_stages_with_scans_equal_the_oracle(schedule: str) -> None:
         "stages": 3,
         "microbatches": 4,
     }
-    expected = penstock.reference_train(build(), batches, **options)
-    with penstock.Pipeline(build(), **options) as pipe:
-        losses = [float(pipe.step(*batch).loss) for batch in batches]
-        state = pipe.state_dict()["model"]
 
-    assert losses == list(expected.losses)
-    assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+    assert_equal(train_by_oracle(build(), batches, **options), train(penstock.Pipeline(build(), **options), batches))

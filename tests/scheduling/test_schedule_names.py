@@ -26,7 +26,6 @@ STAGES = (Stage(0, 2, (0,)), Stage(2, 4, (1,)))
 
 
 def train(**options: Any) -> None:
-    """With a pipeline of two linear layers."""
     penstock.Pipeline(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         sample=(torch.ones(2, 4),),
@@ -38,7 +37,6 @@ def train(**options: Any) -> None:
 
 
 def reference(**options: Any) -> None:
-    """By the oracle."""
     penstock.reference_train(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         [(torch.ones(2, 4), torch.ones(2, 4))],

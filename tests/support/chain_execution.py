@@ -21,8 +21,6 @@ from penstock.capturing.samples import Call, flatten
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one forward and backward."""
-
     outputs: tuple[Tensor, ...]
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]

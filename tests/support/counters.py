@@ -2,8 +2,6 @@
 
 
 class Counter:
-    """Counts steps."""
-
     def __init__(self) -> None:
         self.steps = 0
 

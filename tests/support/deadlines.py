@@ -18,7 +18,6 @@ GRACE_SECONDS = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the limits."""
     parser.addoption(
         "--gpu-seconds",
         type=float,

@@ -107,7 +107,6 @@ class Child:
         return self._stem.with_suffix(".out").read_text(), self.errors()
 
     def errors(self) -> str:
-        """The standard error so far."""
         return self._stem.with_suffix(".err").read_text()
 
     def kill(self, number: int = signal.SIGKILL) -> None:

@@ -20,8 +20,6 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One input."""
-
     name: str
     make: Callable[[], Arguments]
     """The arguments by name; `accumulation` may be among them."""

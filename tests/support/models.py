@@ -42,8 +42,6 @@ class Residual(nn.Module):
 
 
 class Normalized(nn.Module):
-    """BatchNorm and dropout in every block."""
-
     def __init__(self, width: int = 6, depth: int = 7) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Residual(width) for _ in range(depth)))
@@ -201,8 +199,6 @@ def layered() -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and what it takes to train it."""
-
     build: Callable[[], nn.Module]
     sample: tuple[Any, ...]
     batches: tuple[tuple[Tensor, Tensor], ...]
@@ -235,15 +231,12 @@ LAYERED = _subject(layered)
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW."""
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
 def plain(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD without momentum."""
     return torch.optim.SGD(parameters, lr=0.05)

@@ -96,7 +96,6 @@ class Pool:
         return [answer for _, answer in answers]
 
     def close(self) -> None:
-        """Ends the processes."""
         for member in self._members:
             with suppress(OSError):
                 member.connection.send(None)

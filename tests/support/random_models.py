@@ -255,7 +255,6 @@ class DrawnModel:
     """Whether the first two linear blocks share their weight."""
 
     def make(self) -> nn.Module | list[nn.Module]:
-        """The model, with the same numbers every time."""
         torch.manual_seed(0)
         blocks: list[nn.Module] = []
         clock = SimpleNamespace(ticks=0)

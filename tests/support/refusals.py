@@ -11,8 +11,6 @@ COUNT = "a whole number, 1 or more"
 
 
 class Refusal(NamedTuple):
-    """A call that is to be refused."""
-
     call: Callable[..., object]
     error: type[PenstockError]
     says: tuple[str, ...]

@@ -60,7 +60,6 @@ def large_timeline(ranks: int, microbatches: int) -> Timeline:
 
 
 def elements(document: str, tag: str) -> list[ElementTree.Element]:
-    """All elements `tag` of an SVG document."""
     return list(ElementTree.fromstring(document).iter(f"{SVG}{tag}"))
 
 

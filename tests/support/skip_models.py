@@ -43,7 +43,6 @@ class Web(nn.Module):
 
 
 def build_web(reads: tuple[tuple[int, ...], ...]) -> Web:
-    """With the same weights each time."""
     torch.manual_seed(5)
     return built_as(f"web of {reads}", Web(reads).double())  # type: ignore[return-value]
 
@@ -59,7 +58,6 @@ class Run:
     evaluates: bool = False
 
     def build(self) -> nn.Module:
-        """The model."""
         if self.reads is not None:
             return build_web(self.reads)
         torch.manual_seed(5)
@@ -72,7 +70,6 @@ class Run:
 
     @property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets."""
         generator = torch.Generator().manual_seed(9)
         shape = self._shape(2 * self.plan.microbatches)
         found = []
@@ -86,7 +83,6 @@ class Run:
         return (samples, WIDTH) if self.reads is not None else (samples, 3, 8, 8)
 
     def pipeline(self) -> penstock.Pipeline:
-        """The pipeline."""
         options = {"recompute": True} if self.recompute else {}
         return penstock.Pipeline(
             self.build(),
@@ -107,20 +103,17 @@ def run_pipeline(run: Run) -> Outcome:
 
 
 def run_several(runs: list[Run]) -> list[Outcome]:
-    """One after the other, in the present process group."""
     return [run_pipeline(run) for run in runs]
 
 
 @cache
 def run_reference(run: Run) -> Outcome:
-    """The losses and weights of the oracle."""
     return train_by_oracle(
         run.build(), run.batches, sample=run.sample, loss_fn=F.mse_loss, optimizer=models.adamw, plan=run.plan
     )
 
 
 def count_tensors(run: Run, steps: int = 5) -> list[int]:
-    """How many tensors are alive after each step."""
     pipe, counts = run.pipeline(), []
     forget_what_is_there()
     for step in range(steps):

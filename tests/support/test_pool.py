@@ -53,13 +53,11 @@ def _meet() -> int:
 
 
 def find_process(_: object = None) -> int:
-    """Its number."""
     _meet()
     return os.getpid()
 
 
 def raise_error(failing: int) -> None:
-    """Raises in one of the ranks."""
     if _meet() == failing:
         raise ValueError("the job is broken")
 
@@ -71,7 +69,6 @@ def end(code: int) -> None:
 
 
 def hang(seconds: float) -> None:
-    """Sleeps in all ranks."""
     _meet()
     time.sleep(seconds)
 

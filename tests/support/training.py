@@ -67,7 +67,6 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that the pipeline and the oracle share."""
         subject = find_subject(self.subject)
         plan = penstock.Plan.uniform(
             LAYERS,
@@ -95,12 +94,10 @@ class Case:
         }
 
     def build(self) -> nn.Module:
-        """The model."""
         return find_subject(self.subject).build().to(self.device)
 
     @property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets."""
         batches = [(x.to(self.device), y.to(self.device)) for x, y in find_subject(self.subject).batches]
         return [(x[:size], y[:size]) for (x, y), size in zip(batches, self.samples, strict=False)] or batches
 

@@ -64,7 +64,6 @@ def train_until_the_link_ends(folder: str, timeout_seconds: float) -> str:
 
 
 def probe_links() -> Cluster:
-    """What this rank's probe finds."""
     return penstock.probe(progress=False)
 
 

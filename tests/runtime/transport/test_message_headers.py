@@ -105,7 +105,6 @@ def of_one(
     sizes: tuple[int, ...] = (2, 3),
     order: tuple[Any, ...] = (0, 1),
 ) -> bytes:
-    """A header of one tensor."""
     return encode_plain([(torch.Size(sizes), dtype, gradient, order)])
 
 

@@ -224,7 +224,6 @@ class Run:
 
     @property
     def plan(self) -> penstock.Plan:
-        """The stages on all the processes."""
         uniform = penstock.Plan.uniform(
             self.blocks + 2,
             self.stages,
@@ -244,7 +243,6 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that the pipeline and the oracle share."""
         chosen = {"momentum": models.momentum, "adamw": models.adamw}[self.optimizer]
         return {
             "sample": (BATCHES[0][0][:2],),
@@ -259,7 +257,6 @@ class Run:
         }
 
     def build(self) -> nn.Module:
-        """The model."""
         model = build_model(self.blocks, self.traced)
         return model.float() if self.low else model
 
@@ -271,8 +268,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one process has seen."""
-
     losses: list[float]
     evaluated: float
     predicted: Tensor
@@ -354,7 +349,6 @@ def save(run: Run, directory: str) -> Saved:
 
 
 def load(run: Run, directory: str) -> list[float]:
-    """The losses of the steps after the checkpoint."""
     pipe = run.make(seed=1)
     pipe.load(directory)
     return _finish(pipe)

@@ -45,5 +45,4 @@ HOOKED: dict[str, dict[str, Any]] = {
 
 
 def run_hooked(case: Case, recipe: str) -> Outcome:
-    """The run by `Pipeline`."""
     return run_pipeline(case, **HOOKED[recipe])

@@ -44,7 +44,6 @@ BATCHES = [_batch(torch.Generator().manual_seed(seed)) for seed in range(4)]
 
 
 def weighted_options(schedule: str, stages: int, microbatches: int, **more: Any) -> dict[str, Any]:
-    """Arguments of the pipeline and of the oracle."""
     return {
         "sample": (BATCHES[0][0][:2],),
         "loss_fn": loss_fn,
@@ -71,10 +70,8 @@ def replicated(schedule: str, split: bool) -> dict[str, Any]:
 
 
 def run_weighted(**options: Any) -> Outcome:
-    """The run by `Pipeline`."""
     return train(penstock.Pipeline(build(), **options), BATCHES, evaluates=True)
 
 
 def run_replicated(schedule: str, split: bool) -> Outcome:
-    """The run with replicas."""
     return run_weighted(**replicated(schedule, split))

@@ -48,8 +48,6 @@ blocks of an allocator may be up to 1 MiB larger than the tensors in them: most 
 
 
 class Embedding(nn.Module):
-    """An embedding of tokens and their positions."""
-
     def __init__(self, form: Form) -> None:
         super().__init__()
         self.tokens = nn.Embedding(form.vocabulary, form.width)
@@ -110,17 +108,14 @@ class Training:
 
     @property
     def place(self) -> torch.device:
-        """Where it trains."""
         return torch.device(self.device)
 
     def batch(self, microbatches: int = MICROBATCHES) -> tuple[Tensor, Tensor]:
-        """Inputs and targets."""
         size = (microbatches * self.form.samples, self.form.context + 1)
         tokens = torch.randint(self.form.vocabulary, size, generator=torch.Generator().manual_seed(0)).to(self.place)
         return tokens[:, :-1], tokens[:, 1:]
 
     def profile(self) -> penstock.Profile:
-        """The profile of the model with its loss."""
         (tokens, target), model = self.batch(1), make_model(self.form).to(self.place)
         options: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "autocast": self.autocast}
         return penstock.profile(model, (tokens,), iterations=1, warmup=1, progress=False, **options)
@@ -163,7 +158,6 @@ class Peak:
 
 
 def measure_peak(training: Training) -> Peak:
-    """That of this process's rank."""
     forget_what_is_there()
     before = held_by_counter(training.place)
     profile = training.profile()
@@ -182,7 +176,6 @@ def measure_peak(training: Training) -> Peak:
 
 
 def measure_peaks(trainings: list[Training]) -> list[Peak]:
-    """Several, one after the other."""
     return [measure_peak(training) for training in trainings]
 
 
@@ -211,7 +204,6 @@ def recomputed_alone(profile: penstock.Profile, plan: penstock.Plan, schedule: p
 
 
 def run(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor, steps: int) -> None:
-    """This number of steps, to their end."""
     for _ in range(steps):
         pipe.step(tokens, target)
     pipe.drain()
@@ -319,7 +311,6 @@ def _counters(device: torch.device, moment: str) -> dict[str, int]:
 
 
 def storages(tree: Any, device: torch.device) -> dict[torch.UntypedStorage, int]:
-    """The storages of `tree` on `device`, and their sizes."""
     found = {}
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.device.type == device.type:

@@ -78,7 +78,6 @@ CAST = {"linear": _linear, "typed": _typed, "embedded": _embedding}
 
 
 def cast_options(schedule: str, stages: int, microbatches: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of the pipeline and of the oracle."""
     return {
         "sample": (models.LAYERED.sample[0].float(),),
         "loss_fn": F.cross_entropy,

@@ -14,7 +14,6 @@ RISKY = penstock.LossScale(initial=2.0**1023, growth=2.0**5, backoff=2.0**-6, in
 
 
 def loud(output: Tensor, target: Tensor) -> Tensor:
-    """A loss with large gradients."""
     return F.cross_entropy(output, target) * 2.0**12
 
 
@@ -24,7 +23,6 @@ def quiet(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def scaled_options(case: Case) -> dict[str, Any]:
-    """Arguments of the pipeline and of the oracle."""
     return {**case.options, "loss_fn": loud, "optimizer": quiet, "loss_scale": RISKY}
 
 

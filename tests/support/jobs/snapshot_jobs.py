@@ -45,7 +45,6 @@ class Cut:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the pipeline and of the oracle."""
         return {**self.case.options, **RECIPES[self.recipe]}
 
     @property

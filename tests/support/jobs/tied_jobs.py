@@ -67,7 +67,6 @@ class TiedRun:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the pipeline and the oracle share."""
         count = len(self.replicas)
         bounds = [LAYERS * stage // count for stage in range(count + 1)]
         ranks = [tuple(range(*span)) for span in pairwise(accumulate(self.replicas, initial=0))]
@@ -94,5 +93,4 @@ def run_these(runs: list[TiedRun]) -> list[Outcome]:
 
 
 def run_reference(run: TiedRun) -> Outcome:
-    """By the oracle."""
     return train_by_oracle(build(run.shared), BATCHES, drain_after=run.drain_after, **run.options)

@@ -18,7 +18,6 @@ KEPT = ("loss", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate")
 
 
 def make_model() -> Any:
-    """A Llama of two blocks."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -95,7 +94,6 @@ def history(trainer: Any) -> History:
 
 
 def train(folder: Path, **options: Any) -> History:
-    """A whole training."""
     trainer = make_trainer(folder, **options)
     trainer.train()
     return history(trainer)

@@ -29,8 +29,6 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its batches and its loss."""
-
     make: Callable[[], nn.Module]
     inputs: Callable[..., Inputs]
     """Of as many samples, and perhaps of another length."""
@@ -41,7 +39,6 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The name of the subject."""
         return next(name for name, subject in SUBJECTS.items() if subject is self)
 
     def build(self) -> nn.Module:
@@ -82,7 +79,6 @@ class Run:
 
 
 def loss_fn(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy on the model's own output object."""
     logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
@@ -94,7 +90,6 @@ def make_pipeline(run: Run, **options: Any) -> penstock.Pipeline:
 
 
 def run_in_pipeline(run: Run) -> Outcome:
-    """The run by `Pipeline`."""
     return train(make_pipeline(run), SUBJECTS[run.subject].batches)
 
 
@@ -105,7 +100,6 @@ def run_these(runs: list[Run]) -> list[Outcome]:
 
 @cache
 def run_reference(run: Run) -> Outcome:
-    """The run by the oracle."""
     subject = SUBJECTS[run.subject]
     return train_by_oracle(subject.build(), subject.batches, sample=subject.sample, **_options(run))
 

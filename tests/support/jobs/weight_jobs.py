@@ -55,7 +55,6 @@ def config_of(kind: str) -> Any:
 
 
 def class_of(kind: str) -> Any:
-    """The class of the model."""
     return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}.get(
         kind, transformers.LlamaForCausalLM
     )
@@ -84,7 +83,6 @@ def make_pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
 
 
 def loss_fn(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy on the model's own output object."""
     return F.cross_entropy(output.logits.flatten(0, -2), target.flatten())
 
 

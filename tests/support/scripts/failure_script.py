@@ -41,7 +41,6 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
     def fail(self) -> None:
-        """Raises if the scenario asks for it."""
         if sys.argv[1].removeprefix("with ") in ("raise", "catch"):
             raise ValueError("the layer is broken")
 

@@ -34,7 +34,6 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
     def hang(self) -> None:
-        """What the scenario asks for."""
         match SCENARIO:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)

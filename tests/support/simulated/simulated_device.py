@@ -191,7 +191,6 @@ class SimulatedDevice:
         time.sleep(1e-4)
 
     def finish(self) -> None:
-        """Executes all that is queued."""
         while any(stream.operations for stream in self._streams):
             self.advance()
 
