@@ -9,11 +9,8 @@ the cut that is best by the second profile: what another measurement would have 
 diffusers; random weights.
 """
 
-import argparse
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from measurement.reports import Report, conditions, option_parser
 from penstock.capturing.work_estimates import estimate_seconds
 
 STAGES = (2, 4)
@@ -44,58 +42,39 @@ def noise_loss(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(output["sample"], target)
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of_transformers(auto: str, kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Makes models of transformers with random weights."""
 
-    config = GPT2Config(
-        vocab_size=TOKENS, n_embd=256, n_layer=12, n_head=8, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
-        use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    def build() -> nn.Module:
+        transformers = import_module("transformers")
+        made: nn.Module = getattr(transformers, auto).from_config(transformers.AutoConfig.for_model(kind, **sizes))
+        return made
 
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=TOKENS, hidden_size=256, intermediate_size=688, num_hidden_layers=12, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return build
 
 
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(  # type: ignore[call-arg]
-        vocab_size=TOKENS, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8, decoder_start_token_id=0,
-        use_cache=False,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(  # type: ignore[call-arg]
-        hidden_size=256, num_hidden_layers=12, num_attention_heads=8, intermediate_size=1024, image_size=112,
-        patch_size=8, num_labels=1000,
-    )  # fmt: skip
-    return ViTForImageClassification(config)
-
-
-def resnet50() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    # The default sizes are those of ResNet-50.
-    config = ResNetConfig(num_labels=1000)  # type: ignore[call-arg]
-    return ResNetForImageClassification(config)
+gpt2 = of_transformers(
+    "AutoModelForCausalLM", "gpt2", vocab_size=TOKENS, n_embd=256, n_layer=12, n_head=8, n_positions=LENGTH,
+    bos_token_id=0, eos_token_id=0, use_cache=False,
+)  # fmt: skip
+llama = of_transformers(
+    "AutoModelForCausalLM", "llama", vocab_size=TOKENS, hidden_size=256, intermediate_size=688, num_hidden_layers=12,
+    num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
+)  # fmt: skip
+t5 = of_transformers(
+    "AutoModelForSeq2SeqLM", "t5", vocab_size=TOKENS, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8,
+    decoder_start_token_id=0, use_cache=False,
+)  # fmt: skip
+vit = of_transformers(
+    "AutoModelForImageClassification", "vit", hidden_size=256, num_hidden_layers=12, num_attention_heads=8,
+    intermediate_size=1024, image_size=112, patch_size=8, num_labels=1000,
+)  # fmt: skip
+# The default sizes are those of ResNet-50.
+resnet50 = of_transformers("AutoModelForImageClassification", "resnet", num_labels=1000)
 
 
 def unet() -> nn.Module:
-    from diffusers import UNet2DModel  # type: ignore[import-not-found]
-
-    made: nn.Module = UNet2DModel(
+    made: nn.Module = import_module("diffusers").UNet2DModel(
         sample_size=32, in_channels=3, out_channels=3, layers_per_block=2, block_out_channels=(32, 64, 128, 128),
         down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
@@ -172,27 +151,20 @@ def measure(name: str, device: torch.device, iterations: int, layers: bool) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--only", nargs="*", default=list(SUBJECTS), choices=list(SUBJECTS), help="these models")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--layers", action="store_true", help="also show every layer")
-    parser.add_argument("--save", type=Path, help="a file for the table")
     wish = parser.parse_args()
-    device = torch.cuda.get_device_name() if wish.device.type == "cuda" else platform.processor() or platform.machine()
-    lines = [
-        (__doc__ or "").partition("\n")[0],
-        f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}",
-        "",
+    report = Report(wish.save)
+    report.add(
+        conditions("benchmarks/balance.py"),
+        f"device: {torch.cuda.get_device_name() if wish.device.type == 'cuda' else 'cpu'}\n",
         f"{'model':<16}{'layers':>7}{'stages':>7}{'model':>12}{'best':>12}{'work':>9}{'layers':>9}{'noise':>9}",
-    ]
-    print("\n".join(lines), flush=True)
+    )
     for name in wish.only:
-        rows = measure(name, wish.device, wish.iterations, wish.layers)
-        print("\n".join(rows), flush=True)
-        lines += rows
-    if wish.save:
-        wish.save.write_text("\n".join(lines) + "\n")
+        report.add(*measure(name, wish.device, wish.iterations, wish.layers))
 
 
 if __name__ == "__main__":

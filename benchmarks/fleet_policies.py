@@ -1,24 +1,22 @@
 """The published comparisons of Gavel [Narayanan 2021, section 5.7.3], simulated: our ratios beside those of the thesis.
 
     python benchmarks/fleet_policies.py --save benchmarks/results/fleet-policies.txt
-    python benchmarks/fleet_policies.py --jobs 2000 --seeds 1 --only las ftf --loads 0.8 0.9 1.0
+    python benchmarks/fleet_policies.py --jobs 2000 --seeds 1 --only las fifo --loads 0.8 0.9 1.0
 
 The workload has the 26 job types with the throughputs that the authors measured, on 36 V100, 36 P100 and 36 K80. The
 thesis measures jobs 4000 to 5000; with N jobs these are those from 4/6 N to 5/6 N, while the later ones keep the fleet
 busy. A load of 1 is the rate that the aware fleet can do, which the capacity rows say.
 """
 
-import argparse
 import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy
 
-from measurement.launches import conditions
+from measurement.reports import Report, conditions, option_parser
 from penstock.fleet import (
     THESIS_KINDS,
     Arrival,
@@ -91,15 +89,6 @@ def las(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, flo
             aware, baseline = _both(max_min_fairness, gangs, jobs, seed, load)
             name = f"LAS, {'gangs' if gangs else 'single workers'}, load {load:g}: mean completion time"
             yield name, baseline.mean_seconds / aware.mean_seconds, published
-
-
-def ftf(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
-    """Finish-time fairness."""
-    for load in loads:
-        aware, baseline = _both(finish_time_fairness, True, jobs, seed, load)
-        name = f"finish-time fairness, gangs, load {load:g}"
-        yield f"{name}: mean completion time", baseline.mean_seconds / aware.mean_seconds, "3"
-        yield f"{name}: mean rho", baseline.fairness / aware.fairness, "2.8"
 
 
 def first_come(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
@@ -204,27 +193,23 @@ COMPARISONS: dict[str, Callable[[int, int, Sequence[float]], Iterator[tuple[str,
     "cost": cost,
     "scaling": scaling,
     "las": las,
-    "ftf": ftf,
     "fifo": first_come,
     "makespan": makespan,
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--loads", type=float, nargs="+", default=[0.96], help="of LAS, FTF and FIFO: parts of capacity"
-    )
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.96], help="of LAS and FIFO: parts of capacity")
     parser.add_argument("--only", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
-    parser.add_argument("--save", type=Path, help="write the table to this file, too")
     arguments = parser.parse_args()
-    lines = [
+    report = Report(arguments.save)
+    report.add(
         conditions("benchmarks/fleet_policies.py"),
         f"{arguments.jobs} jobs, {arguments.seeds} seeds; ratio of the baseline to the policy, its spread, the thesis",
-    ]
-    print("\n".join(lines), flush=True)
+    )
     for name in arguments.only:
         start, found = time.process_time(), dict[str, tuple[list[float], str]]()
         for seed in range(arguments.seeds):
@@ -232,12 +217,8 @@ def main() -> None:
                 found.setdefault(label, ([], published))[0].append(ratio)
         for label, (ratios, published) in found.items():
             spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
-            lines.append(f"{label}: {statistics.mean(ratios):.3g} +- {spread:.2g} (thesis: {published})")
-            print(lines[-1], flush=True)
-        lines.append(f"  {name}: {time.process_time() - start:.0f} s of processor time")
-        print(lines[-1], flush=True)
-        if arguments.save:
-            arguments.save.write_text("\n".join(lines) + "\n")
+            report.add(f"{label}: {statistics.mean(ratios):.3g} +- {spread:.2g} (thesis: {published})")
+        report.add(f"  {name}: {time.process_time() - start:.0f} s of processor time")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import yaml
 
-from measurement.launches import conditions
+from measurement.reports import Report, conditions, option_parser
 from penstock.fleet import POLICIES, FleetFile, simulate_fleet
 from penstock.fleet.executor import LeaseRecord, RunState
 from penstock.fleet.lease_processes import LeaseProcess, training_words
@@ -52,32 +52,28 @@ class Measured:
     start_seconds: float
     end_seconds: float
 
+    def __str__(self) -> str:
+        return (
+            f"{self.steps_per_second:.3g} steps/s, a start {self.start_seconds:.1f} s, an end {self.end_seconds:.1f} s"
+        )
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--round-seconds", type=float, default=40.0)
     parser.add_argument("--grace-seconds", type=float, default=120.0)
     parser.add_argument("--policy", choices=list(POLICIES), default="max-min-fairness")
     parser.add_argument("--steps", type=float, default=1.0, help="times those of the five jobs")
     parser.add_argument("--kill-after", type=float, default=0.0, help="seconds until the executor is killed; 0: never")
-    parser.add_argument("--save", type=Path, help="write the results to this file, too")
     arguments = parser.parse_args()
-    lines: list[str] = []
-
-    def report(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
-
+    report = Report(arguments.save).add
     report(conditions("benchmarks/fleet_runs.py"))
     report(f"rounds of {arguments.round_seconds:g} s, {arguments.policy}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         measured = _measure(folder)
         for kind, found in measured.items():
-            report(
-                f"before the run, {kind}: {found.steps_per_second:.3g} steps/s, a start {found.start_seconds:.1f} s, "
-                f"an end {found.end_seconds:.1f} s"
-            )
+            report(f"before the run, {kind}: {found}")
         fleet = FleetFile.load(_fleet_file(folder, arguments.steps, measured))
         expected = _predict(fleet, measured, arguments)
         report(f"predicted: a makespan of {expected:.0f} s")
@@ -88,20 +84,14 @@ def main() -> None:
             f"measured: {seconds:.0f} s; the prediction differs by {expected / seconds - 1:+.1%}; "
             f"{sum(job.leases for job in state.jobs.values())} leases, {preempted} preempted; load {_load()}"
         )
-        for line in _table_of_leases(state.leases):
-            report(line)
+        report(*_table_of_leases(state.leases))
         found = _of_leases(state.leases)
         for kind, of_run in found.items():
-            report(
-                f"in the run, {kind}: {of_run.steps_per_second:.3g} steps/s, a start {of_run.start_seconds:.1f} s, an "
-                f"end {of_run.end_seconds:.1f} s"
-            )
+            report(f"in the run, {kind}: {of_run}")
         again = _predict(fleet, found, arguments)
         report(f"predicted from these: {again:.0f} s, which differs by {again / seconds - 1:+.1%}")
         wrong = _compare(fleet, folder)
     report(f"other bits than without interruptions: {', '.join(wrong) or 'none'}")
-    if arguments.save:
-        arguments.save.write_text("\n".join(lines) + "\n")
     if wrong or preempted < 10:
         sys.exit("expected ten preemptions or more, and the bits of uninterrupted trainings")
 

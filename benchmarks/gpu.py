@@ -34,7 +34,7 @@ from contenders.contenders import GLOO, Absent, Entry, Running, data_parallel, o
 from contenders.jobs import Language, Placed, Setting
 from contenders.torch_contenders import torch_entries
 from measurement.ideals import speedup
-from measurement.launches import conditions
+from measurement.reports import conditions
 from penstock.reporting.peak_flops import peak_flops_of
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 

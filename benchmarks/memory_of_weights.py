@@ -8,7 +8,6 @@ device, read their stages with `penstock.load_weights`, train one step with plai
 Needs transformers and safetensors, and room for the model twice on the disk. A test does the same with a small model.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -25,8 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import penstock
-from measurement.launches import conditions, everywhere, launch
+from measurement.launches import everywhere, launch
+from measurement.reports import Report, conditions, option_parser
 from measurement.resident_memory import forget_peak, resident_bytes, return_what_is_freed
+from penstock.values.quantities import table_lines
 
 RANKS, SHARDS, TOKENS = 4, 10, 16
 EXPLANATION = """\
@@ -129,32 +130,26 @@ def same_bits(target: Path) -> bool:
     return not any(remarks.values()) and torch.equal(logits, torch.load(target.parent / "logits.pt"))
 
 
-def table(rows: list[dict[str, int]]) -> str:
+def table(rows: list[dict[str, int]]) -> list[str]:
     """A line for each rank; see `EXPLANATION`."""
-    lines = [
-        f"{'MB':>4}{'weights':>10}{'largest tensor':>16}{'loading':>10}{'writing':>10}{'training':>10}",
-    ]
+    cells = [("MB", "weights", "largest tensor", "loading", "writing", "training")]
     for rank, row in enumerate(rows):
-        megabytes = {name: value / 1e6 for name, value in row.items()}
-        lines.append(
-            f"{rank:4}{megabytes['weights']:10.1f}{megabytes['tensor']:16.1f}{megabytes['loading']:10.1f}"
-            f"{megabytes['writing']:10.1f}{megabytes['training']:10.1f}"
-        )
+        columns = ("weights", "tensor", "loading", "writing", "training")
+        cells.append((str(rank), *(f"{row[name] / 1e6:.1f}" for name in columns)))
     total = sum(row["weights"] for row in rows) / 1e6
-    return "\n".join([*lines, EXPLANATION, f"the whole model: {total:.1f} MB in {SHARDS} shards"])
+    return [*table_lines(cells, left=()), EXPLANATION, f"the whole model: {total:.1f} MB in {SHARDS} shards"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = option_parser(__doc__, worker=True)
     parser.add_argument("--size", choices=SIZES, default="big", help="of the model")
-    parser.add_argument("--save", type=Path, help="a file for what is printed")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         folder = options.worker
         work(options.size, folder / "source", folder / "target", folder / "report.json")
         return
-    before = conditions("benchmarks/memory_of_weights.py")
+    report = Report(options.save)
+    report.add(conditions("benchmarks/memory_of_weights.py"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "source").mkdir()
@@ -166,10 +161,7 @@ def main() -> None:
         equal = same_bits(folder / "target")
     shards = sum(name.endswith(".safetensors") for name in files)
     verdict = f"written: {shards} shards; from_pretrained computes the same bits: {'yes' if equal else 'NO'}"
-    text = f"{before}\n\n{table(rows)}\n{verdict}\n"
-    print(text)
-    if options.save is not None:
-        options.save.write_text(text)
+    report.add("", *table(rows), verdict)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ docs/performance.md says what that can tell and what it cannot.
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,8 @@ from contenders.contenders import GLOO, ONE_PROCESS, Absent, Entry, Running, pip
 from contenders.jobs import JOBS, Setting, sgd
 from contenders.lineup import entries_of
 from measurement.ideals import ideal_seconds, overhead
-from measurement.launches import conditions, everywhere, launch, outside_the_launch, timed
+from measurement.launches import everywhere, launch_and_read, outside_the_launch, timed
+from measurement.reports import Report, conditions, option_parser
 from measurement.rounds import TURN_SECONDS, joined, measure
 from measurement.step_breakdown import Parts, parts_of
 from penstock.scheduling import Step
@@ -223,36 +222,23 @@ def division_table(divisions: Sequence[Division]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = option_parser(__doc__, worker=True)
     parser.add_argument("--sizes", nargs="+", choices=JOBS, default=["nano", "tiny"], help="of the model")
     parser.add_argument("--microbatches", type=int, default=8, help="of two samples, in a step")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
     parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of each contender, in a round")
     parser.add_argument("--repeats", type=int, default=20, help="of eight steps that are divided")
-    parser.add_argument("--json", type=Path, help="a file for JSON lines")
-    parser.add_argument("--save", type=Path, help="a file for all that is printed")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         work(options)
         return
-    parts, lines = [conditions("benchmarks/overhead.py")], []
+    report = Report(options.save)
+    report.add(conditions("benchmarks/overhead.py"))
     for size in options.sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "tables.json"
-            arguments = ["--worker", str(report), "--sizes", size, "--rounds", str(options.rounds)]
-            arguments += ["--microbatches", str(options.microbatches), "--repeats", str(options.repeats)]
-            launch(__file__, PROCESSES, [*arguments, "--turn-seconds", str(options.turn_seconds)])
-            reported = json.loads(report.read_text())
+        reported = launch_and_read(__file__, PROCESSES, options, sizes=[size])
         costs = [Cost(**one) for one in reported["costs"]]
         divisions = [Division(**one) for one in reported["divisions"]]
-        lines += [json.dumps(one) for one in (*reported["costs"], *reported["divisions"])]
-        parts += [cost_table(costs), division_table(divisions)]
-        print("\n\n".join(parts[-2:]) + "\n", flush=True)
-    if options.json is not None:
-        options.json.write_text("\n".join(lines) + "\n")
-    if options.save is not None:
-        options.save.write_text("\n\n".join([*parts, "\n".join(lines)]) + "\n")
+        report.add("", cost_table(costs), "", division_table(divisions))
 
 
 if __name__ == "__main__":

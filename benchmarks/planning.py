@@ -7,14 +7,9 @@ machine, with the samples per second that the simulator gives its plan. *small*:
 and the profile joined to six layers, on four devices, beside every plan that there is.
 """
 
-import argparse
 import json
-import os
-import platform
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,9 +17,8 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 import penstock
+from measurement.reports import Report, conditions, option_parser, table
 from penstock.errors import PenstockError
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
@@ -40,7 +34,6 @@ from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, pla
 from planners.profiles import join, load_profiles
 from planners.single_planners import partition, plan_pipedream, plan_spp
 
-DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."
 MACHINES = {
     "flat 16": Cluster.uniform(16, 1.25e9),
     "4x4": Cluster.hierarchical([(4, 12e9), (4, 1.25e9)]),
@@ -282,12 +275,6 @@ def every_plan(profile: Profile, cluster: Cluster, arrangements: list[tuple[Stag
                     yield Plan(stages, "interleaved", microbatches, size)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def seconds(row: Row) -> list[str]:
     return [f"{row[key]:.4f}" for key in ("wall_min", "wall_median", "processor_min")] + [str(row["runs"])]
 
@@ -334,28 +321,18 @@ def report(rows: list[Row]) -> str:
     return "\n".join(parts)
 
 
-def conditions() -> str:
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return (
-        f"machine: {os.cpu_count()} cores ({platform.machine()}), {platform.system()}, {time.strftime('%Y-%m-%d')}; "
-        f"one process; load average before: {load}: other jobs ran meanwhile, so compare minima and processor seconds\n"
-        f"software: Python {platform.python_version()}, numpy {numpy.__version__}, penstock {penstock.__version__}\n"
-        f"command: {shlex.join(['python', *sys.argv])}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder with dnn-partitioning/ and piper/")
     parser.add_argument("--profiles", nargs="*", default=[], help="only these")
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
     parser.add_argument("--tables", nargs="*", default=["times", "planners", "small"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="without the thousand layers and the trillion parameters")
-    parser.add_argument("--save", type=Path, help="write the tables there, and JSON lines beside them")
     options = parser.parse_args()
 
-    before = conditions()
+    shown = Report(options.save)
+    shown.add(f"{conditions('benchmarks/planning.py')}\n")
     profiles = load_profiles(options.data, options.profiles)
     made: dict[str, Callable[[], Iterator[Row]]] = {
         "times": lambda: times(profiles, options.repeats, large=not options.quick),
@@ -367,11 +344,7 @@ def main() -> None:
         for row in made[name]():
             rows.append(row)
             print(json.dumps(row), flush=True)
-    text = f"{before}\n\n{report(rows)}\n"
-    print(text)
-    if options.save is not None:
-        options.save.write_text(text)
-        options.save.with_suffix(".json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown.add(report(rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ wins. The lines are written as they come, so that a run that was stopped continu
 every N-th case.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
+from measurement.reports import Report, option_parser
 from penstock.errors import PenstockError
 from penstock.scheduling.schedule_names import SCHEDULES
 from penstock.values.clusters import Cluster
@@ -70,7 +70,8 @@ def rivals(profile: Profile, cluster: Cluster, draws: int, steps: int) -> dict[s
     seconds = time.process_time() - started
     rate = judge.rate
     own = rate(answer)
-    best = judge.fastest(filter(None, (random_plan(draw, profile, cluster) for _ in range(draws))))
+    drawn = (random_plan(draw, profile, cluster) for _ in range(draws))
+    best = max(filter(None, drawn), key=rate)
     climbed = [climb(start, judge, draw, steps // 2, profile, cluster) for start in (best, answer)]
     found = max([best, *climbed], key=rate)
     return {
@@ -135,10 +136,9 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, help="the folder with dnn-partitioning/ and piper/")
     parser.add_argument("--profiles", nargs="*", default=[])
-    parser.add_argument("--save", type=Path, help="where the report goes; its lines are kept beside it, as .jsonl")
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--sample", type=int, default=1, help="take every N-th case")
@@ -171,10 +171,7 @@ def main() -> None:
                     file.writelines(json.dumps(row) + "\n" for row in new)
             for row in new:
                 print(json.dumps(row), file=sys.stderr, flush=True)
-    text = "\n".join(summary(rows)) + "\n"
-    print(text, end="")
-    if options.save:
-        options.save.write_text(f"$ python benchmarks/planning_beat.py {' '.join(sys.argv[1:])}\n{text}")
+    Report(options.save).add(f"$ python benchmarks/planning_beat.py {' '.join(sys.argv[1:])}", *summary(rows))
 
 
 if __name__ == "__main__":

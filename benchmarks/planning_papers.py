@@ -1,17 +1,17 @@
-"""Prints what Penstock plans and predicts beside what the papers printed: the tables of docs/planning.md.
+"""Prints what Penstock plans and predicts beside what the papers printed; docs/planning.md sums the tables up.
 
-    python benchmarks/planning_papers.py --data DIR > benchmarks/results/planning-papers.txt
+    python benchmarks/planning_papers.py --data DIR --save benchmarks/results/planning-papers.txt
 
 Sources: PipeDream (SOSP'19, table 1) and the thesis (chapters 2 and 3); SPP (INFOCOM 2022, table III); the optima that
 dnn-partitioning publishes for its graphs. Without DIR, what needs the graphs of dnn-partitioning is left out.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from measurement.reports import Report, option_parser, table
 from penstock.errors import PlanError
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
@@ -23,7 +23,6 @@ from penstock.values.profiles import Profile
 from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
 from planners.profiles import load_profiles
 from planners.single_planners import partition, plan_pipedream, plan_spp
-from planning import table
 
 FLAT_A = Cluster.uniform(16, 1.25e9)
 FLAT_B = Cluster.uniform(16, 3.125e9)
@@ -213,19 +212,8 @@ def beside_model_parallel(profiles: dict[str, Profile]) -> str:
         shares += [rate("pipedream", 1), rate("2bw", devices), rate("pipedream", 1, best.stages)]
         row = [name, str(devices), *(f"{share / alone:.2f}" for share in shares)]
         rows.append([*row, short(best), printed])
-    head = [
-        "model",
-        "devices",
-        "gpipe m=p",
-        "flush m=p",
-        "flush m=4p",
-        "pipedream",
-        "2bw",
-        "pipedream, replicas",
-        "plan",
-        "thesis",
-    ]
-    return table(head, rows)
+    flushed = ["gpipe m=p", "flush m=p", "flush m=4p"]
+    return table(["model", "devices", *flushed, "pipedream", "2bw", "pipedream, replicas", "plan", "thesis"], rows)
 
 
 def sections(profiles: dict[str, Profile]) -> Iterator[tuple[str, str]]:
@@ -237,13 +225,14 @@ def sections(profiles: dict[str, Profile]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prints what Penstock plans beside what the papers printed.")
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder with dnn-partitioning/")
     options = parser.parse_args()
     names = ["vgg16", "resnet50", "gnmt"]
     names += ["dnn/bert24", "dnn/resnet50"] if options.data is not None else []
+    report = Report(options.save)
     for title, text in sections(load_profiles(options.data, names)):
-        print(f"{title}\n{text}\n", flush=True)
+        report.add(title, f"{text}\n")
 
 
 if __name__ == "__main__":

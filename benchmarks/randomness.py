@@ -6,19 +6,16 @@ One pipeline trains blocks of a GPT with dropout in one stage, with a seed and w
 `Pipeline(seed=...)` says. The difference between two series that do the same (the last column) is the noise.
 """
 
-import argparse
-import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from measurement.reports import Report, conditions, option_parser
 
-DESCRIPTION = "Times repeatable dropout beside dropout in PyTorch's own stream."
 SIZES = {"tiny": (32, 16, 2, 4), "small": (64, 64, 4, 8), "big": (256, 128, 4, 8)}
 """Width, tokens, blocks and samples of a microbatch."""
 MICROBATCHES = 4
@@ -81,19 +78,15 @@ def compare(size: str, rounds: int) -> str:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="steps of each pipeline")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--save", type=Path, help="a file for the table")
     wish = parser.parse_args()
-    lines = [
-        f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}, {wish.rounds} steps",
+    Report(wish.save).add(
+        conditions("benchmarks/randomness.py"),
         f"{'':6} {'own stream':>12} {'repeatable':>12} {'more':>10} {'us a layer':>12} {'noise':>10}",
         *(compare(size, wish.rounds) for size in wish.sizes),
-    ]
-    print("\n".join(lines))
-    if wish.save:
-        wish.save.write_text("\n".join(lines) + "\n")
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the call and what updates wait for copies (`stalled_seconds`); the excess of the
 shown, too, since copies and writes use the machine. Times are medians of rank 0.
 """
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
+from measurement.reports import Report, option_parser
 
 WIDTH = 1024
 
@@ -53,7 +53,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--megabytes", type=float, default=200.0, help="weights and moments of all stages")
     parser.add_argument("--schedule", default="1f1b-flush")
     parser.add_argument("--rounds", type=int, default=5)
@@ -81,11 +81,13 @@ def main() -> None:
             beside.append(sum(meanwhile))
     if pipe.rank == 0:
         wait, stall = median(waits), median(stalls)
-        print(f"{given.schedule}, {given.megabytes:.0f} MB of state, median of {given.rounds} saves of each kind")
-        print(f"save that waits            {wait * 1e3:9.1f} ms")
-        print(f"save with wait=False       {stall * 1e3:9.1f} ms stands still, {stall / wait:.1%} of it")
         excess = (median(beside) - median(plain)) * 1e3
-        print(f"the {given.steps} steps after it      {excess:+9.1f} ms against {median(plain) * 1e3:.1f} ms")
+        Report(given.save).add(
+            f"{given.schedule}, {given.megabytes:.0f} MB of state, median of {given.rounds} saves of each kind",
+            f"save that waits            {wait * 1e3:9.1f} ms",
+            f"save with wait=False       {stall * 1e3:9.1f} ms stands still, {stall / wait:.1%} of it",
+            f"the {given.steps} steps after it      {excess:+9.1f} ms against {median(plain) * 1e3:.1f} ms",
+        )
         shutil.rmtree(run)
     pipe.close()
     if dist.is_initialized():

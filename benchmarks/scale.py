@@ -17,9 +17,7 @@ import time
 STARTED = time.perf_counter()
 """Before torch is imported."""
 
-import argparse  # noqa: E402
 import json  # noqa: E402
-import tempfile  # noqa: E402
 from collections.abc import Iterator, Sequence  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -41,7 +39,8 @@ IMPORTED = time.perf_counter()
 
 from contenders.contenders import stages_per_rank  # noqa: E402
 from contenders.jobs import sgd  # noqa: E402
-from measurement.launches import conditions, everywhere, launch  # noqa: E402
+from measurement.launches import everywhere, launch_and_read  # noqa: E402
+from measurement.reports import Report, conditions, option_parser  # noqa: E402
 from measurement.startup import PARTS, timed_start  # noqa: E402
 
 WIDTH, STEPS = 4, 3
@@ -232,33 +231,23 @@ def simulation_table(rows: Sequence[Simulation]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = option_parser(__doc__, worker=True)
     parser.add_argument("--processes", type=int, nargs="*", default=[8, 16], help="even numbers")
     parser.add_argument("--deep", type=int, nargs="*", default=[4], help="processes for the Llama")
     parser.add_argument("--devices", type=int, nargs="*", default=list(DEVICES), help="to simulate; multiples of 64")
-    parser.add_argument("--json", type=Path, help="a file for JSON lines")
-    parser.add_argument("--save", type=Path, help="a file for all that is printed")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         work(options.worker, deep=bool(options.deep))
         return
+    report = Report(options.save)
+    report.add(conditions("benchmarks/scale.py"))
     starts: list[Start] = []
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "rows.json"
-        for count, deep in [*((count, []) for count in options.processes), *((c, [str(c)]) for c in options.deep)]:
-            launch(__file__, count, ["--worker", str(report), "--deep", *deep])
-            starts += [Start(**row) for row in json.loads(report.read_text())]
-    simulated = list(simulations(options.devices))
-    tables = [start_table(starts)] if starts else []
-    tables += [simulation_table(simulated)] if simulated else []
-    text = "\n\n".join([conditions("benchmarks/scale.py"), *tables])
-    print(text, flush=True)
-    lines = [json.dumps(asdict(row)) for row in (*starts, *simulated)]
-    if options.json is not None:
-        options.json.write_text("\n".join(lines) + "\n")
-    if options.save is not None:
-        options.save.write_text("\n\n".join([text, "\n".join(lines)]) + "\n")
+    for count, deep in [*((count, []) for count in options.processes), *((count, [count]) for count in options.deep)]:
+        starts += [Start(**row) for row in launch_and_read(__file__, count, options, deep=deep)]
+    if starts:
+        report.add("", start_table(starts))
+    if options.devices:
+        report.add("", simulation_table(list(simulations(options.devices))))
     if any(row.equal is False for row in starts):
         raise SystemExit("some pipeline's numbers are not the oracle's")
 

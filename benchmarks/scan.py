@@ -9,22 +9,19 @@ or too much memory at a length is left out there. On one thread of a CPU the pro
 programs disturb less. The last lines say what ``method="auto"`` would have lost against the fastest method.
 """
 
-import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from measurement.reports import Report, conditions, option_parser
 from penstock.scan import DiagonalRecurrence, ScanGRU, ScanRNN, diagonal_recurrence, estimate
 from penstock.scan.estimates import LayerMethod
 
-DESCRIPTION = "Times recurrences with a backward by parallel scan."
 LENGTHS = (10, 30, 100, 300, 1000, 3000, 10000, 30000)
 LONGEST_LOOP = 1000
 """A loop in Python is timed up to this length. Contenders are warmed up, and have four times as many turns."""
@@ -175,27 +172,28 @@ def lost_by_auto(kind: str, inputs: Tensor, width: int, times: Times) -> tuple[s
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    parser = option_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--widths", type=int, nargs="*", default=[4, 20], help="hidden values")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16], help="samples")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender; four times as many if short")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save", type=Path, help="a file for the table")
     wish = parser.parse_args()
     device = torch.device(wish.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     clock = "processor time" if device.type == "cpu" and torch.get_num_threads() == 1 else "time on the wall"
-    lines = [
-        f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {name}, {wish.rounds} rounds, {clock}",
+    report = Report(wish.save)
+    report.add(
+        conditions("benchmarks/scan.py"),
+        f"{name}, {torch.get_num_threads()} thread(s), {wish.rounds} rounds, {clock}",
         "Ratios are to the first row of the same length and kind: above 1 is faster.",
-    ]
-    print(*lines, sep="\n", flush=True)
+    )
     every_lost = []
     for width, batch in product(wish.widths, wish.batches):
-        head = f"\n{width} hidden values, {batch} sample(s)"
-        lines += [head, f"{'length':>7} {'':28} {'forward ms':>10} {'backward ms':>10} {'backward':>10} {'step':>11}"]
-        print(*lines[-2:], sep="\n", flush=True)
+        report.add(
+            f"\n{width} hidden values, {batch} sample(s)",
+            f"{'length':>7} {'':28} {'forward ms':>10} {'backward ms':>10} {'backward':>10} {'step':>11}",
+        )
         for length in wish.lengths:
             torch.manual_seed(0)
             inputs = torch.bernoulli(torch.full((length, batch, 1), 0.5, device=device)).requires_grad_()
@@ -203,18 +201,13 @@ def main() -> None:
                 rows, times = compare(recurrences(kind, width, length, batch, device), inputs, wish.rounds)
                 row, lost = lost_by_auto(kind, inputs, width, times)
                 every_lost.append(lost)
-                lines += [*rows, row]
-                print(*rows, row, sep="\n", flush=True)
+                report.add(*rows, row)
             rows, _ = compare(diagonal(width, length, batch, device), inputs, wish.rounds)
-            lines += rows
-            print(*rows, sep="\n", flush=True)
-    lines.append(
+            report.add(*rows)
+    report.add(
         f"\nauto takes {statistics.mean(every_lost):.2f} times the time of the fastest method on average, "
         f"{max(every_lost):.2f} times at worst"
     )
-    print(lines[-1])
-    if wish.save:
-        wish.save.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ What the figures mean stands in docs/performance.md. Leave the machine alone mea
 
 import argparse
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from contenders.contenders import Absent, Entry
 from contenders.jobs import JOBS, Setting
 from contenders.lineup import entries_of
 from measurement.comparisons import LEGEND, Row, findings, rows_of, table
-from measurement.launches import conditions, launch
+from measurement.launches import launch_and_read
 from measurement.peaks import measure_peaks
+from measurement.reports import Report, conditions, option_parser
 from measurement.rounds import TURN_SECONDS, Rounds, Times, joined, measure
 
 
@@ -51,14 +51,7 @@ def compare(size: str, options: argparse.Namespace) -> tuple[list[Row], list[Abs
     """The rows of a size, in launches of their own."""
     setting = Setting(JOBS[size], options.processes, options.microbatches)
     entries, absent = chosen(setting, options.only)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "rounds.json"
-        arguments = ["--worker", str(report), "--sizes", size, "--rounds", str(options.rounds)]
-        arguments += ["--microbatches", str(options.microbatches), "--processes", str(options.processes)]
-        arguments += ["--turn-seconds", str(options.turn_seconds)]
-        arguments += [] if options.only is None else ["--only", *options.only]
-        launch(__file__, options.processes, arguments)
-        reported = json.loads(report.read_text())
+    reported = launch_and_read(__file__, options.processes, options, sizes=[size])
     times = {name: Times(**series) for name, series in reported["times"].items()}
     found = Rounds(times, reported["slowdowns"], reported["distances"])
     peaks = {} if options.no_peaks else {entry.name: measure_peaks(entry.name, setting) for entry in entries}
@@ -73,7 +66,7 @@ def report_of(size: str, rows: list[Row], absent: list[Absent]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = option_parser(__doc__, worker=True)
     parser.add_argument("--sizes", nargs="+", choices=JOBS, default=list(JOBS), help="of the model (default: all)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8, help="of two samples, in a step")
@@ -81,27 +74,19 @@ def main() -> None:
     parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of each contender, in a round")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these in their names")
     parser.add_argument("--no-peaks", action="store_true", help="do not measure memory, which takes a launch for each")
-    parser.add_argument("--json", type=Path, help="a file for the JSON lines")
-    parser.add_argument("--save", type=Path, help="a file for all that is printed")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         setting = Setting(JOBS[options.sizes[0]], options.processes, options.microbatches)
         work(setting, options.only, options.rounds, options.turn_seconds, options.worker)
         return
-    parts, lines = [conditions("benchmarks/throughput.py")], []
+    report = Report(options.save)
+    report.add(conditions("benchmarks/throughput.py"))
+    found = []
     for size in options.sizes:
         rows, absent = compare(size, options)
-        reported = [json.dumps(asdict(row)) for row in rows]
-        part = report_of(size, rows, absent)
-        print("\n".join([*reported, "", part, ""]), flush=True)
-        lines += reported
-        parts.append(part)
-    print(LEGEND)
-    if options.json is not None:
-        options.json.write_text("\n".join(lines) + "\n")
-    if options.save is not None:
-        options.save.write_text("\n\n".join([*parts, LEGEND, "\n".join(lines)]) + "\n")
+        report.add("", report_of(size, rows, absent))
+        found += rows
+    report.add("", LEGEND, "", *(json.dumps(asdict(row)) for row in found))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,13 @@ with the same microbatches. The two take turns, round by round. Prints the sampl
 simulator predicted, and the spread over the rounds.
 """
 
-import argparse
 import json
 import os
-import platform
 import signal
-import socket
 import statistics
-import subprocess
-import sys
-import threading
 import time
+from multiprocessing import Event, Process
+from multiprocessing.synchronize import Event as Flag
 from pathlib import Path
 
 import torch
@@ -27,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from measurement.launches import launch_and_read
+from measurement.reports import Report, conditions, option_parser
 from penstock.simulating import evaluate
 
 WIDTH, BLOCKS, SAMPLES, MICROBATCHES = 512, 12, 128, 16
@@ -66,8 +64,8 @@ def rate(pipe: penstock.Pipeline) -> float:
     return STEPS * len(x) / (time.perf_counter() - begun)
 
 
-def work() -> None:
-    """One of the two processes; rank 0 prints what it found."""
+def work(path: Path) -> None:
+    """One of the two processes; rank 0 writes what it found."""
     torch.set_num_threads(1)
     planned = build(plan="auto", schedule="1f1b-flush", microbatches=MICROBATCHES)
     assert planned.auto_plan is not None
@@ -77,7 +75,7 @@ def work() -> None:
     for _ in range(ROUNDS):
         rates["planned"].append(rate(planned))
         rates["equal"].append(rate(equal))
-    if planned.plan.predicted is not None and int(os.environ["RANK"]) == 0:
+    if planned.plan.predicted is not None and planned.rank == 0:
         expected = evaluate(equal.plan, profile, cluster).samples_per_second
         found = {
             "plan": str(planned.plan),
@@ -85,12 +83,12 @@ def work() -> None:
             "predicted": {"planned": planned.plan.predicted.samples_per_second, "equal": expected},
             "rates": rates,
         }
-        print(json.dumps(found), flush=True)
+        path.write_text(json.dumps(found))
     planned.close()
     equal.close()
 
 
-def hold(pid: int, over: threading.Event) -> None:
+def hold(pid: int, over: Flag) -> None:
     """Stops and continues the process `pid` until `over`."""
     due = time.perf_counter()
     stopped = False
@@ -100,40 +98,8 @@ def hold(pid: int, over: threading.Event) -> None:
             os.kill(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
             due += TURN_SECONDS
             time.sleep(max(0.0, due - time.perf_counter()))
-    except ProcessLookupError:
-        return
     finally:
-        if stopped:
-            os.kill(pid, signal.SIGCONT)
-
-
-def launch(held: bool) -> dict:
-    """Runs both processes, with rank 1 held to half its speed or not."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--work"],
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    over = threading.Event()
-    holder = threading.Thread(target=hold, args=(started[1].pid, over), daemon=True)
-    if held:
-        holder.start()
-    out, _ = started[0].communicate(timeout=500)
-    over.set()
-    if held:
-        holder.join()
-    started[1].communicate(timeout=60)
-    if any(process.returncode for process in started):
-        raise RuntimeError("a process has failed; its error is above")
-    return json.loads(out.splitlines()[-1])
+        os.kill(pid, signal.SIGCONT)
 
 
 def report(title: str, found: dict) -> list[str]:
@@ -157,28 +123,24 @@ def report(title: str, found: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--save", type=Path, help="write the figures to this file as well")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.work:
-        work()
+    parser = option_parser(__doc__, worker=True)
+    parser.add_argument("--hold", action="store_true", help="rank 1 to half its speed")
+    options = parser.parse_args()
+    if options.worker is not None:
+        over = Event()
+        holder = Process(target=hold, args=(os.getpid(), over), daemon=True)
+        if options.hold and os.environ["RANK"] == "1":
+            holder.start()
+        work(options.worker)
+        over.set()
         return
-    load = os.getloadavg()[0]
-    lines = [
-        "python benchmarks/unequal.py",
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, nice {os.nice(0)}, "
-        f"load of the machine at the start {load:.1f}",
-        f"{BLOCKS} blocks of {WIDTH} x {2 * WIDTH}, {MICROBATCHES} microbatches of {SAMPLES}, {STEPS} steps a round",
-        "",
-    ]
-    print("\n".join(lines), flush=True)
+    shown = Report(options.save)
+    shown.add(
+        conditions("benchmarks/unequal.py"),
+        f"{BLOCKS} blocks of {WIDTH} x {2 * WIDTH}, {MICROBATCHES} microbatches of {SAMPLES}, {STEPS} steps a round\n",
+    )
     for title, held in (("one process held to half its speed", True), ("both processes at full speed", False)):
-        found = report(title, launch(held=held))
-        print("\n".join(found), flush=True)
-        lines += found
-        if arguments.save:
-            arguments.save.write_text("\n".join(lines) + "\n")
+        shown.add(*report(title, launch_and_read(__file__, 2, options, hold=held)))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ two hosts (hosts/networks.py); that takes root and iproute2. Bytes are those tha
 stage counts, TCP's headers included. Every kind trains the same model on the same batches.
 """
 
-import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -23,6 +21,7 @@ from torch import nn
 import penstock
 from hosts.launches import run_everywhere
 from hosts.networks import Network, joined_hosts
+from measurement.reports import Report, conditions, option_parser
 
 KINDS: dict[str, Any] = {"None": None, "torch.bfloat16": torch.bfloat16, "RowInt8()": penstock.RowInt8()}
 WIDTH, SAMPLES, MICROBATCHES = 128, 1024, 8
@@ -30,43 +29,37 @@ _MOST_SECONDS = 600.0
 """How long the trainings over one link may take together."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = option_parser(__doc__, worker=True)
     parser.add_argument("--rates", type=float, nargs="+", default=[50e6, 200e6], help="bits per second of the link")
     parser.add_argument("--steps", type=int, default=22, help="for each kind; the first two are not counted")
-    parser.add_argument("--save", type=Path, help="write the table to this file, too")
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.record is not None:
-        _train(options.steps, options.record)
-        return 0
-    lines = [
-        f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; two stages of two "
-        f"layers of width {WIDTH}, 1f1b-flush, {MICROBATCHES} microbatches of {SAMPLES} samples: messages of "
-        f"{SAMPLES * WIDTH * 4 / 1e6:.2f} MB in float32",
+    if options.worker is not None:
+        _train(options.steps, options.worker)
+        return
+    report = Report(options.save)
+    report.add(
+        conditions("benchmarks/wire.py"),
+        f"two stages of two layers of width {WIDTH}, 1f1b-flush, {MICROBATCHES} microbatches of {SAMPLES} samples: "
+        f"messages of {SAMPLES * WIDTH * 4 / 1e6:.2f} MB in float32",
         f"{'link':>10}  {'wire_dtype':<14}  {'step':>8}  {'sent':>8}  {'on the link':>11}  loss",
-    ]
+    )
     for rate in options.rates:
         with joined_hosts(2, rate) as network:
             records = _records(network, options.steps)
         for record in records:
             carried = record["bytes"] * 8 / rate
-            lines.append(
+            report.add(
                 f"{rate / 1e6:>3.0f} Mbit/s  {record['kind']:<14}  {record['seconds'] * 1e3:>5.0f} ms  "
                 f"{record['bytes'] / 1e6:>5.2f} MB  {carried * 1e3:>8.0f} ms  {record['loss']:.9f}"
             )
-    text = "\n".join(lines) + "\n"
-    print(text, end="")
-    if options.save:
-        options.save.write_text(text)
-    return 0
 
 
 def _records(network: Network, steps: int) -> list[dict[str, Any]]:
     """What the first rank measured; each rank runs on a host of its own."""
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory, "records.json")
-        arguments = [__file__, "--steps", str(steps), "--record", str(record)]
+        arguments = [__file__, "--steps", str(steps), "--worker", str(record)]
         run_everywhere(network, arguments, _MOST_SECONDS, {"PENSTOCK_SHARED_MEMORY": "0"})
         return json.loads(record.read_text())
 
@@ -108,4 +101,4 @@ def _sent_bytes() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -5,8 +5,8 @@
 
 joins two hosts on this machine by links of several rates (`networks.py`; needs root). At each rate all contenders take
 turns in one launch: a plain loop, DDP, PyTorch's pipelining, every schedule of Penstock's, replicas, and
-``plan="auto"``. The table has what was measured and what Penstock predicted; the picture has steps per second over the
-rate, with the planner's choice marked. ``--hosts 3`` joins three hosts by a switch.
+``plan="auto"``. The table has what was measured and what Penstock predicted. ``--hosts 3`` joins three hosts by a
+switch.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 from contenders.contenders import DDP
@@ -22,9 +21,8 @@ from contenders.jobs import JOBS
 from hosts.launches import run_everywhere
 from hosts.lineup import AUTO
 from hosts.networks import NotAllowed, joined_hosts
-from hosts.pictures import draw
 from hosts.trials import Trial
-from measurement.launches import conditions
+from measurement.reports import Report, conditions, option_parser
 
 RATES = (1e8, 4e8, 1e9, 1e10)
 """Bits per second."""
@@ -82,7 +80,7 @@ def findings(trial: Trial, medians: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="of the links, in bits per second")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--size", choices=JOBS, default="big", help="of the model")
@@ -90,26 +88,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
     parser.add_argument("--turn-seconds", type=float, default=1.0, help="of each contender, in a round")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these in their names")
-    parser.add_argument("--save", type=Path, help="a file for the tables; the picture goes beside it (.svg)")
-    parser.add_argument("--json", type=Path, help="a file for everything that was measured")
     options = parser.parse_args()
     options.microbatches = options.microbatches or 4 * options.hosts
-    trials: dict[float, Trial] = {}
+    report = Report(options.save)
     head = f"{options.size}: {options.hosts} hosts, {options.microbatches} microbatches of two samples"
-    parts = [conditions("-m hosts.compare"), head]
-    print(head, flush=True)
+    report.add(conditions("-m hosts.compare"), "", head)
     for rate in options.rates:
         try:
-            trials[rate] = run_trial(rate, options)
+            report.add("", table(rate, run_trial(rate, options)))
         except NotAllowed as error:
             sys.exit(f"no hosts can be made here: {error}")
-        parts.append(table(rate, trials[rate]))
-        print(f"\n{parts[-1]}", flush=True)
-        if options.save is not None:
-            options.save.write_text("\n\n".join(parts) + "\n")
-            options.save.with_suffix(".svg").write_text(draw(trials, head))
-        if options.json is not None:
-            options.json.write_text(json.dumps({rate: asdict(trial) for rate, trial in trials.items()}))
 
 
 if __name__ == "__main__":

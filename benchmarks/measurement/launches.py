@@ -1,19 +1,20 @@
 """How benchmarks start their processes, and what these say to each other."""
 
+import argparse
+import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-import penstock
+from measurement.reports import conditions as conditions
 
 Found = TypeVar("Found")
 
@@ -23,6 +24,22 @@ def launch(script: str, processes: int, arguments: Sequence[str], environment: M
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     one_thread = {"OMP_NUM_THREADS": "1"}
     subprocess.run([*command, script, *arguments], check=True, env={**os.environ, **one_thread, **(environment or {})})
+
+
+def launch_and_read(script: str, processes: int, options: argparse.Namespace, **changed: Any) -> Any:
+    """Runs `script` as `launch` does, with `options` and those that are `changed`. Returns what its processes write as
+    JSON to the file `--worker`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        arguments: list[str] = []
+        for name, value in {**vars(options), **changed, "save": None, "worker": report}.items():
+            if value is None or value is False:
+                continue
+            values = value if isinstance(value, list | tuple) else () if value is True else (value,)
+            arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
+        launch(script, processes, arguments)
+        return json.loads(report.read_text())
 
 
 @contextmanager
@@ -60,15 +77,3 @@ def timed(work: Callable[[], object], least: float) -> float:
         work()
         count += 1
     return (time.perf_counter() - start) / count
-
-
-def conditions(script: str) -> str:
-    """The machine, the library and the command that runs `script`, in words."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    command = f"python {script} {shlex.join(sys.argv[1:])}".rstrip()
-    return (
-        f"machine: {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB, {platform.system()}; one thread a "
-        f"process; load average before: {os.getloadavg()[0]:.1f}\n"
-        f"software: torch {torch.__version__}, Python {platform.python_version()}, penstock {penstock.__version__}\n"
-        f"command: {command}"
-    )

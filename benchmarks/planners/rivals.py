@@ -1,11 +1,10 @@
 """Rivals of the search: random plans, and hill climbing with nothing but `penstock.simulating.evaluate`.
 
-They share no code with the search but the simulator that judges both. It does not simulate plans of which a bound says
-that they are slower than another (`RateBounds`), which changes no result.
+They share no code with the search but the simulator that judges both.
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +13,6 @@ from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
-from planners.rate_bounds import RateBounds
 
 SINGLE = ("1f1b-flush", "gpipe", "spp", "zb-h1", "2bw", "pipedream")
 SEVERAL = (("interleaved", 2), ("interleaved", 4), ("zb-v", 2))
@@ -23,12 +21,11 @@ PER_DEVICE = 4
 
 
 class Judge:
-    """The simulated samples per second of plans, each simulated at most once, and only where that can matter."""
+    """The simulated samples per second of plans, each simulated at most once."""
 
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self._profile = profile
         self._cluster = cluster
-        self._bounds = RateBounds(profile, cluster)
         self._known: dict[Plan, float] = {}
 
     @property
@@ -45,21 +42,6 @@ class Judge:
             except PenstockError:
                 self._known[key] = 0.0
         return self._known[key]
-
-    def is_faster(self, plan: Plan, than: float) -> bool:
-        """Whether `plan` has more samples per second `than` that; simulates it only if its bound does not deny it."""
-        return self._bounds.most(plan) > than and self.rate(plan) > than
-
-    def fastest(self, plans: Iterable[Plan]) -> Plan:
-        """The fastest of `plans`, and the first of equally fast ones; there are some."""
-        every = list(dict.fromkeys(plans))
-        bounds = [self._bounds.most(plan) for plan in every]
-        best = (-1.0, 0)
-        for index in sorted(range(len(every)), key=lambda index: -bounds[index]):
-            if bounds[index] < best[0]:
-                break
-            best = max(best, (self.rate(every[index]), -index))
-        return every[-best[1]]
 
 
 def random_plan(draw: random.Random, profile: Profile, cluster: Cluster) -> Plan | None:
@@ -138,7 +120,7 @@ def climb(start: Plan, judge: Judge, draw: random.Random, steps: int, profile: P
     best = start
     for _ in range(steps):
         changed = change(draw, best, profile, cluster)
-        if changed is not None and judge.is_faster(changed, judge.rate(best)):
+        if changed is not None and judge.rate(changed) > judge.rate(best):
             best = changed
     return best
 

@@ -8,7 +8,6 @@ script prints the seconds from the kill to the end of the next step, and compare
 training on two ranks which lost nothing. The sums over stages have another order, so equality is up to rounding.
 """
 
-import argparse
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from measurement.reports import Report, option_parser
 from reliability import training
 from reliability.jobs import Job, run_job
 
@@ -116,11 +116,10 @@ def _steps_of(log: Path) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the losses of hosts and compares the ends. Returns 1 if these differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--least", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--save", type=Path, help="write what is printed to this file as well")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         losses = shrink(Path(folder) / "elastic", given.hosts, given.least, given.steps, save_every=20)
@@ -132,9 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"loss after {given.steps} steps: {result.get('loss')} on {result.get('ranks')} ranks, {whole['loss']} without "
         f"a loss: {'equal up to rounding' if ends else 'WRONG'}"
     )
-    print("\n".join(lines))
-    if given.save:
-        given.save.write_text("\n".join(lines) + "\n")
+    Report(given.save).add(*lines)
     return int(not ends)
 
 

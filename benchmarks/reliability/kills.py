@@ -7,7 +7,6 @@ rank) once or several times, is started again by itself after each kill, and mus
 without a kill, to the bit. Nothing may be left behind: no file of a save, no shared memory and no socket.
 """
 
-import argparse
 import random
 import statistics
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from measurement.reports import Report, option_parser
 from penstock.testing.faults import Fault, Kill
 from reliability import training
 from reliability.jobs import Job, Outcome, run_job
@@ -85,12 +85,11 @@ def judge(outcome: Outcome, expected: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the campaign and prints a line for each job. Returns the number of jobs that went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, help="write the lines to this file as well")
     given = parser.parse_args(arguments)
-    lines: list[str] = []
+    report = Report(given.save)
     endings: dict[str, list[float]] = {"shared memory": [], "sockets": []}
     expected: dict[tuple[int, str], str] = {}
     made = bad = jobs = 0
@@ -109,18 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             endings[transport] += outcome.ending_seconds
             kills = "; ".join(map(str, trial.kills))
             verdict = "equal to the bit" if not wrong else "WRONG: " + "; ".join(wrong)
-            lines.append(f"{job.schedule:11} {job.ranks} ranks, {transport}: {killed} killed ({kills}): {verdict}")
-            print(lines[-1], flush=True)
+            report.add(f"{job.schedule:11} {job.ranks} ranks, {transport}: {killed} killed ({kills}): {verdict}")
     for transport, seconds in endings.items():
         if seconds:
-            lines.append(
+            report.add(
                 f"{transport}: {statistics.median(seconds):.1f} s from a kill to the end of the last other process "
                 f"(median of {len(seconds)}; at most {max(seconds):.1f} s)"
             )
-    lines.append(f"{made} kills in {jobs} jobs, of which {bad} went wrong")
-    print(lines[-1])
-    if given.save:
-        given.save.write_text("\n".join(lines) + "\n")
+    report.add(f"{made} kills in {jobs} jobs, of which {bad} went wrong")
     return bad
 
 

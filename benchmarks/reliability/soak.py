@@ -7,13 +7,13 @@ a save, and a signal. Every fault ends the processes, which start again by thems
 and threads is measured in the undisturbed training, in the same process from the first steps to the last ones.
 """
 
-import argparse
 import random
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from measurement.reports import Report, option_parser
 from penstock.testing.faults import Fault, Kill, Raise, Signal
 from reliability.jobs import Job, run_job
 from reliability.kills import judge
@@ -54,14 +54,13 @@ def growth(first: dict[str, int], last: dict[str, int]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs both trainings and prints what they end with. Returns the number of things that are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--schedule", default="1f1b-flush")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, help="write what is printed to this file as well")
     given = parser.parse_args(arguments)
     job = Job(given.ranks, given.schedule, given.steps, given.save_every)
     faults = draw_faults(job, given.every, given.seed)
@@ -72,16 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = judge(outcome, whole.result["digest"])
     wrong += growth(whole.result["early"], whole.result["late"])
     ended = [code for codes in outcome.codes for code in codes if code]
-    lines = [
+    Report(given.save).add(
         f"{job.steps} steps of {job.schedule} on {job.ranks} ranks, a save every {job.save_every}",
         f"{len(outcome.codes) - 1} of {len(faults)} faults ended a run; exit codes: "
         + ", ".join(f"{code} ({ended.count(code)} times)" for code in sorted(set(ended))),
         f"a process after the first tenth: {whole.result['early']}, after the last step: {whole.result['late']}",
         "equal to the undisturbed training to the bit, and nothing grew" if not wrong else "WRONG: " + "; ".join(wrong),
-    ]
-    print("\n".join(lines))
-    if given.save:
-        given.save.write_text("\n".join(lines) + "\n")
+    )
     return len(wrong)
 
 

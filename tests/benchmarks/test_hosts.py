@@ -1,17 +1,15 @@
-"""The benchmark of hosts: its networks leave nothing behind, and its table and picture show what was measured."""
+"""The benchmark of hosts: its networks leave nothing behind, and its table shows what was measured."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from xml.etree import ElementTree
 
 from contenders.contenders import DDP
 from hosts.compare import table
 from hosts.lineup import AUTO
 from hosts.networks import PREFIX, joined_hosts
-from hosts.pictures import draw
 from hosts.trials import Trial
 from support.hosts import require_hosts
 from support.paths import ROOT
@@ -86,12 +84,3 @@ def test_the_table_compares_the_choice_with_what_trains_alike() -> None:
         f"{AUTO} takes +25.0% beside the fastest without delayed updates, penstock gpipe; predicted -12.0%, by the "
         "layers before the rounds -20.0%; 1.60x DDP"
     )
-
-
-def test_the_picture_has_a_line_for_each_contender_and_marks_the_choice() -> None:
-    picture = ElementTree.fromstring(draw({1e8: trial(0.5), 1e10: trial(0.25)}, "nano"))
-    names = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-
-    assert {DDP, "penstock gpipe", "penstock 2bw", AUTO, "100 Mbit/s", "10 Gbit/s"} <= set(names)
-    assert names.count("zb-h1") == 2
-    assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) == 2
