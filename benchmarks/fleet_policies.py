@@ -152,16 +152,23 @@ def levels(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, 
     )
 
 
+def _drawn(count: int, kinds: Sequence[Kind], seed: int, *, alike: bool, entities: int = 0) -> Problem:
+    """`count` jobs of the 26 types, with their throughputs or (not `alike`) with some of their own."""
+    random, types = numpy.random.default_rng(seed), thesis_types()
+    rows, owners = [], []
+    for m in range(count):
+        speeds = types[int(random.integers(len(types)))].throughputs
+        rows.append(tuple(speed * (1.0 if alike else float(random.uniform(0.9, 1.1))) for speed in speeds))
+        steps, entity = float(10 ** random.uniform(3, 6)), f"entity {m % entities}" if entities else ""
+        owners.append(Job(f"job {m}", steps, elapsed_seconds=float(m), entity=entity))
+    named = tuple(Entity(f"entity {number}") for number in range(entities))
+    return Problem(tuple(owners), tuple(kinds), tuple(rows), entities=named)
+
+
 def steps_of_policies(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
     """Seconds of one policy step for 500 jobs over 108 machines: of the 26 types, and all different."""
-    random, types = numpy.random.default_rng(seed), thesis_types()
     for alike in (True, False):
-        rows, owners = [], []
-        for m in range(500):
-            speeds = types[int(random.integers(len(types)))].throughputs
-            rows.append(tuple(speed * (1.0 if alike else float(random.uniform(0.9, 1.1))) for speed in speeds))
-            owners.append(Job(f"job {m}", float(10 ** random.uniform(3, 6)), elapsed_seconds=float(m)))
-        problem = Problem(tuple(owners), KINDS, tuple(rows))
+        problem = _drawn(500, KINDS, seed, alike=alike)
         for policy in (max_min_fairness, finish_time_fairness, min_makespan, fifo, strict_fifo):
             start = time.process_time()
             name = policy(problem).policy
@@ -171,16 +178,8 @@ def steps_of_policies(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[
 
 def scaling(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
     """Seconds of one hierarchical allocation for 2,048 jobs, all of which differ."""
-    random, types = numpy.random.default_rng(seed), thesis_types()
     for count in (512, 2048):
-        entities = tuple(Entity(f"entity {number}") for number in range(8))
-        rows = []
-        for _ in range(count):
-            speeds = types[int(random.integers(len(types)))].throughputs
-            rows.append(tuple(speed * float(random.uniform(0.9, 1.1)) for speed in speeds))
-        owners = tuple(Job(f"job {m}", 1e6, entity=f"entity {m % 8}") for m in range(count))
-        kinds = tuple(Kind(name, count // 6) for name in THESIS_KINDS)
-        problem = Problem(owners, kinds, tuple(rows), entities=entities)
+        problem = _drawn(count, [Kind(name, count // 6) for name in THESIS_KINDS], seed, alike=False, entities=8)
         start = time.process_time()
         hierarchical(problem)
         yield f"hierarchical, {count} jobs: processor seconds", time.process_time() - start, "< 600 at 2048"

@@ -10,20 +10,14 @@ on the first card. What slows the device down slows both: only their ratio, roun
 """
 
 import argparse
-import faulthandler
 import gc
-import multiprocessing
 import os
 import re
 import statistics
 import subprocess
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +27,7 @@ import penstock
 from contenders.contenders import GLOO, Absent, Entry, Running, data_parallel, one_stage, penstock_entries, plain_loop
 from contenders.jobs import Language, Placed, Setting
 from contenders.torch_contenders import torch_entries
+from measurement.crews import Crew, Failed
 from measurement.ideals import speedup
 from measurement.reports import conditions
 from penstock.reporting.peak_flops import peak_flops_of
@@ -43,7 +38,6 @@ STAGES = 2
 """The number of stages in the launch of one process; `interleaved` has twice as many."""
 IN_ONE_PROCESS = ("penstock gpipe", "penstock 1f1b-flush", "penstock interleaved", "penstock 2bw")
 ROUNDS = 3
-PRELOADED = ["torch._dynamo", "torch.export._trace", "torch.distributed.pipelining", "penstock.pipeline"]
 LEGEND = f"""\
 procs: processes, one on each device; the first launch has all {STAGES} stages in one. ready: seconds to build it and to
 take the first steps, which are in no other column. plain: how many times as fast as the plain loop on one device that
@@ -233,84 +227,6 @@ class Bench:
         products = Running(lambda: [(left @ right)[0, 0]], {})
         self._take_turn(products, 50)
         return 2 * size**3 / self._take_turn(products, 50)
-
-
-class Failed(Exception):
-    """A crew could not answer, and is to be closed. The message is the reason, in a line."""
-
-
-class Crew:
-    """The processes of a launch, which answer one order after the other until one of them fails."""
-
-    def __init__(
-        self, processes: int, prepare: Callable[..., Any], arguments: Sequence[Any], limit_seconds: float, gpu: bool
-    ) -> None:
-        """`prepare`, called in each process with its rank and `arguments`, returns what answers orders there."""
-        # Copies of a process that has imported the modules start soon. CUDA does not survive being copied.
-        context: Any = multiprocessing.get_context("spawn" if gpu else "forkserver")
-        if not gpu:
-            context.set_forkserver_preload(PRELOADED)
-        self._limit_seconds = limit_seconds
-        self._processes, self._connections = [], []
-        for rank in range(processes):
-            here, there = context.Pipe()
-            serving = (there, limit_seconds, prepare, rank, *arguments)
-            self._processes.append(context.Process(target=_serve, args=serving, daemon=True))
-            self._processes[-1].start()
-            # Only the process itself holds this end, so that its death closes the connection.
-            there.close()
-            self._connections.append(here)
-
-    def ask(self, order: str) -> list[Any]:
-        """The answers to `order`, by rank. Raises `Failed` if a process fails, ends, or takes longer than the limit."""
-        # Processes that have ended are noticed below.
-        with suppress(OSError):
-            for connection in self._connections:
-                connection.send(order)
-        answers: dict[int, Any] = {}
-        ranks = {connection: rank for rank, connection in enumerate(self._connections)}
-        end = time.monotonic() + self._limit_seconds
-        while missing := [connection for connection, rank in ranks.items() if rank not in answers]:
-            ready = wait(missing, max(0.0, end - time.monotonic()))
-            if not ready:
-                raise Failed(f"no answer from rank {ranks[missing[0]]} within {self._limit_seconds:g} s")
-            for connection, rank in ((one, ranks[one]) for one in missing if one in ready):
-                try:
-                    good, answers[rank] = connection.recv()
-                except (EOFError, OSError):
-                    self._processes[rank].join(timeout=5)
-                    raise Failed(f"rank {rank} ended with exit code {self._processes[rank].exitcode}") from None
-                if not good:
-                    raise Failed(answers[rank])
-        return [answers[rank] for rank in sorted(answers)]
-
-    def close(self) -> None:
-        """Ends the processes, whatever they do."""
-        for process in self._processes:
-            process.kill()
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            # A driver may hold a process for a long time.
-            process.join(timeout=10)
-            connection.close()
-
-
-def _serve(connection: Connection, limit_seconds: float, prepare: Callable[..., Any], rank: int, *rest: Any) -> None:
-    """One process of a crew, until it is killed."""
-    try:
-        # The stacks of a process that hangs are printed before it is killed.
-        faulthandler.dump_traceback_later(0.9 * limit_seconds)
-        respond = prepare(rank, *rest)
-        while True:
-            order = connection.recv()
-            faulthandler.dump_traceback_later(0.9 * limit_seconds)
-            connection.send((True, respond(order)))
-            faulthandler.cancel_dump_traceback_later()
-    except BaseException as error:
-        traceback.print_exc()
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        connection.send((False, f"{type(error).__name__}: {first}"[:300]))
-        # Threads of the process that wait for others must not keep it alive.
-        os._exit(1)
 
 
 def lines_of(launch: Launch, only: re.Pattern[str]) -> Iterator[str]:

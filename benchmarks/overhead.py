@@ -14,7 +14,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,47 +40,8 @@ SHOWN += ("penstock interleaved", "penstock 2bw")
 DIVIDED = ("penstock 1f1b-flush", "penstock 1f1b-flush" + GLOO, "penstock 2bw", "penstock 2bw" + GLOO)
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The whole of one contender, in seconds."""
-
-    size: str
-    name: str
-    step_seconds: float
-    ideal_seconds: float
-    overhead_seconds: float
-    """Of an action."""
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Where one rank's time goes, in seconds for each of its forwards and backwards."""
-
-    size: str
-    name: str
-    rank: int
-    layers_forward: float
-    layers_backward: float
-    layers_update: float
-    forward: float
-    """Beyond its layers; so are the next two."""
-    backward: float
-    update: float
-    send: float
-    message: float
-    neighbour: float
-    other: float
-    cut: float
-    """Of the batch into microbatches; measured apart, as the next one."""
-    program: float
-    """Making it from the schedule."""
-    rest: float
-    """Of a step, before the first action, between actions and after the last."""
-
-    @property
-    def total(self) -> float:
-        """The step, over its actions."""
-        return sum(getattr(self, field.name) for field in fields(self)[3:])
+Row = dict[str, Any]
+"""A size, the name of a contender, and seconds: of a step, or of each forward and backward of a rank."""
 
 
 def one_world() -> Entry:
@@ -102,7 +64,7 @@ def contenders(setting: Setting) -> list[Entry]:
 
 def costs_of(
     size: str, entries: Sequence[Entry], setting: Setting, options: argparse.Namespace, running: dict[str, Running]
-) -> list[Cost]:
+) -> list[Row]:
     """The first table. Collective."""
     found = measure([entry.name for entry in entries], running, setting, options.rounds, options.turn_seconds)
     single = found.times[ONE_PROCESS].wall
@@ -114,13 +76,17 @@ def costs_of(
         else:
             ideal = ideal_seconds(single, found.slowdowns, setting.processes, entry.lengthening)
             actions = entry.actions
-        middle = statistics.median(own), statistics.median(ideal)
-        costs.append(Cost(size, entry.name, *middle, overhead(ideal, own, actions)))
+        seconds = {"step": statistics.median(own), "ideal": statistics.median(ideal)}
+        costs.append({"size": size, "name": entry.name, **seconds, "action": overhead(ideal, own, actions)})
     return costs
 
 
-def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats: int) -> Division:
-    """This rank's row of the second table: medians over `repeats` times `STEPS` steps. Collective."""
+def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats: int) -> Row:
+    """This rank's row of the second table: medians over `repeats` times `STEPS` steps. Collective.
+
+    Forward, backward and update are beyond the layers; `cut` (of the batch into microbatches) and `program` (made from
+    the schedule) are measured apart; `rest` is before the first action, between actions and after the last.
+    """
     pipe, rank = running.pipe, dist.get_rank()
     assert pipe is not None
     found: list[Parts] = []
@@ -140,16 +106,17 @@ def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats:
         "layers_forward": forward,
         "layers_backward": backward,
         "layers_update": update,
-        **{name: mine[name] for name in ("send", "message", "neighbour", "other")},
         "forward": mine["forward"] - forward,
         "backward": mine["backward"] - backward,
         "update": mine["update"] - update,
+        **{name: mine[name] for name in ("send", "message", "neighbour", "other")},
         "cut": cut,
         "program": program,
         # The next step's program is made before some action of this one, perhaps the first.
         "rest": mine["around"] + mine["between"] - cut - program,
     }
-    return Division(size, entry.name, rank, **{name: one / entry.actions for name, one in seconds_of.items()})
+    shares = {name: one / entry.actions for name, one in seconds_of.items()}
+    return {"size": size, "name": entry.name, "rank": rank, **shares, "total": sum(shares.values())}
 
 
 def bare_layers(setting: Setting, steps: int) -> tuple[float, float, float]:
@@ -196,28 +163,26 @@ def work(options: argparse.Namespace) -> None:
         rows = [divide(size, entry, running[entry.name], setting, options.repeats) for entry in divided]
         divisions = [one for ranks in zip(*everywhere(rows), strict=True) for one in ranks]
         if dist.get_rank() == 0:
-            reported = {"costs": [asdict(one) for one in costs], "divisions": [asdict(one) for one in divisions]}
-            options.worker.write_text(json.dumps(reported))
+            options.worker.write_text(json.dumps({"costs": costs, "divisions": divisions}))
 
 
-def cost_table(costs: Sequence[Cost]) -> str:
+def cost_table(costs: Sequence[Row]) -> str:
     """The first table."""
-    lines = [f"{costs[0].size:34}{'step ms':>10}{'ideal ms':>10}{'us/action':>11}"]
+    lines = [f"{costs[0]['size']:34}{'step ms':>10}{'ideal ms':>10}{'us/action':>11}"]
     lines += [
-        f"{one.name:34}{1e3 * one.step_seconds:10.2f}{1e3 * one.ideal_seconds:10.2f}{1e6 * one.overhead_seconds:11.0f}"
+        f"{one['name']:34}{1e3 * one['step']:10.2f}{1e3 * one['ideal']:10.2f}{1e6 * one['action']:11.0f}"
         for one in costs
     ]
     return "\n".join(lines)
 
 
-def division_table(divisions: Sequence[Division]) -> str:
+def division_table(divisions: Sequence[Row]) -> str:
     """The second table, a column for each rank of each contender."""
-    names = [field.name for field in fields(Division)[3:]]
-    lines = [f"{divisions[0].size + ', us/action':34}" + "".join(f"{one.name[9:]:>17}" for one in divisions)]
-    lines.append(f"{'':34}" + "".join(f"{f'rank {one.rank}':>17}" for one in divisions))
-    for name in (*names, "total"):
+    lines = [f"{divisions[0]['size'] + ', us/action':34}" + "".join(f"{one['name'][9:]:>17}" for one in divisions)]
+    lines.append(f"{'':34}" + "".join(f"{'rank ' + str(one['rank']):>17}" for one in divisions))
+    for name in list(divisions[0])[3:]:
         words = f"{name[7:]} of the bare layers" if name.startswith("layers_") else name
-        lines.append(f"{words:34}" + "".join(f"{1e6 * getattr(one, name):17.1f}" for one in divisions))
+        lines.append(f"{words:34}" + "".join(f"{1e6 * one[name]:17.1f}" for one in divisions))
     return "\n".join(lines)
 
 
@@ -236,9 +201,7 @@ def main() -> None:
     report.add(conditions("benchmarks/overhead.py"))
     for size in options.sizes:
         reported = launch_and_read(__file__, PROCESSES, options, sizes=[size])
-        costs = [Cost(**one) for one in reported["costs"]]
-        divisions = [Division(**one) for one in reported["divisions"]]
-        report.add("", cost_table(costs), "", division_table(divisions))
+        report.add("", cost_table(reported["costs"]), "", division_table(reported["divisions"]))
 
 
 if __name__ == "__main__":

@@ -275,50 +275,26 @@ def every_plan(profile: Profile, cluster: Cluster, arrangements: list[tuple[Stag
                     yield Plan(stages, "interleaved", microbatches, size)
 
 
-def seconds(row: Row) -> list[str]:
-    return [f"{row[key]:.4f}" for key in ("wall_min", "wall_median", "processor_min")] + [str(row["runs"])]
+TITLES = {
+    "times": "TIMES, seconds",
+    "planners": "PLANNERS (over_bound: busiest rank, link or all-reduce over max(total / devices, largest layer if\n"
+    "there are no replicas); samples_per_second: simulated; dnn-partitioning does not tell its samples: 1 is taken)",
+    "small": "SMALL (beside all plans on consecutive ranks)",
+}
 
 
-def report(rows: list[Row]) -> str:
-    """The tables, with what is to be known to read them."""
-    of = {name: [row for row in rows if row["table"] == name] for name in ("times", "planners", "small")}
-    clock = ["wall min s", "median", "processor", "runs"]
-    parts = []
-    if of["times"]:
-        cells = [
-            [row["name"], *seconds(row), f"< {row['limit']}" if row["limit"] else "", row["plan"]]
-            for row in of["times"]
-        ]
-        parts += ["TIMES", table(["what", *clock, "asked", "plan"], cells)]
-    if of["planners"]:
-        cells = []
-        for row in of["planners"]:
-            place = [row["profile"], row["machine"], row["planner"]]
-            if "refused" in row:
-                cells.append([*place, *[""] * 7, row["refused"][:80]])
-                continue
-            numbers = [f"{row['over_bound']:.3f}", f"{row['samples_per_second']:.4g}", f"{row['of_search']:.3f}"]
-            cells.append([*place, *numbers, *seconds(row), row["plan"]])
-        head = ["profile", "machine", "planner", "over bound", "samples/s", "of search", *clock, "plan"]
-        parts += [
-            "\nPLANNERS (over bound: busiest rank, link or all-reduce over max(total / devices, largest layer if there "
-            "are no replicas);\nsamples/s: simulated; dnn-partitioning does not tell its samples: 1 is taken)",
-            table(head, cells),
-        ]
-    if of["small"]:
-        keys = ("objective_over_least", "search_of_best", "synchronous_of_best")
-        cells = [
-            [
-                *(str(row[key]) for key in ("profile", "layers", "machine", "plans")),
-                *(f"{row[key]:.4f}" for key in keys),
-                row["search"],
-                row["fastest"],
-            ]
-            for row in of["small"]
-        ]
-        head = ["profile", "6 layers", "machine", "plans", "DP over least", "search of best", "synchronous of best"]
-        parts += ["\nSMALL (beside all plans on consecutive ranks)", table([*head, "search", "fastest of all"], cells)]
-    return "\n".join(parts)
+def report(rows: list[Row]) -> Iterator[str]:
+    """The tables; the columns of each are those of its first row."""
+    for name, title in TITLES.items():
+        own = [row for row in rows if row["table"] == name]
+        if own:
+            head = [key for key in own[0] if key != "table"]
+            cells = [[shown(row.get(key, "")) for key in head] + [row.get("refused", "")[:80]] for row in own]
+            yield f"\n{title}\n{table([*head, ''], cells)}"
+
+
+def shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def main() -> None:
@@ -331,8 +307,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without the thousand layers and the trillion parameters")
     options = parser.parse_args()
 
-    shown = Report(options.save)
-    shown.add(f"{conditions('benchmarks/planning.py')}\n")
+    saved = Report(options.save)
+    saved.add(conditions("benchmarks/planning.py"))
     profiles = load_profiles(options.data, options.profiles)
     made: dict[str, Callable[[], Iterator[Row]]] = {
         "times": lambda: times(profiles, options.repeats, large=not options.quick),
@@ -344,7 +320,7 @@ def main() -> None:
         for row in made[name]():
             rows.append(row)
             print(json.dumps(row), flush=True)
-    shown.add(report(rows))
+    saved.add(*report(rows))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from contenders.contenders import Absent, Entry
 from contenders.jobs import JOBS, Setting
 from contenders.lineup import entries_of
-from measurement.comparisons import LEGEND, Row, findings, rows_of, table
+from measurement.comparisons import LEGEND, Row, rows_of, table
 from measurement.launches import launch_and_read
 from measurement.peaks import measure_peaks
 from measurement.reports import Report, conditions, option_parser
@@ -59,10 +59,10 @@ def compare(size: str, options: argparse.Namespace) -> tuple[list[Row], list[Abs
 
 
 def report_of(size: str, rows: list[Row], absent: list[Absent]) -> str:
-    """The table of a size and the ratios."""
+    """The table of a size."""
     head = f"{size}: {rows[0].processes} processes, {rows[0].microbatches} microbatches"
     missing = "\n".join(f"left out: {one.name}: {one.reason}" for one in absent)
-    return "\n\n".join(part for part in (head, table(rows), missing, findings(rows)) if part)
+    return "\n\n".join(part for part in (head, table(rows), missing) if part)
 
 
 def main() -> None:

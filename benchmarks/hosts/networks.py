@@ -117,24 +117,8 @@ def joined_hosts(count: int, bits_per_second: float) -> Iterator[Network]:
 
 
 def _pair(here: str, interface: str, there: str, other: str) -> None:
-    size = ["mtu", str(_PACKET_BYTES)]
-    _run(
-        "ip",
-        "link",
-        "add",
-        interface,
-        *size,
-        "netns",
-        here,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        other,
-        *size,
-        "netns",
-        there,
-    )
+    link = f"ip link add {interface} mtu {_PACKET_BYTES} netns {here} type veth"
+    _run(*f"{link} peer name {other} mtu {_PACKET_BYTES} netns {there}".split())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contenders.contenders import DDP, ONE_PROCESS, Entry
 from contenders.jobs import Setting
 from measurement.ideals import fastest, ideal_seconds, overhead, speedup
 from measurement.rounds import Rounds
+from penstock.values.quantities import table_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +95,24 @@ def is_peer(name: str) -> bool:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows of one size, with what each was compared with."""
-    head = (
-        f"{'ms per step':28}{'median':>9}{'least':>9}{'most':>9}{'cpu':>9}{'perfect':>9}{'ideal':>8}{'us/action':>11}"
-        f"{'plain':>8}{'peer':>8}{'DDP':>8}{'best':>8}{'peak MB':>10}{'sent MB':>10}"
-    )
-    lines = [head]
+    head = "ms per step,median,least,most,cpu,perfect,ideal,us/action,plain,peer,DDP,best,peak MB,sent MB"
+    lines = [head.split(",")]
     for row in rows:
         seconds = (row.median_seconds, row.least_seconds, row.most_seconds, row.processor_seconds)
-        shares = "".join(f"{'' if one is None else f'{one:.0%}':>{w}}" for one, w in _shares(row))
+        shares = (row.share_of_perfect, row.share_of_ideal)
         ratios = (row.over_plain, row.over_peer, row.over_ddp, row.over_best_flush)
-        action = "" if row.overhead_seconds is None else f"{1e6 * row.overhead_seconds:.0f}"
         lines.append(
-            f"{row.name:28}"
-            + "".join(f"{1e3 * one:9.2f}" for one in seconds)
-            + f"{shares}{action:>11}"
-            + "".join(f"{'' if one is None else f'{one:.2f}x':>8}" for one in ratios)
-            + f"{_most(row.peak_bytes):>10}{_most(row.sent_bytes):>10}"
+            [
+                row.name,
+                *(f"{1e3 * one:.2f}" for one in seconds),
+                *("" if one is None else f"{one:.0%}" for one in shares),
+                "" if row.overhead_seconds is None else f"{1e6 * row.overhead_seconds:.0f}",
+                *("" if one is None else f"{one:.2f}x" for one in ratios),
+                _most(row.peak_bytes),
+                _most(row.sent_bytes),
+            ]
         )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _shares(row: Row) -> tuple[tuple[float | None, int], ...]:
-    return (row.share_of_perfect, 9), (row.share_of_ideal, 8)
+    return "\n".join(table_lines(lines, left=(0,)))
 
 
 def _most(numbers: Sequence[float] | None) -> str:
@@ -128,21 +125,3 @@ perfect: the speed of p processes that do nothing but their share, slowed down a
 the same with the schedule's own bubble; us/action: what each forward and backward of a rank takes beyond the ideal;
 plain, peer, DDP, best: how many times as fast as the plain loop in one process, torch's same schedule, DDP, torch's
 fastest schedule; peak, sent: of the rank with the most; cpu: processor time of all processes."""
-
-
-def findings(rows: Sequence[Row]) -> str:
-    """The ratios that matter, in words."""
-    by_name = {row.name: row for row in rows}
-    lines = []
-    if one := by_name.get("penstock, one stage"):
-        lines.append(f"one stage takes {1 / one.over_plain - 1:+.1%} beside the plain loop")
-    for row in rows:
-        if row.over_peer is not None:
-            lines.append(f"{row.name}: {row.over_peer:.2f}x torch's same schedule, {row.share_of_ideal:.0%} of ideal")
-    best = min((row for row in rows if is_peer(row.name)), key=lambda row: row.median_seconds, default=None)
-    for row in rows:
-        if row.name.startswith(("penstock 2bw", "penstock pipedream")) and "flush" not in row.name:
-            ddp = "" if row.over_ddp is None else f"{row.over_ddp:.2f}x DDP, "
-            flush = "" if row.over_best_flush is None or best is None else f"{row.over_best_flush:.2f}x {best.name}, "
-            lines.append(f"{row.name}: {ddp}{flush}{row.share_of_perfect:.0%} of perfect")
-    return "\n".join(lines)

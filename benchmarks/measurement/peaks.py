@@ -11,56 +11,39 @@ tensors. Tensors below 64 KiB share pages: for the smallest jobs this is a rough
 """
 
 import gc
-import multiprocessing
 import os
 import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 
 import torch
 
 from contenders.jobs import Setting
 from contenders.lineup import find_entry
+from measurement.crews import Crew
 from measurement.resident_memory import ALLOCATOR, forget_peak, resident_bytes
 from measurement.rounds import joined
 
 STEPS = 2
-_IMPORTED = ["torch", "torch._dynamo", "torch.distributed.pipelining", "penstock.pipeline"]
+_LIMIT_SECONDS = 600.0
 
 
 def measure_peaks(name: str, setting: Setting) -> list[int]:
     """The peak of every process that trains in the contender `name`, in bytes, by rank."""
     os.environ.update(ALLOCATOR, OMP_NUM_THREADS="1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
-    pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(setting.processes):
-            here, there = context.Pipe()
-            process = context.Process(target=_answer, args=(there, name, setting, rank, folder), daemon=True)
-            process.start()
-            pipes.append(here)
-            processes.append(process)
-        answers = [pipe.recv() for pipe in pipes]
-        for process in processes:
-            process.join()
-    failures = [answer for answer in answers if isinstance(answer, str)]
-    if failures:
-        raise RuntimeError(f"{name}: a process failed while its memory was measured\n{failures[0]}")
-    return [answer for answer in answers if answer is not None]
+        crew = Crew(setting.processes, _prepare, (setting, folder), _LIMIT_SECONDS, gpu=False)
+        try:
+            return [peak for peak in crew.ask(name) if peak is not None]
+        finally:
+            crew.close()
 
 
-def _answer(connection: Connection, name: str, setting: Setting, rank: int, folder: str) -> None:
-    """One process: tells its peak, None if it only waits, or what went wrong."""
+def _prepare(rank: int, setting: Setting, folder: str) -> Callable[[str], int | None]:
+    """One process: answers the name of a contender with its peak, or None if it only waits."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(setting.processes))
     torch.set_num_threads(1)
-    try:
-        answer: int | str | None = _peak(name, setting, folder)
-    except BaseException:
-        answer = traceback.format_exc()
-    connection.send(answer)
+    return lambda name: _peak(name, setting, folder)
 
 
 def _peak(name: str, setting: Setting, folder: str) -> int | None:

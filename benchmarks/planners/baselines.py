@@ -8,24 +8,21 @@ Source: SPP (Luo et al., INFOCOM 2022, section V): all run m microbatches and th
     HetPipe            virtual workers of k devices, each a straight pipeline over the whole model with stages as equal
                        as they can be; d = V / k of them in parallel, data parallel; 1F1B with a flush
 
-HetPipe (Park et al., ATC 2020) hands devices to virtual workers in one of these ways, where all devices are equal:
-`node-partition`, all devices of a worker from one server, so that the pipeline has the fast links and the all-reduce
-the slow ones; `equal-distribution`, one device of every server for each worker, the other way round.
+HetPipe (Park et al., ATC 2020) takes the devices of a virtual worker from one server (its `node-partition`): the pipeline
+has the fast links and the all-reduce the slow ones.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import ceil
-from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from penstock.arguments import text_of
-from penstock.errors import PlanError, suggestion
+from penstock.errors import PlanError
 from penstock.planning.memory import interval_bytes, require_fit
 from penstock.planning.requests import Request
-from penstock.planning.spp.device_orders import device_groups, link_latencies, link_speeds
+from penstock.planning.spp.device_orders import link_latencies, link_speeds
 from penstock.planning.spp.spp_search import evaluate_for
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH
@@ -37,17 +34,7 @@ from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 from planners.single_planners import plan_pipedream
 
-__all__ = [
-    "Arrangement",
-    "plan_data_parallel",
-    "plan_gpipe",
-    "plan_hetpipe",
-    "plan_synchronous_pipedream",
-    "servers_of",
-]
-
-Arrangement: TypeAlias = Literal["node-partition", "equal-distribution"]
-"""Where the devices of one virtual worker come from: one server, or one of every server."""
+__all__ = ["plan_data_parallel", "plan_gpipe", "plan_hetpipe", "plan_synchronous_pipedream", "servers_of"]
 
 
 def plan_data_parallel(profile: Profile, cluster: Cluster, request: Request) -> Plan:
@@ -74,21 +61,17 @@ def plan_synchronous_pipedream(profile: Profile, cluster: Cluster, request: Requ
     return _predicted(plan_pipedream(profile, cluster, flushed), profile, cluster, request)
 
 
-def plan_hetpipe(
-    profile: Profile, cluster: Cluster, request: Request, arrangement: Arrangement = "node-partition"
-) -> Plan:
-    """Equal straight pipelines in parallel: stage s is on the s-th device of every virtual worker.
+def plan_hetpipe(profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """Equal straight pipelines in parallel: stage s is on the s-th device of every server (see `servers_of`).
 
-    A worker has `request.stages` devices; by default those of a server under `node-partition`, and as many as there are
-    servers under `equal-distribution` (see `servers_of`). `PlanError` if the devices do not make whole workers, if a
-    worker has more devices than the model has layers, or if nothing fits in memory.
+    `PlanError` if a server has more devices than the model has layers, or if nothing fits in memory.
     """
-    workers = _virtual_workers(cluster, request.stages, arrangement)
+    workers = servers_of(cluster)
     stages = len(workers[0])
     if stages > len(profile):
         raise PlanError(
             f"HetPipe: cannot cut {len(profile)} layers into {stages} stages: expected at least one layer for each "
-            f"device of a virtual worker, found {stages} devices. Use smaller workers (stages=)"
+            f"device of a server, found {stages} devices"
         )
     fitting = _fitting(profile, cluster, request, stages, len(workers))
 
@@ -101,48 +84,16 @@ def plan_hetpipe(
     if not cuts:
         raise PlanError(
             f"HetPipe: nothing fits: expected {stages} stages that fit in {bytes_text(cluster.memory_bytes or 0)} "
-            "each, found none. Use larger virtual workers (stages=), smaller microbatches, or recompute=True"
+            "each, found none. Use smaller microbatches, or recompute=True"
         )
     held = tuple(Stage(i, j, ranks) for (i, j), ranks in zip(pairwise(cuts), zip(*workers, strict=True), strict=True))
     return _predicted(_plan(held, ONE_F_ONE_B_FLUSH.name, profile, request), profile, cluster, request)
 
 
 def servers_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """The devices of each server: the innermost level, or the largest groups of a matrix (see `device_groups`).
-
-    All devices together if they are in one server, or if they do not fall into groups of equal size.
-    """
-    if isinstance(cluster.links, LinkLevels):
-        size = cluster.levels[0][0]
-        return tuple(tuple(range(first, first + size)) for first in range(0, cluster.devices, size))
-    largest: list[tuple[int, ...]] = []
-    for group in reversed(device_groups(link_speeds(cluster))):
-        if not any(set(group) <= set(larger) for larger in largest):
-            largest.append(group)
-    if len({len(group) for group in largest}) == 1 and sum(map(len, largest)) == cluster.devices:
-        return tuple(sorted(largest))
-    return (tuple(range(cluster.devices)),)
-
-
-def _virtual_workers(cluster: Cluster, size: int | None, arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
-    servers = servers_of(cluster)
-    if arrangement == "node-partition":
-        order, usual = list(chain.from_iterable(servers)), len(servers[0])
-    elif arrangement == "equal-distribution":
-        order, usual = list(chain.from_iterable(zip(*servers, strict=True))), len(servers)
-    else:
-        known = get_args(Arrangement)
-        raise PlanError(
-            f"arrangement: expected one of {', '.join(known)}, found {text_of(arrangement)}. "
-            f"{suggestion(str(arrangement), known)}Choose one of them"
-        )
-    count = usual if size is None else size
-    if cluster.devices % count:
-        raise PlanError(
-            f"HetPipe: expected virtual workers of a size that divides {cluster.devices} devices, found {count}: "
-            "give stages= such a number"
-        )
-    return tuple(tuple(order[first : first + count]) for first in range(0, cluster.devices, count))
+    """The devices of each server, which is the innermost level; all devices together if there are no levels."""
+    size = cluster.levels[0][0] if isinstance(cluster.links, LinkLevels) else cluster.devices
+    return tuple(tuple(range(first, first + size)) for first in range(0, cluster.devices, size))
 
 
 def _exchange_seconds(costs: ChainCosts, cluster: Cluster, workers: Sequence[tuple[int, ...]]) -> list[Matrix]:

@@ -4,6 +4,7 @@ import pytest
 
 import gpu
 from contenders.torch_contenders import METHODS as TORCH_METHODS
+from measurement.crews import Crew, Failed
 from penstock.scheduling import METHODS
 from support.jobs.benchmark_jobs import prepare_fragile
 
@@ -61,8 +62,8 @@ def test_what_takes_too_long_does_not_end_the_others(capsys: pytest.CaptureFixtu
     ],
 )
 def test_processes_that_fail(order: str, limit_seconds: float, reason: str) -> None:
-    crew = gpu.Crew(2, prepare_fragile, (2,), limit_seconds, gpu=False)
-    with pytest.raises(gpu.Failed, match=reason):
+    crew = Crew(2, prepare_fragile, (2,), limit_seconds, gpu=False)
+    with pytest.raises(Failed, match=reason):
         crew.ask(order)
     crew.close()
     assert all(process.exitcode is not None for process in crew._processes)

@@ -3,7 +3,6 @@
 import json
 import random
 from itertools import combinations, pairwise
-from typing import get_args
 
 import pytest
 
@@ -13,7 +12,6 @@ from penstock.scheduling import verify
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.plans import schedule
 from planners.baselines import (
-    Arrangement,
     plan_data_parallel,
     plan_gpipe,
     plan_hetpipe,
@@ -101,37 +99,24 @@ def test_hetpipe_balances_its_stages(seed):
         size, servers = generator.randint(1, 4), generator.randint(1, 3)
         inner, outer = generator.randint(5, 20), generator.randint(1, 5)
         cluster = Cluster.hierarchical([(size, inner), (servers, outer)])
-        arrangement = generator.choice(get_args(Arrangement))
-        depth, link = (size, inner) if arrangement == "node-partition" else (servers, outer)
-        layers = random_layers(generator, generator.randint(depth, 7))
-        plan = plan_hetpipe(profile_of(layers), cluster, Request(microbatches=6), arrangement)
+        layers = random_layers(generator, generator.randint(size, 7))
+        plan = plan_hetpipe(profile_of(layers), cluster, Request(microbatches=6))
 
         found = max(sum(f + b for f, b, _, _ in layers[stage.start : stage.stop]) for stage in plan.stages)
-        found = max([found, *(2 * layers[stage.stop - 1][2] / link for stage in plan.stages[:-1])])
-        assert found == pytest.approx(hetpipe_oracle(layers, [link] * (depth - 1), depth), rel=1e-12)
+        found = max([found, *(2 * layers[stage.stop - 1][2] / inner for stage in plan.stages[:-1])])
+        assert found == pytest.approx(hetpipe_oracle(layers, [inner] * (size - 1), size), rel=1e-12)
         assert (plan.schedule, plan.routing) == ("1f1b-flush", "round-robin")
-        assert plan.replicas == (cluster.devices // depth,) * depth
+        assert plan.replicas == (servers,) * size
 
 
-def test_hetpipe_takes_the_devices_of_a_worker_from_one_server_or_from_all():
+def test_hetpipe_takes_the_devices_of_a_worker_from_one_server():
     """3 servers of 4."""
     profile, cluster = profile_of([(1, 1, 1, 1)] * 12), Cluster.hierarchical([(4, 9.0), (3, 1.0)])
-    nodes, spread = (
-        plan_hetpipe(profile, cluster, Request(microbatches=12), arrangement)
-        for arrangement in ("node-partition", "equal-distribution")
-    )
+    plan = plan_hetpipe(profile, cluster, Request(microbatches=12))
 
-    assert [stage.ranks for stage in nodes.stages] == [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
-    assert [stage.ranks for stage in spread.stages] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
-
-
-def test_virtual_workers_can_be_smaller_or_larger_than_a_server():
-    profile, cluster = profile_of([(1, 1, 1, 1)] * 12), Cluster.hierarchical([(4, 9.0), (2, 1.0)])
-    small = plan_hetpipe(profile, cluster, Request(microbatches=8, stages=2))
-    large = plan_hetpipe(profile, cluster, Request(microbatches=8, stages=8))
-
-    assert [stage.ranks for stage in small.stages] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert [stage.ranks for stage in large.stages] == [(rank,) for rank in range(8)]
+    assert [stage.ranks for stage in plan.stages] == [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
+    assert servers_of(Cluster.hierarchical([(2, 5.0), (3, 1.0)])) == ((0, 1), (2, 3), (4, 5))
+    assert servers_of(Cluster.uniform(3, 1.0)) == ((0, 1, 2),)
 
 
 def test_the_last_stage_of_a_virtual_worker_has_nothing_to_recompute():
@@ -141,16 +126,6 @@ def test_the_last_stage_of_a_virtual_worker_has_nothing_to_recompute():
         plan = plan_hetpipe(profile, cluster, Request(microbatches=6, recompute=recompute))
 
         assert plan.stages[0].stop == cut
-
-
-def test_servers_are_found_in_a_matrix():
-    rows = [[5.0 + a + b if a % 3 == b % 3 else 1.0 for b in range(9)] for a in range(9)]
-
-    assert servers_of(Cluster.from_matrix(rows)) == ((0, 3, 6), (1, 4, 7), (2, 5, 8))
-    assert servers_of(Cluster.hierarchical([(2, 5.0), (3, 1.0)])) == ((0, 1), (2, 3), (4, 5))
-    assert servers_of(Cluster.uniform(3, 1.0)) == ((0, 1, 2),)
-    uneven = [[5.0 if (a < 2) == (b < 2) else 1.0 for b in range(5)] for a in range(5)]
-    assert servers_of(Cluster.from_matrix(uneven)) == ((0, 1, 2, 3, 4),)
 
 
 @pytest.mark.parametrize("planner", [*BASELINES, plan_spp])
@@ -202,18 +177,12 @@ def test_recomputation_is_passed_on():
     [
         (plan_gpipe, Request(stages=5), "at most 4"),
         (plan_gpipe, Request(stages=4), "3 layers"),
-        (plan_hetpipe, Request(stages=3), "divides 4"),
-        (plan_hetpipe, Request(stages=4), "3 layers"),
+        (plan_hetpipe, Request(), "3 layers"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(planner, request_, words):
     with pytest.raises(PlanError, match=words):
         planner(profile_of([(1, 1, 1, 1)] * 3), Cluster.uniform(4, 1.0), request_)
-
-
-def test_an_unknown_arrangement_is_refused():
-    with pytest.raises(PlanError, match="equal-distribution"):
-        plan_hetpipe(profile_of([(1, 1, 1, 1)] * 4), Cluster.uniform(2, 1.0), Request(), "equal")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-3], ids=["seconds", "milliseconds"])
