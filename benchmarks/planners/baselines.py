@@ -8,8 +8,8 @@ Source: SPP (Luo et al., INFOCOM 2022, section V): all run m microbatches and th
     HetPipe            virtual workers of k devices, each a straight pipeline over the whole model with stages as equal
                        as they can be; d = V / k of them in parallel, data parallel; 1F1B with a flush
 
-HetPipe (Park et al., ATC 2020) takes the devices of a virtual worker from one server (its `node-partition`): the pipeline
-has the fast links and the all-reduce the slow ones.
+HetPipe (Park et al., ATC 2020) takes the devices of a virtual worker from one server (its `node-partition`). The
+pipeline then has the fast links and the all-reduce the slow ones.
 """
 
 from collections.abc import Sequence
