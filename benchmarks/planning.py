@@ -12,7 +12,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -56,24 +55,10 @@ Row = dict[str, Any]
 Make = Callable[[], Plan]
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Seconds of several runs: wall, and of the processor, which other jobs change less."""
-
-    wall: tuple[float, ...]
-    processor: tuple[float, ...]
-
-    def row(self) -> Row:
-        return {
-            "wall_min": min(self.wall),
-            "wall_median": statistics.median(self.wall),
-            "processor_min": min(self.processor),
-            "runs": len(self.wall),
-        }
-
-
-def time_runs(make: Callable[[], object], repeats: int, long: float = float("inf")) -> tuple[Any, Clock]:
-    """What `make` makes, and its seconds; a run longer than `long` is the last one."""
+def time_runs(make: Callable[[], object], repeats: int, long: float = float("inf")) -> tuple[Any, Row]:
+    """What `make` makes, and its seconds: wall, and of the processor, which other jobs change less. A run longer than
+    `long` is the last one.
+    """
     wall: list[float] = []
     processor: list[float] = []
     made: Any = None
@@ -82,7 +67,8 @@ def time_runs(make: Callable[[], object], repeats: int, long: float = float("inf
         made = make()
         wall.append(time.perf_counter() - start)
         processor.append(time.process_time() - worked)
-    return made, Clock(tuple(wall), tuple(processor))
+    seconds = {"wall_min": min(wall), "wall_median": statistics.median(wall), "processor_min": min(processor)}
+    return made, {**seconds, "runs": len(wall)}
 
 
 def times(profiles: dict[str, Profile], repeats: int, *, large: bool) -> Iterator[Row]:
@@ -115,7 +101,7 @@ def whole(profile: Profile, cluster: Cluster) -> Make:
 
 def timed(name: str, limit: float | None, make: Make, repeats: int) -> Row:
     plan, clock = time_runs(make, repeats)
-    return {"table": "times", "name": name, "limit": limit, **clock.row(), "plan": shape(plan)}
+    return {"table": "times", "name": name, "limit": limit, **clock, "plan": shape(plan)}
 
 
 def random_profile(layers: int) -> Profile:
@@ -178,7 +164,7 @@ def compare(profiles: dict[str, Profile], repeats: int, machines: dict[str, Clus
                 best = rate if best is None else best
                 yield {
                     **row,
-                    **clock.row(),
+                    **clock,
                     "plan": shape(plan),
                     "samples_per_second": rate,
                     "of_search": rate / best,

@@ -142,23 +142,18 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--sample", type=int, default=1, help="take every N-th case")
-    parser.add_argument("--first", type=int, default=0, help="and the first of them")
     parser.add_argument("--tables", nargs="*", default=["rivals", "wishes"], choices=["rivals", "wishes"])
     parser.add_argument("--machines", nargs="*", default=MACHINES, choices=MACHINES)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after about this long")
     options = parser.parse_args()
     profiles = load_profiles(options.data, options.profiles)
     lines = options.save.with_suffix(".jsonl") if options.save else None
     rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines and lines.exists() else []
     known = {(row["table"], row["case"]) for row in rows}
-    started = time.monotonic()
     for number, (name, kind, gigabits) in enumerate(cases(profiles)):
         case = f"{name}, {kind} at {gigabits} Gbit/s"
         for table in options.tables:
-            if number % options.sample != options.first or kind not in options.machines or (table, case) in known:
+            if number % options.sample or kind not in options.machines or (table, case) in known:
                 continue
-            if time.monotonic() - started > options.seconds:
-                break
             profile, cluster = profiles[name], machine(kind, gigabits)
             if table == "rivals":
                 made = [rivals(profile, cluster, options.draws, options.steps)]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,38 +23,9 @@ LEARNING_RATE = 1e-3
 FLOAT_BYTES = 4
 
 
-class Job(Protocol):
-    """What is trained, in microbatches of `MICROBATCH_SIZE` samples."""
-
-    @property
-    def cut_bytes(self) -> int:
-        """The bytes of the activation of a microbatch between two layers; its gradient has as many."""
-
-    def build(self) -> nn.Module:
-        """The model, every time with the same weights."""
-
-    def layers(self, model: nn.Module) -> list[nn.Module]:
-        """The layers that Penstock cuts `model` between, in order."""
-
-    def cuts(self, stages: int) -> list[int]:
-        """Where stages of equal cost begin, and where the last one ends. `ValueError` if there are too few layers."""
-
-    def share(self, processes: int) -> "Job":
-        """A job of a stage's size: about a `processes`-th of this one."""
-
-    def rehearsal(self) -> "Job":
-        """A job of the same form that takes next to no memory."""
-
-    def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a minibatch, every time the same."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over the samples."""
-
-
 @dataclass(frozen=True, slots=True)
 class Language:
-    """The GPT of examples/train_gpt.py."""
+    """The GPT of examples/train_gpt.py, in microbatches of `MICROBATCH_SIZE` samples. All jobs have these methods."""
 
     width: int
     heads: int
@@ -64,25 +34,31 @@ class Language:
 
     @property
     def cut_bytes(self) -> int:
+        """The bytes of the activation of a microbatch between two layers; its gradient has as many."""
         return MICROBATCH_SIZE * self.context * self.width * FLOAT_BYTES
 
     def build(self) -> GPT:
+        """The model, every time with the same weights."""
         torch.manual_seed(0)
         return GPT(self.context, self.width, self.heads, self.blocks)
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
+        """The layers that Penstock cuts `model` between, in order."""
         assert isinstance(model, GPT)
         return [model.embedding, *model.blocks, model.head]
 
     def cuts(self, stages: int) -> list[int]:
+        """Where stages of equal cost begin, and where the last one ends. `ValueError` if there are too few layers."""
         # The embedding and the head cost little beside a block, and go with the first and the last ones.
         inner = [1 + cut for cut in even_cuts(self.blocks, stages)[1:-1]]
         return [0, *inner, self.blocks + 2]
 
     def share(self, processes: int) -> "Language":
+        """A job of a stage's size: about a `processes`-th of this one."""
         return replace(self, blocks=max(1, self.blocks // processes))
 
     def rehearsal(self) -> "Language":
+        """A job of the same form that takes next to no memory."""
         return replace(self, width=2 * self.heads, context=4)
 
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +111,7 @@ class Linears:
 class Placed:
     """`job` on `device`, in microbatches of `samples` samples, a multiple of `MICROBATCH_SIZE`."""
 
-    job: Job
+    job: Language | Linears
     device: torch.device
     samples: int
 
@@ -168,7 +144,8 @@ class Placed:
         return self.job.loss(output, target)
 
 
-JOBS: dict[str, Job] = {
+Job = Language | Linears | Placed
+JOBS: dict[str, Language | Linears] = {
     "big": Language(256, 8, 8, 64),
     "medium": Language(128, 4, 8, 64),
     "tiny": Language(64, 4, 4, 32),
