@@ -20,11 +20,10 @@ from penstock.runtime.checkpoints.background_saves import BackgroundSave, Backgr
 from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, agree_on_target, write
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
-from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
 from penstock.runtime.checkpoints.step_directories import Retention
-from penstock.runtime.checkpoints.training_state import TrainingState
+from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, describe_run
 from penstock.runtime.engine.engine import Engine, parameters_of
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.plain_values import Json, encode, name_of

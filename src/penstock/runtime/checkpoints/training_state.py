@@ -3,6 +3,12 @@
 The optimizer's state and options are kept by parameter name, not by position: positions depend on the plan. A state
 also says what it is the state of (classes of optimizers, schedulers and hooks), so that another training can refuse it.
 
+Under a schedule without a flush a checkpoint may be saved without a drain. The microbatches in flight are not saved:
+the run that goes on computes them again, with the older versions of the weights that they read. These are in its
+*history*, with what else crosses the cut: norms of gradients, the scales of losses, and the buffers of replicas, each
+of which has seen other microbatches. A history fits the plan and the schedule that it was made under. Under others the
+training goes on from the newest weights, as after a drain.
+
 Laws of this file:
   1. A state is compared with the training as a whole before anything is changed.
   2. Tensors of a checkpoint are read one after the other, each to its place.
@@ -10,6 +16,7 @@ Laws of this file:
 
 import copy
 import inspect
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +25,25 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import SEED, integer, is_number, text_of
+from penstock.arguments import SEED, integer, is_count, is_number, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.weight_exports import held_tensors
-from penstock.runtime.checkpoints.histories import check_history, open_history, updates_of
 from penstock.runtime.checkpoints.manifests import StoredTensor, read_value
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import assign, distributed_like, whole
+from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
+from penstock.training.recipes import Recipe
 from penstock.values.plan_stages import Stage
+from penstock.values.plans import Plan
 
 State: TypeAlias = Mapping[str, Any]
+History: TypeAlias = Mapping[str, Any]
+
+PARTS = ("weights", "stages", "buffers")
+"""Weights by name and version; counts, norms and scales by stage; buffers by stage, replica and number."""
 _SAME = "Load the state of the same model, with the same optimizers"
 _COUNT = integer(0, 2**53)
 _UPDATES = integer(0, 10**8)
@@ -100,7 +113,7 @@ class TrainingState:
         self._check_optimizers(optimizer)
         self._check_progress(pipeline)
         self._check_hooks(optimizer)
-        check_history(_mapping(state, "state"), self.trained(), self.run)
+        _check_history(_mapping(state, "state"), self.trained(), self.run)
 
     def restore(self, state: State) -> None:
         """Takes over `state`, which `check` has accepted."""
@@ -113,8 +126,9 @@ class TrainingState:
             for name, tensor in self.held.items():
                 assign(tensor, read_value(state["model"][name]))
         progress, engine = state["pipeline"], self.engine
-        history = open_history(state, self.run, self.rank)
-        self.updater.load_state(progress, updates_of(history), exact=history is not None or "history" not in state)
+        history = _open_history(state, self.run, self.rank)
+        updates = {} if history is None else {int(stage): kept["updates"] for stage, kept in history["stages"].items()}
+        self.updater.load_state(progress, updates, exact=history is not None or "history" not in state)
         engine.load_scale(progress)
         engine.seed, engine.steps = progress["seed"], progress["steps"]
         engine.resume(progress["microbatches"], history)
@@ -225,9 +239,9 @@ class TrainingState:
     def _check_progress(self, saved: State) -> None:
         for name in ("steps", "microbatches"):
             if not _COUNT.accepts(saved.get(name)):
-                _refuse(name, _COUNT.expected, saved)
+                _refuse(f"{name} in the part 'pipeline'", _COUNT.expected, saved.get(name))
         if not SEED.optional.accepts(saved.get("seed", "nothing")):
-            _refuse("seed", f"{SEED.expected}, or None", saved)
+            _refuse("seed in the part 'pipeline'", f"{SEED.expected}, or None", saved.get("seed", "nothing"))
         hooks = saved.get("hooks")
         if not isinstance(hooks, Sequence) or list(hooks) != self.hook_names:
             raise CheckpointError(
@@ -235,7 +249,8 @@ class TrainingState:
                 "pipeline, in the same order, since each takes over its own state. Pass the same update_hooks="
             )
         if any(self.updater.scheduler_names) and not _UPDATES.accepts(saved.get("updates")):
-            _refuse("updates", f"{_UPDATES.expected}, those that the learning-rate scheduler has seen", saved)
+            expected = f"{_UPDATES.expected}, those that the learning-rate scheduler has seen"
+            _refuse("updates in the part 'pipeline'", expected, saved.get("updates"))
         scale = saved.get("loss_scale")
         if scale is not None and not self.engine.scales_loss:
             raise CheckpointError(
@@ -245,7 +260,9 @@ class TrainingState:
         numbers: list[Any] = [scale.get(key) for key in ("scale", "good")] if isinstance(scale, Mapping) else [None]
         valid = all(is_number(value) and value >= 0 for value in numbers)
         if not valid and (scale is not None or self.engine.scale_state()):
-            _refuse("loss_scale", "the scale of the loss and the updates without overflow", saved)
+            _refuse(
+                "loss_scale in the part 'pipeline'", "the scale of the loss and the updates without overflow", scale
+            )
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State) -> None:
         current = optimizer.state_dict()
@@ -277,11 +294,10 @@ class TrainingState:
                 hooks.states[int(number)].setdefault(name, {})[key] = kept
 
 
-def _refuse(name: str, expected: str, saved: State) -> NoReturn:
-    found = repr(saved[name])[:80] if name in saved else "nothing"
+def _refuse(name: str, expected: str, found: object) -> NoReturn:
     raise CheckpointError(
-        f"{name} in the part 'pipeline' of the state: expected {expected}, found {found}. Load what "
-        "Pipeline.state_dict() returned, or a checkpoint of Pipeline.save(...), without changes"
+        f"{name} of the state: expected {expected}, found {found!r:.80}. Load what Pipeline.state_dict() returned, or "
+        "a checkpoint of Pipeline.save(...), without changes"
     )
 
 
@@ -362,3 +378,59 @@ def _mapping(value: object, name: str) -> State:
             "it"
         )
     return value
+
+
+def describe_run(plan: Plan, schedule: Schedule, recipe: Recipe) -> str:
+    """All that decides which versions of which weights a run reads, in one line."""
+    stages = " ".join(f"{stage.start}-{stage.stop}x{len(stage.ranks)}" for stage in plan.stages)
+    sync = " with vertical sync" if plan.vertical_sync else ""
+    text = f"{schedule.name}{sync}, layers {stages} ({plan.routing}), {plan.microbatches} microbatches"
+    if recipe.version_dtype is not None:
+        text += f", versions in {recipe.version_dtype}"
+    if any(map(recipe.predicts, schedule.guarantees.delays)):
+        text += ", predicted weights"
+    return text + (", with norms" if recipe.needs_norms else "")
+
+
+def _open_history(state: Mapping[str, Any], run: str, rank: int) -> History | None:
+    """The history in `state`, read, if it is one of the same `run`. If it is not, rank 0 logs what that means."""
+    history: History | None = state.get("history")
+    if history is None:
+        return None
+    saved = state["pipeline"]["run"]
+    if saved == run:
+        return {part: pytree.tree_map_only(StoredTensor, read_value, history.get(part, {})) for part in PARTS}
+    if rank == 0:
+        logging.getLogger("penstock").info(
+            "the checkpoint was saved without a drain by a run of %s, and this is one of %s: it goes on from the "
+            "newest weights, as after a drain",
+            saved,
+            run,
+        )
+    return None
+
+
+def _check_history(state: Mapping[str, Any], parameters: Mapping[str, Tensor], run: str) -> None:
+    """Raises `CheckpointError` unless the history in `state`, if it is of the same `run`, is whole and fits."""
+    history = state.get("history")
+    if history is None:
+        return
+    parts = [history, *(history.get(part, {}) for part in PARTS)] if isinstance(history, Mapping) else [history]
+    if not all(isinstance(part, Mapping) for part in parts) or not isinstance(state["pipeline"].get("run"), str):
+        _refuse("history", "what Pipeline.save(...) wrote", history)
+    if state["pipeline"]["run"] != run:
+        return
+    for name, versions in history.get("weights", {}).items():
+        if name in parameters and not all(
+            isinstance(tensor, Tensor | StoredTensor) and tensor.shape == parameters[name].shape and _is_past(version)
+            for version, tensor in versions.items()
+        ):
+            _refuse(f"history/weights/{name}", f"tensors of the shape {tuple(parameters[name].shape)}", versions)
+    for stage, kept in history.get("stages", {}).items():
+        counted = isinstance(kept, Mapping) and is_count(kept.get("updates"), 0)
+        if not counted or not all(map(_is_past, kept.get("norms", {}))):
+            _refuse(f"history/stages/{stage}", "the updates and norms of a stage", kept)
+
+
+def _is_past(version: str) -> bool:
+    return version == "0" or (version.startswith("-") and version[1:].isdecimal())
