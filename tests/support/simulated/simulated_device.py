@@ -112,10 +112,8 @@ class SimulatedDevice:
         finally:
             self._local.stream = before
 
-    def record_timed_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
-        made = SimulatedEvent(self) if event is None else event
-        self.pass_by(self.current(), made)
-        return made
+    def record_timed_event(self) -> SimulatedEvent:
+        return self.record_event(self.current())
 
     def seconds(self, start: SimulatedEvent, stop: SimulatedEvent) -> float:
         return stop.passed_at - start.passed_at

@@ -142,12 +142,8 @@ class RacingDevice:
         stream.step()
         return RacingEvent(self, dict(stream.knows))
 
-    def record_timed_event(self, event: RacingEvent | None = None) -> RacingEvent:
-        made = self.record_event(self.current())
-        if event is None:
-            return made
-        event.clock, event.at = made.clock, made.at
-        return event
+    def record_timed_event(self) -> RacingEvent:
+        return self.record_event(self.current())
 
     def seconds(self, start: RacingEvent, stop: RacingEvent) -> float:
         return stop.at - start.at

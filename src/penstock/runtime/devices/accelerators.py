@@ -73,10 +73,8 @@ class Accelerator(Protocol):
     def record_event(self, stream: Stream) -> Event:
         """Records an event behind all work that is now in `stream`."""
 
-    def record_timed_event(self, event: Event | None = None) -> Event:
-        """Records an event with a timestamp in the current stream. `event` is one from an earlier call that is no
-        longer needed; it is recorded again instead of a new one.
-        """
+    def record_timed_event(self) -> Event:
+        """Records an event with a timestamp in the current stream."""
 
     def seconds(self, start: Event, stop: Event) -> float:
         """The seconds between two timed events that the device has reached."""
@@ -163,8 +161,8 @@ class _Cuda:
         event.record(stream)
         return event
 
-    def record_timed_event(self, event: Any = None) -> Event:
-        made = torch.cuda.Event(enable_timing=True, blocking=True) if event is None else event  # type: ignore[no-untyped-call]
+    def record_timed_event(self) -> Event:
+        made = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         made.record(self.current())
         return cast(Event, made)
 

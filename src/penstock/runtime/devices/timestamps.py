@@ -2,10 +2,6 @@
 
 A device executes work after the host has queued it, so the host's clock only shows how long queueing took. Timed events
 in the stream cost a few microseconds and block nothing. They are read only on demand.
-
-Creating an event costs more than recording it, and every action needs two, whether or not they are ever read. So the
-event of a timestamp that is no longer referenced is recorded again. The timings of the last minibatches, the checks of
-predictions and open timelines hold references; none of them has to release anything explicitly.
 """
 
 import time
@@ -16,21 +12,8 @@ import torch
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, accelerator_of
 
-
-class _EventTimestamp:
-    """The position of `event` in a stream. When the timestamp is no longer referenced, its event goes to `free`."""
-
-    __slots__ = ("_free", "event")
-
-    def __init__(self, event: Event, free: list[Event]) -> None:
-        self.event, self._free = event, free
-
-    def __del__(self) -> None:
-        self._free.append(self.event)
-
-
-Timestamp: TypeAlias = float | _EventTimestamp
-"""Seconds of ``time.perf_counter``, or a position in a stream."""
+Timestamp: TypeAlias = float | Event
+"""Seconds of ``time.perf_counter``, or a timed event in a stream."""
 
 
 class HostTimer:
@@ -53,24 +36,18 @@ class DeviceTimer:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._free: list[Event] = []
-        """Events of dropped timestamps. Threads pop and append them, both atomic operations."""
 
-    def now(self) -> _EventTimestamp:
+    def now(self) -> Event:
         """A timestamp of the end of all work that is in this thread's current stream."""
-        try:
-            event: Event | None = self._free.pop()
-        except IndexError:
-            event = None
-        return _EventTimestamp(self._accelerator.record_timed_event(event), self._free)
+        return self._accelerator.record_timed_event()
 
     def passed(self, timestamp: Timestamp) -> bool:
         """Whether the timestamp has been reached."""
-        return cast(_EventTimestamp, timestamp).event.query()
+        return cast(Event, timestamp).query()
 
     def seconds(self, start: Timestamp, stop: Timestamp) -> float:
         """The seconds between two timestamps. Blocks until both have been reached."""
-        begun, ended = cast(_EventTimestamp, start).event, cast(_EventTimestamp, stop).event
+        begun, ended = cast(Event, start), cast(Event, stop)
         begun.synchronize()
         ended.synchronize()
         return self._accelerator.seconds(begun, ended)
@@ -80,7 +57,7 @@ class DeviceTimer:
         stream is done.
         """
         now = self.now()
-        now.event.synchronize()
+        now.synchronize()
         host = time.perf_counter()
         return [host - self.seconds(timestamp, now) for timestamp in timestamps]
 
