@@ -1,8 +1,8 @@
 """Compares the plan's prediction with the measured steps, and logs the difference once.
 
-Every process measures its steps and publishes the result in the store of the world. No process waits for another one,
-and no step is made slower. The step of rank 0 is the pipeline's: it begins first, and under a flush it ends last. Time
-between steps (reading data, logging) is neither measured nor predicted.
+Every process measures the same steps, and after the last of them all exchange the results. The step of rank 0 is the
+pipeline's: it begins first, and under a flush it ends last. Time between steps (reading data, logging) is neither
+measured nor predicted.
 
 A warning names a stage whose work differs from its prediction by more than that of the others does. Where all are off
 alike, the machine is busy with something else (or with more processes than it has cores), which is no mistake of the
@@ -34,7 +34,6 @@ TOLERANCE = 0.2
 """Errors above it are explained."""
 DEVIATION = 1.5
 """A stage that is this many times as far from its prediction as the others is named."""
-_TOPIC = "forecast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class _Comparison:
 
 
 class PredictionCheck:
-    """Measures the steps of one process until there are enough, and compares them once all processes have theirs."""
+    """Measures the steps of one process until there are enough, and compares them with those of all processes."""
 
     def __init__(self, plan: Plan, skipped: int, world: World, timer: Timer) -> None:
         self._plan = plan
@@ -106,7 +105,6 @@ class PredictionCheck:
         """The first steps of a run, which are not measured: the pipeline fills."""
         self._world = world
         self._steps: list[tuple[Timestamp, Timestamp, Sequence[ActionTiming]]] = []
-        self._published = False
         self._comparison: _Comparison | None = None
 
     def wants(self, step: int, samples: Iterable[int]) -> bool:
@@ -115,7 +113,7 @@ class PredictionCheck:
         Only microbatches of the size that the prediction is for count.
         """
         size = self._plan.microbatch_size
-        if self._published or step < self._skipped or len(self._steps) == MEASURED_STEPS:
+        if self._comparison is not None or step < self._skipped:
             return False
         return size is None or all(number == size for number in samples)
 
@@ -124,22 +122,20 @@ class PredictionCheck:
         self._steps.append((start, stop, timings))
 
     def compare(self) -> _Comparison | None:
-        """The comparison, once every process has measured enough; until then None. Rank 0 logs it the first time."""
-        if self._comparison is not None:
-            return self._comparison
-        if len(self._steps) == MEASURED_STEPS and self._timer.passed(self._steps[-1][1]):
-            self._world.publish(_TOPIC, self._measure())
-            self._published = True
+        """The comparison, once enough is measured; until then None. Rank 0 logs it the first time. Collective then: the
+        processes come to it at the end of the same step.
+        """
+        if len(self._steps) == MEASURED_STEPS:
+            steps = self._measure()
             self._steps = []
-        if self._published and (measurements := self._world.published(_TOPIC)) is not None:
-            self._comparison = self._conclude(measurements)
+            self._comparison = self._conclude(self._world.gather(steps, "comparing steps with their prediction"))
             if self._world.rank == 0:
                 level = logging.INFO if self._comparison.deviating is None else logging.WARNING
                 logging.getLogger("penstock").log(level, "%s", self._comparison)
         return self._comparison
 
     def _measure(self) -> list[float]:
-        """What this process publishes: medians of the seconds of a step and of the busy seconds of all its ranks, and
+        """What this process measured: medians of the seconds of a step and of the busy seconds of all its ranks, and
         then each stage with its seconds of one microbatch.
         """
         seconds = median(self._timer.seconds(start, stop) for start, stop, _ in self._steps)

@@ -9,7 +9,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import astuple
 from datetime import timedelta
@@ -29,7 +28,6 @@ from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.default_groups import call_at_meeting, launched_rank, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard, WaitObserver, require_descriptors
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import PatientGather, StoreGather
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
@@ -51,7 +49,6 @@ class SingleProcess:
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
         self.watch: StoreWatch | None = None
-        self._numbers: dict[str, Sequence[float]] = {}
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
         if tensor_parallel_size > 1:
@@ -79,12 +76,6 @@ class SingleProcess:
 
     def gather_beside(self, timeout_seconds: float) -> None:
         return None
-
-    def publish(self, topic: str, numbers: Sequence[float]) -> None:
-        self._numbers[topic] = numbers
-
-    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
-        return [self._numbers[topic]] if topic in self._numbers else None
 
     def observe(self, observer: WaitObserver) -> None:
         """Does nothing: this process waits for no other one."""
@@ -127,7 +118,6 @@ class Processes:
         """The thread that calls the store of these processes; None for a single process."""
         self._timeout = Timeout(self._board, timeout_seconds)
         self._gather = StoreGather("", self.rank, range(self.processes), self._timeout)
-        self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
         try:
             identities = self.gather(astuple(ProcessIdentity.own()), _MEETING)
             self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
@@ -211,21 +201,6 @@ class Processes:
         name, self._gathers = f"beside {self._gathers}/", self._gathers + 1
         return PatientGather(name, self.rank, range(self.processes), Timeout(self._board, timeout_seconds))
 
-    def publish(self, topic: str, numbers: Sequence[float]) -> None:
-        """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
-        # If the store cannot be reached, its process has ended. A later wait for that process reports it.
-        name, text = f"{topic}/{self.rank}", encode_plain(list(numbers)).decode()
-        self._board.watch.submit(lambda store: store.set(name, text))
-
-    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
-        """Returns every process's numbers on `topic`, by rank; None while some are missing. Does not block."""
-        names = [f"{topic}/{rank}" for rank in range(self.processes)]
-        asked = self._numbers.pop(topic, None) or self._board.watch.submit(lambda store: _read_all(store, names))
-        if not asked.done():
-            self._numbers[topic] = asked
-            return None
-        return None if asked.exception() is not None else asked.result()
-
     def report(self, context: str, error: BaseException) -> None:
         """Reports to the other processes that this one failed with `error`. `context` says where."""
         reason = f"{type(error).__name__} {context}: {str(error).partition(chr(10))[0][:1000]}"
@@ -276,10 +251,6 @@ def _remove_keys(store: Store, processes: int, others: Sequence[Store]) -> None:
             for own in (store, *others):
                 for key in own.list_keys():
                     own.delete_key(key)
-
-
-def _read_all(store: Store, names: list[str]) -> Sequence[Sequence[float]] | None:
-    return [decode_plain(store.get(name)) for name in names] if store.check(names) else None
 
 
 def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
