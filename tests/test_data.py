@@ -13,8 +13,8 @@ import penstock
 from penstock.capturing import capture
 from penstock.data import Batches, loader, loader_states, loader_uses, prefetch, shapes_of
 from penstock.errors import PenstockError
+from penstock.runtime.batches.batch_splitter import find_inputs
 from penstock.runtime.batches.microbatches import split
-from penstock.runtime.batches.required_inputs import find_inputs
 from support import models
 from support.processes import Pool
 

@@ -40,11 +40,15 @@ from penstock.runtime.assembly.pipeline_options import (
 from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.assembly.weight_exports import export_weights, hold
 from penstock.runtime.assembly.wrong_calls import Advised, StepConditions, give_hints, remind_to_drain
-from penstock.runtime.batches.batch_splitter import BatchSplitter
+from penstock.runtime.batches.batch_splitter import (
+    BatchSplitter,
+    RequiredInputs,
+    explained_mismatches,
+    find_inputs,
+    held_stages,
+)
 from penstock.runtime.batches.microbatches import join
-from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
-from penstock.runtime.batches.sample_mismatches import explained_mismatches
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints

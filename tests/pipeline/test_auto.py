@@ -20,7 +20,7 @@ from penstock.autoplans import fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.guards import takes_statistics
 from penstock.runtime.assembly.pipeline_options import PlanOptions
-from penstock.runtime.batches.batch_run import ActionTiming
+from penstock.runtime.batches.results import ActionTiming
 from penstock.runtime.devices.timestamps import HostTimer
 from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.transport.worlds import SingleProcess

@@ -156,7 +156,6 @@ FRAGMENTS = {
     "penstock.rendering.heat_maps",
     "penstock.reporting.peak_flops",
     "penstock.reporting.straggler_source",
-    "penstock.runtime.batches.sample_mismatches",
     "penstock.runtime.engine.cooperative_scheduler",
     "penstock.runtime.parameters.replica_checksums",
     "penstock.runtime.transport.gloo.all_reduce",

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.errors import PenstockError
-from penstock.runtime.batches.batch_run import BatchRun
+from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.worker import ACTION_HOOKS
 from penstock.scheduling.actions import Action
 from penstock.testing.fault_values import (

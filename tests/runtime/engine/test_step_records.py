@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.runtime.batches.batch_run import ActionTiming
+from penstock.runtime.batches.results import ActionTiming
 from penstock.runtime.devices.timestamps import HostTimer, Timestamp
 from penstock.runtime.engine.step_records import Speed, StepRecord, measure_speed
 from penstock.scheduling.actions import parse

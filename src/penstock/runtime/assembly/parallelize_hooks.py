@@ -31,11 +31,11 @@ from penstock.errors import PlanError
 from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.pipeline_options import Parallelize, PipelineOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
-from penstock.runtime.batches.required_inputs import held_stages
+from penstock.runtime.batches.batch_splitter import held_stages
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.collective_errors import agreed
-from penstock.runtime.transport.device_meshes import stage_mesh
+from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule

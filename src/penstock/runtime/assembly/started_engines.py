@@ -18,7 +18,7 @@ from penstock.capturing.chain import LayerChain, StageModule, crossings_of
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, evaluate_in_place, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
-from penstock.runtime.devices.device_context import DeviceContext, make_device_context
+from penstock.runtime.devices.local_devices import DeviceContext, make_device_context
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of

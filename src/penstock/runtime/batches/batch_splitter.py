@@ -1,22 +1,90 @@
-"""Cuts a user's batch into the microbatches of a step or of an evaluation, and checks it."""
+"""Cuts a user's batch into the microbatches of a step or of an evaluation, and checks it.
 
-from collections.abc import Mapping, Sequence
+A process requires some of the model's inputs, the target, or nothing but shapes. The shapes of the inputs determine the
+shapes of all messages, so every process needs them. Values are needed only by processes whose stages read them.
+Elsewhere tensors on the meta device are enough.
+
+A model decides itself what it takes, and many take other lengths than that of the sample, so a batch that differs from
+the sample is no error. Where the model fails on it, the difference is the likely reason, and the model's own error does
+not name it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from penstock.arguments import entries
+from penstock.arguments import entries, text_of
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import flatten
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, gather, split
-from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import LossWeight, amount_of, check_amounts, check_counted_alike
 from penstock.training.recipes import Recipe
 from penstock.training.user_microbatches import Microbatches
+from penstock.values.plans import Plan, Stage
+
+_KINDS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""What PyTorch's operators raise for arguments that do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredInputs:
+    """The inputs and the target that the stages of one process read."""
+
+    stages: tuple[Stage, ...]
+    inputs: frozenset[str]
+    """The names of the model's inputs whose values are read; the others may be on the meta device."""
+    target: bool
+    """Whether the last stage is here; elsewhere the target may be None."""
+
+    @property
+    def values(self) -> bool:
+        """Whether this process reads any values of a batch."""
+        return bool(self.inputs) or self.target
+
+    def checked(self, microbatches: tuple[Microbatch, ...]) -> tuple[Microbatch, ...]:
+        """Returns `microbatches`. Raises `PenstockError` if a tensor that is read is on the meta device."""
+        inputs, target = microbatches[0].inputs, microbatches[0].target
+        without = sorted(name for name in self.inputs if name in inputs and inputs[name].is_meta)
+        if self.target and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(target)):
+            without.append("the target")
+        if without:
+            raise PenstockError(
+                f"{', '.join(without)}: on the meta device, and the stages of this process read the values. Pass the "
+                "batch itself where pipe.required_inputs names inputs or has target=True"
+            )
+        return microbatches
+
+
+def held_stages(plan: Plan, schedule: Schedule, ranks: Iterable[int]) -> tuple[Stage, ...]:
+    """The stages of `ranks`, which live in one process; each once, in order."""
+    held = {index for rank in ranks for index in schedule.stages_of(rank)}
+    return tuple(plan.stages[index] for index in sorted(held))
+
+
+def find_inputs(chain: LayerChain, stages: Iterable[Stage]) -> RequiredInputs:
+    """The inputs that `stages`, those of one process, read in the mode that `chain` was captured in."""
+    names: set[str] = set()
+    target = False
+    own = tuple(stages)
+    for stage in own:
+        names.update(name for layer in chain.layers[stage.start : stage.stop] for name in layer.inputs)
+        if stage.stop == len(chain.layers):
+            # The model may return an input as it is.
+            names.update(chain.output.values)
+            target = True
+    return RequiredInputs(own, frozenset(names & _given(chain.inputs)), target)
+
+
+def _given(inputs: ModelInputs) -> set[str]:
+    return {name for name in inputs.names if name not in inputs.constants}
 
 
 @dataclass(slots=True, eq=False)
@@ -206,3 +274,53 @@ def _nonzero(weigh: LossWeight) -> LossWeight:
         return amount
 
     return weigh_batch
+
+
+@contextmanager
+def explained_mismatches(where: str, inputs: Any, *target: Any, spec: ModelInputs, sample: Any) -> Iterator[None]:
+    """Turns an error of its body into a `PenstockError` that names what is different in the batch, if anything is.
+
+    `where`: the method that was called with `inputs` and `target`, which is left out where there is none.
+    """
+    try:
+        yield
+    except _KINDS as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        # A loss need not read a target, and one that does fails on a None.
+        given = () if target == (None,) and "None" not in str(error) else target
+        found = _differences(spec, sample, inputs, given)
+        if not found:
+            raise
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise PenstockError(f"{where}: {'; '.join(found)}. The model or its loss failed on that: {reason}") from error
+
+
+def _differences(spec: ModelInputs, sample: Any, inputs: Any, target: Sequence[Any]) -> list[str]:
+    given = list(inputs.inputs) if isinstance(inputs, Microbatches) else [inputs]
+    known = spec.read(sample)
+    batches = [spec.read(batch) for batch in given]
+    names = [name for name in known if any(not _alike(known[name], batch[name]) for batch in batches)]
+    found = [_described(name, known[name], next(b[name] for b in batches if not _alike(known[name], b[name])))
+             for name in names]  # fmt: skip
+    leaves = pytree.tree_leaves(target)
+    if target and not isinstance(inputs, Microbatches) and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        found.append(
+            f"target: expected a tensor for every sample, or several in a tuple, list or dict, found "
+            f"{text_of(target[0])}: pass the second argument of loss_fn"
+        )
+    return found
+
+
+def _alike(known: Tensor, found: Tensor) -> bool:
+    """Whether two tensors differ in nothing but their number of samples."""
+    return known.dtype == found.dtype and known.ndim == found.ndim and known.shape[1:] == found.shape[1:]
+
+
+def _described(name: str, known: Tensor, found: Tensor) -> str:
+    shapes = [f"({', '.join(['samples', *map(str, tensor.shape[1:])])})" for tensor in (known, found)]
+    fix = f"pass it as .to({known.dtype})" if known.dtype != found.dtype else "pass inputs of that shape"
+    return (
+        f"{name}: expected {known.dtype} of shape {shapes[0]}, as in sample=, found {found.dtype} of shape "
+        f"{shapes[1]}: {fix}, or build the pipeline with a sample= of this kind"
+    )

@@ -1,10 +1,15 @@
-"""The device of a process where the user names none, and CUDA's settings that must be made before its first use."""
+"""The device of a process: the default one, CUDA's settings before its first use, and what its ranks compute with."""
 
 import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
 from penstock.runtime.devices.process_hooks import hooks_allowed
+from penstock.runtime.devices.staging import Staging, staging_for
+from penstock.runtime.devices.streams import Streams, streams_for
+from penstock.runtime.devices.timestamps import Timer, timer_for
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The environment variable for the number of hardware queues through which CUDA feeds a GPU. Streams that share a queue
@@ -41,3 +46,19 @@ def local_device() -> torch.device:
     device = torch.device("cuda", number % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceContext:
+    """Holds what the ranks of one process compute with."""
+
+    device: torch.device
+    staging: Staging
+    """Copies tensors to the host and back."""
+    streams: Streams
+    timer: Timer
+
+
+def make_device_context(device: torch.device, ranks: Iterable[int], check: Callable[[], None]) -> DeviceContext:
+    """Makes the context of `ranks`, which compute on `device`. `check` raises if their messages have been aborted."""
+    return DeviceContext(device, staging_for(device, check), streams_for(device, ranks), timer_for(device))

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.errors import ScheduleError
-from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
-from penstock.runtime.batches.result_broadcast import ResultBroadcast
-from penstock.runtime.batches.results import Loss
-from penstock.runtime.devices.device_context import DeviceContext
+from penstock.runtime.batches.results import ActionTiming, BatchRun, Loss, ResultBroadcast
 from penstock.runtime.devices.host_copies import HostCopier
+from penstock.runtime.devices.local_devices import DeviceContext
 from penstock.runtime.engine.call_agreement import CallAgreement
 from penstock.runtime.engine.coded_messages import messages_of
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively

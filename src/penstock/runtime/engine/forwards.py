@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.randomness import microbatch_seed, part_seed
-from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
+from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.nonfinite_losses import find_layer, is_nonfinite_now, nonfinite_loss

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
+from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.parameters.gradient_buckets import Reducer

@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PenstockError
-from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
-from penstock.runtime.batches.results import MicrobatchResult
+from penstock.runtime.batches.results import BatchRun, MicrobatchResult
 from penstock.runtime.parameters.model_claims import is_claimed
 from penstock.runtime.parameters.shards import whole
 from penstock.torch_internals import pytrees as pytree

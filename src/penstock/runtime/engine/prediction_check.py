@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 
 from penstock.doctor.stragglers import stage_seconds
-from penstock.runtime.batches.batch_run import ActionTiming
+from penstock.runtime.batches.results import ActionTiming
 from penstock.runtime.devices.timestamps import Timer, Timestamp
 from penstock.runtime.engine.step_records import measured_spans
 from penstock.runtime.transport.worlds import World

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.runtime.batches.batch_run import ActionTiming
 from penstock.runtime.batches.microbatches import Microbatch
+from penstock.runtime.batches.results import ActionTiming
 from penstock.runtime.devices.timestamps import Timer, Timestamp
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline

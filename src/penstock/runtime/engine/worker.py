@@ -19,8 +19,8 @@ from torch.profiler import record_function
 
 from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import PenstockError
-from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
+from penstock.runtime.batches.results import ActionTiming, BatchRun
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.flight_recorder import FlightRow
 from penstock.runtime.engine.forwards import Forwards

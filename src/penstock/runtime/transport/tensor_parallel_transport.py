@@ -5,6 +5,12 @@ t tensor-parallel ranks, so each of them sends one slice, ``1/t`` of the element
 slices over their own, faster links. This is the scatter/gather optimization of [Narayanan 2021, section 4.5] and [PTD-P
 2021, section 4.1]. Gradients are sent back in the same way.
 
+With a tensor-parallel size of t, process p is tensor-parallel rank ``p % t`` of the schedule's rank ``p // t``. The
+processes of one stage form a `DeviceMesh`: replicas along ``dp``, tensor-parallel ranks along ``tp``. If all stages
+have equally many replicas, it is a slice of one mesh of all processes, (``pp``, ``dp``, ``tp``). The stages that a rank
+holds under `interleaved` then have one index along ``pp``. Otherwise there is no such block, and every stage has a mesh
+of its own.
+
 Invariants of this file:
   1. Slices are gathered on the computing thread, when it waits for their message. All tensor-parallel ranks of a rank
      wait for the same messages in the order of their program, in whatever order the slices arrive.
@@ -15,17 +21,19 @@ Invariants of this file:
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.placements import Placement
 
 _CLOSE = 1e-3
 """The allowed relative difference between tensor-parallel ranks. Replicated tensors differ by rounding at most. Slices
@@ -33,6 +41,35 @@ of one tensor differ as much as its elements do.
 """
 
 _Shapes = tuple[torch.Size | None, ...]
+
+
+def processes_of(rank: int, tensor_parallel_size: int) -> range:
+    """The processes that form the schedule's rank `rank`."""
+    return range(rank * tensor_parallel_size, (rank + 1) * tensor_parallel_size)
+
+
+def stage_mesh(
+    placement: Placement, rank: int, tensor_parallel_size: int, device: torch.device, timeout_seconds: float
+) -> DeviceMesh:
+    """Makes the mesh (``dp``, ``tp``) of the stages on the schedule's rank `rank`, with `timeout_seconds` for its
+    collectives. Collective over all processes.
+    """
+    mesh = _make_mesh(placement, rank, tensor_parallel_size, device)
+    for group in mesh.get_all_groups():
+        # A mesh has no timeout parameter (torch 2.11 to 2.13), and the default group's timeout may be half an hour.
+        group.set_timeout(timedelta(seconds=timeout_seconds))
+    return mesh
+
+
+def _make_mesh(placement: Placement, rank: int, tensor_parallel_size: int, device: torch.device) -> DeviceMesh:
+    groups = list(dict.fromkeys(placement.stages))
+    blocks = [[list(processes_of(replica, tensor_parallel_size)) for replica in group] for group in groups]
+    if len({len(group) for group in groups}) == 1:
+        return DeviceMesh(device.type, torch.tensor(blocks), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
+    # Making a mesh makes process groups, which all processes must do together and in one order.
+    meshes = [DeviceMesh(device.type, torch.tensor(block), mesh_dim_names=("dp", "tp")) for block in blocks]
+    (own,) = [mesh for mesh, group in zip(meshes, groups, strict=True) if rank in group]
+    return own
 
 
 def connect_tensor_parallel(
