@@ -52,7 +52,6 @@ from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedIn
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
 from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import GRACE_SECONDS, POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import ALL_RECEIVES, Channel, Edge, PendingMessage, SumKinds
 
@@ -72,7 +71,7 @@ class DistributedTransport:
     them.
 
     Collective: every rank must build it with the same edges and groups in the same order. `gather` returns what each
-    rank passes to it, on every rank. `store` and `notes` connect the processes, and are used for nothing else. `key`:
+    rank passes to it, on every rank. `store` connects the processes; `name` is one that no other transport has. `key`:
     that of the run.
     """
 
@@ -83,7 +82,7 @@ class DistributedTransport:
         ranks: int,
         device: torch.device,
         store: Store,
-        notes: WatchedStore,
+        name: str,
         board: FailureBoard,
         timeout_seconds: float,
         gather: Gather,
@@ -91,11 +90,11 @@ class DistributedTransport:
         *,
         key: RunKey,
     ) -> None:
-        self._rank, self._device, self._store, self._notes = rank, device, store, notes
+        self._rank, self._device, self._store, self._name = rank, device, store, name
         self._timeout = Timeout(board, timeout_seconds)
         self._accelerator = accelerator_of(device)
         self._watchdog = Watchdog(self._timeout, self._accelerator.enter_thread if self._accelerator else lambda: None)
-        self._notices = SendNotices(notes, ranks)
+        self._notices = SendNotices(board.watch, ranks, f"{name}/", timeout_seconds)
         self._staging = staging_for(device, self._watchdog.check)
         """One staging for all messages through the host: a GPU has few streams."""
         self._flusher = Flusher()
@@ -325,7 +324,7 @@ class DistributedTransport:
         self._timeout.wait_for(can_go_on, context, peers)
 
     def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> _AnySum:
-        agreement = Agreement(StoreGather(f"{self._notes.prefix}sum {ranks} ", self._rank, ranks, self._timeout))
+        agreement = Agreement(StoreGather(f"{self._name}/sum {ranks} ", self._rank, ranks, self._timeout))
         members = self._members(agreement.context, ranks)
         if not over_nccl or self._accelerator is None:
             ordered_sum = OrderedSum(ranks, self._gloo(members), self._rank)

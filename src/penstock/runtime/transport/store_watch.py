@@ -227,38 +227,6 @@ class StoreWatch:
                 self.states[rank] = RankState.read(state, self.states.get(rank))
 
 
-class WatchedStore:
-    """The part of a store that ranks exchange small values by, called through `watch`: no call blocks for longer than
-    `seconds`. `prefix` separates its keys from others.
-    """
-
-    def __init__(self, watch: StoreWatch, prefix: str, seconds: float) -> None:
-        self.prefix = prefix
-        self._watch, self._seconds = watch, seconds
-
-    def set(self, key: str, value: str) -> None:
-        """Writes `value`. `StoreUnreachable` if that fails."""
-        name = self.prefix + key
-        self._watch.ask(lambda store: store.set(name, value), self._seconds)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of `keys` are written; False also if the store is slow to answer. `StoreUnreachable` if it has
-        ended.
-        """
-        names = [self.prefix + key for key in keys]
-        try:
-            return self._watch.ask(lambda store: store.check(names), _LOOK_SECONDS)
-        except StoreUnreachable:
-            if self._watch.lost:
-                raise
-            return False
-
-    def get(self, key: str) -> bytes:
-        """Returns what was written under `key`, which must be there. `StoreUnreachable` if that fails."""
-        name = self.prefix + key
-        return self._watch.ask(lambda store: store.get(name), self._seconds)
-
-
 def _connected_anew(store: Store) -> Store:
     """A connection of its own to `store`. Calls of one connection wait for each other."""
     clone: Callable[[], Store] | None = getattr(store, "clone", None)

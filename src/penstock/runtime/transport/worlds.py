@@ -30,7 +30,7 @@ from penstock.runtime.transport.distributed_transport import DistributedTranspor
 from penstock.runtime.transport.failures import FailureBoard, WaitObserver, require_descriptors
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import PatientGather, StoreGather
-from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
+from penstock.runtime.transport.store_watch import StoreWatch
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
@@ -168,7 +168,7 @@ class Processes:
             self.processes,
             device,
             PrefixStore(name, self._store),
-            WatchedStore(self._board.watch, f"{name}/", timeout_seconds),
+            name,
             self._board,
             timeout_seconds,
             partial(self.gather, context="connecting the ranks"),

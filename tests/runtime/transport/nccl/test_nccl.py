@@ -62,7 +62,7 @@ class Pair:
         endpoints = {(edge, rank): group.end(rank) for edge, group in self.communicators.items() for rank in range(2)}
         if shared:
             endpoints = {(edge, rank): endpoints[FORWARD, rank] for edge, rank in endpoints}
-        self.notices = [SendNotices(store, 2) for _ in range(2)]
+        self.notices = [SendNotices(board.watch, 2, "", seconds) for board in self.boards]
         self.outboxes, self.inboxes = {}, {}
         for edge in self.communicators:
             sending, receiving = (

@@ -26,9 +26,8 @@ on its device.
 from collections.abc import Callable
 from contextlib import suppress
 
-from torch.distributed.distributed_c10d import Store
-
-from penstock.runtime.transport.store_watch import WatchedStore
+from penstock.runtime.transport.store_watch import StoreUnreachable, StoreWatch
+from penstock.runtime.transport.timeouts import POLL_SECONDS
 from penstock.runtime.transport.transport import Edge
 
 _SETTLED_SEGMENTS = 2
@@ -36,10 +35,12 @@ _SETTLED_SEGMENTS = 2
 
 
 class SendNotices:
-    """Writes and reads the notices of this process in `store`. `ranks`: the number of processes."""
+    """Writes and reads the notices of this process through `watch`, under keys that begin with `prefix`. `ranks`: the
+    number of processes. `seconds`: how long a notice may take to be written.
+    """
 
-    def __init__(self, store: Store | WatchedStore, ranks: int) -> None:
-        self._store = store
+    def __init__(self, watch: StoreWatch, ranks: int, prefix: str, seconds: float) -> None:
+        self._watch, self._prefix, self._seconds = watch, prefix, seconds
         self._subscribers: list[Callable[[], None]] = []
         self._segment = 0
         # A rank's first backward may come as many segments after its first forward as there are stages.
@@ -67,9 +68,10 @@ class SendNotices:
         if header is not None:
             self._announce_for_a_while()
         if header is not None or self.announcing:
+            key, text = self._key(edge, number), (header or b"").hex()
             # If the store is gone, its process has ended. The communicators report that.
-            with suppress(RuntimeError):
-                self._store.set(_key(edge, number), (header or b"").hex())
+            with suppress(StoreUnreachable):
+                self._watch.ask(lambda store: store.set(key, text), self._seconds)
             self.poll()
 
     def poll(self) -> bool:
@@ -81,25 +83,26 @@ class SendNotices:
 
     def is_announced(self, edge: Edge, number: int) -> bool:
         """Whether the `number`-th message of `edge` has been announced. False after the first steps."""
-        return self.announcing and self._is_written(_key(edge, number))
+        return self.announcing and self._read(edge, number) is not None
 
     def header(self, edge: Edge, number: int) -> bytes | None:
         """The header of the `number`-th message of `edge`, whose kind is new; None if it is not announced yet."""
-        key = _key(edge, number)
-        if not self._is_written(key):
+        text = self._read(edge, number)
+        if text is None:
             return None
         self._announce_for_a_while()
-        return bytes.fromhex(self._store.get(key).decode())
+        return bytes.fromhex(text.decode())
 
-    def _is_written(self, key: str) -> bool:
-        with suppress(RuntimeError):
-            return self._store.check([key])
-        return False
+    def _read(self, edge: Edge, number: int) -> bytes | None:
+        """The notice of the `number`-th message of `edge`; None while there is none, or the store does not answer."""
+        key = self._key(edge, number)
+        with suppress(StoreUnreachable):
+            return self._watch.ask(lambda store: store.get(key) if store.check([key]) else None, POLL_SECONDS)
+        return None
+
+    def _key(self, edge: Edge, number: int) -> str:
+        return f"{self._prefix}message {number} of {edge}"
 
     def _announce_for_a_while(self) -> None:
         """Announces every message for a while, because a kind is new."""
         self._announcing_until = max(self._announcing_until, self._segment + _SETTLED_SEGMENTS - 1)
-
-
-def _key(edge: Edge, number: int) -> str:
-    return f"message {number} of {edge}"
