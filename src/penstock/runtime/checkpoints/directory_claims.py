@@ -1,7 +1,8 @@
 """Which job and which run a directory of checkpoints belongs to: one at a time, so that none destroys another's work.
 
 A job locks the directory at its first save, or when it starts with ``resume=``, until its pipelines are closed. The
-operating system takes the lock from a process that ends, however it ends. A run has a random name, which is in all of
+operating system takes the lock from a process that ends, however it ends; children of it have none. The file of the
+lock stays. A run has a random name, which is in all of
 its checkpoints; what goes on from a checkpoint has the name of that one.
 """
 
@@ -28,24 +29,12 @@ class _Lock:
     """A lock on a directory, for as long as a claim of this process refers to it."""
 
     def __init__(self, directory: Path, run: str) -> None:
-        path = directory / LOCK
-        self.descriptor = _acquire(path, f"process {os.getpid()} on host {socket.gethostname()} with the run {run}")
-        self.release = weakref.finalize(self, _release, path, self.descriptor)
+        holder = f"process {os.getpid()} on host {socket.gethostname()} with the run {run}"
+        weakref.finalize(self, os.close, _acquire(directory / LOCK, holder))
 
 
-_LOCKS: "weakref.WeakValueDictionary[Path, _Lock]" = weakref.WeakValueDictionary()
-"""The locks of this process. Its pipelines share them: what they save differs in the names of their runs."""
-
-
-def _forget() -> None:
-    """Leaves the locks to the parent of a child that was forked, which may live longer."""
-    for lock in list(_LOCKS.values()):
-        if lock.release.detach():
-            os.close(lock.descriptor)
-    _LOCKS.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+_LOCKS: "weakref.WeakValueDictionary[tuple[int, Path], _Lock]" = weakref.WeakValueDictionary()
+"""The locks of each process. Its pipelines share them: what they save differs in the names of their runs."""
 
 
 class DirectoryClaims:
@@ -82,10 +71,10 @@ class DirectoryClaims:
     def _lock(self, directory: Path) -> None:
         check_target(directory)
         make_directory(directory)
-        path = directory.resolve()
-        lock = _LOCKS.get(path)
+        own = os.getpid(), directory.resolve()
+        lock = _LOCKS.get(own)
         if lock is None:
-            _LOCKS[path] = lock = _Lock(path, self.run)
+            _LOCKS[own] = lock = _Lock(own[1], self.run)
         self._locks.append(lock)
 
 
@@ -113,14 +102,14 @@ def _run_of(path: Path) -> str | None:
 def _acquire(path: Path, holder: str) -> int:
     """A descriptor of the locked file `path`, which describes the `holder` in words."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
             if time.monotonic() > deadline:
+                other = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+                os.close(descriptor)
                 raise CheckpointError(
                     f"{path.parent}: expected no other job that saves to this directory, found {other}, which holds "
                     f"{path.name}. End that job, or give this one another directory"
@@ -133,26 +122,9 @@ def _acquire(path: Path, holder: str) -> int:
                 path.parent,
                 error.strerror,
             )
-        # The job before removes the file when it gives the lock back.
-        if _is_file(path, descriptor):
-            break
-        os.close(descriptor)
+        break
     # A full disk keeps no job from the lock.
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
-
-
-def _release(path: Path, descriptor: int) -> None:
-    # It is removed while it is locked: a job that opens it meanwhile finds that it is not that file any more.
-    if _is_file(path, descriptor):
-        with suppress(OSError):
-            path.unlink()
-    os.close(descriptor)
-
-
-def _is_file(path: Path, descriptor: int) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    return False

@@ -4,7 +4,7 @@
     run/.penstock-saving-...    one that is being written, or was when its process ended
     run/.penstock-replaced-...  an older checkpoint of a step that is saved again, while the new one takes its place
     run/.penstock-removed-...   one that is being removed
-    run/.penstock-lock          the job that changes the directory, while it does
+    run/.penstock-lock          the file that the job which changes the directory has locked
 
 Laws of this file:
   1. Nothing is removed or replaced but files with Penstock's names in directories with Penstock's names. A directory
