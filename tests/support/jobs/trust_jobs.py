@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import TransportError
 from penstock.pipeline import Pipeline
 from penstock.runtime.batches.results import StepResult
-from penstock.runtime.transport.run_keys import TOKEN
+from penstock.runtime.transport.default_groups import TOKEN
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import join_world
 from penstock.values.plan_stages import Stage

@@ -7,23 +7,27 @@ allows.
 torchrun's agent keeps one store for all attempts of a job (torch 2.11 to 2.13), and torch uses the same keys in each.
 So after a restart a process finds the addresses of dead processes, and connects to them until its timeout. Here the
 ranks of an attempt agree on a name which no other attempt has, and put it before all keys. They cannot count attempts:
-those of several hosts disagree about it, and an attempt may end before all have begun. So each draws a token of its
+those of several hosts disagree about it, and an attempt may end before all have begun. So each draws a name of its
 own:
 
-  1. Rank 0 publishes its token. Every other rank answers it with its own.
-  2. When all have answered, rank 0 publishes their tokens under its own.
-  3. A rank goes on when its token is among those that are published under rank 0's. Before that it may have read, and
-     answered, the token of an earlier rank 0; then it reads again.
+  1. Rank 0 publishes its name. Every other rank answers it with its own.
+  2. When all have answered, rank 0 publishes their names under its own.
+  3. A rank goes on when its name is among those that are published under rank 0's. Before that it may have read, and
+     answered, the name of an earlier rank 0; then it reads again.
+
+The processes of a run may have a token in common, which is never written anywhere. docs/trust.md says what it protects.
 """
 
 import fcntl
+import hmac
 import json
 import os
+import secrets
 import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -56,6 +60,10 @@ _TASKS = {
 In an allocation in which one process is started the first is missing or 1."""
 _TERMINAL = "SLURM_PTY_PORT"
 """Set by ``srun --pty``: only its first task has the terminal, and the others end."""
+TOKEN = "PENSTOCK_TOKEN"
+"""The environment variable of the token."""
+_LEAST_CHARACTERS = 16
+"""A shorter token could be found by trying."""
 _POLL_SECONDS = 0.02
 _STORE_TIMEOUT = timedelta(minutes=10)
 """How long calls of the finished group may wait at the store; NCCL's of the user's, for example."""
@@ -292,3 +300,36 @@ def _address_of(interface: str, asking: socket.socket) -> str:
         answer = fcntl.ioctl(asking.fileno(), _READ_ADDRESS, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
     return ""
+
+
+def check_token(rank: int, gather: Callable[[str], Sequence[str]]) -> None:
+    """Returns after all processes have proved to each other that they have the same token, or none has one. Collective.
+
+    `gather` returns the text that each process passes to it, by rank. `TransportError` on every rank if the token of
+    one of them is another one, or too short to protect anything. Every process contributes a random number, so what was
+    recorded in another run proves nothing in this one.
+    """
+    token = os.environ.get(TOKEN)
+    numbers = " ".join(gather(secrets.token_hex(16)))
+
+    def proof_of(other: int) -> str:
+        return hmac.new(token.encode(), f"{other} {numbers}".encode(), "sha256").hexdigest() if token else ""
+
+    usable = token is None or len(token) >= _LEAST_CHARACTERS
+    proofs = gather(proof_of(rank) if usable else "none")
+    if not usable:
+        raise TransportError(
+            f"{TOKEN} on rank {rank}: expected at least {_LEAST_CHARACTERS} characters, found {len(token or '')}. Set "
+            "it to the same random text on every rank (openssl rand -hex 32), or unset it on all"
+        )
+    others = [
+        str(other)
+        for other, proof in enumerate(proofs)
+        if not hmac.compare_digest(proof.encode(), proof_of(other).encode())
+    ]
+    if others:
+        raise TransportError(
+            f"rank(s) {', '.join(others)} and rank {rank} have different tokens: expected the same {TOKEN} on every "
+            f"rank, found {'one that is set' if token is not None else 'none'} on rank {rank}. Set it to the same text "
+            "on every rank, or unset it on all"
+        )

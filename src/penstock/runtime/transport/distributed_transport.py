@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -47,9 +48,8 @@ from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
-from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
-from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
+from penstock.runtime.transport.shared_memory.local_peers import Gather, LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
 from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.timeouts import GRACE_SECONDS, POLL_SECONDS, Timeout
@@ -71,8 +71,7 @@ class DistributedTransport:
     them.
 
     Collective: every rank must build it with the same edges and groups in the same order. `gather` returns what each
-    rank passes to it, on every rank. `store` connects the processes; `name` is one that no other transport has. `key`:
-    that of the run.
+    rank passes to it, on every rank. `store` connects the processes; `name` is one that no other transport has.
     """
 
     def __init__(
@@ -87,8 +86,6 @@ class DistributedTransport:
         timeout_seconds: float,
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
-        *,
-        key: RunKey,
     ) -> None:
         self._rank, self._device, self._store, self._name = rank, device, store, name
         self._timeout = Timeout(board, timeout_seconds)
@@ -105,7 +102,7 @@ class DistributedTransport:
         """Ends the operations of a communicator between hosts each."""
         self._shutdowns: list[Callable[[], None]] = []
         """Releases the communicators between devices, in the order in which they were made."""
-        self._connect_all(tuple(edges), tuple(groups), gather, key)
+        self._connect_all(tuple(edges), tuple(groups), gather)
         if hooks_allowed():
             atexit.register(self._leave)
 
@@ -199,31 +196,46 @@ class DistributedTransport:
             self._notices.release()
         return True
 
-    def _connect_all(
-        self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather, key: RunKey
-    ) -> None:
+    def _connect_all(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather) -> None:
         rank = self._rank
-        shares = can_share() and self._device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
-        peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
-        local_peers = connect_local_peers(peers - {rank}, rank, gather, key if shares else None)
-        # The edges are the same on all ranks, so their positions name them.
-        mine = [n for n, edge in enumerate(edges) if rank == edge.source and edge.target in local_peers]
-        gathered = gather((mine, tuple(device_info_of(self._device))))
-        devices = [DeviceInfo(*info) for _, info in gathered]
-        shared = {edges[number] for numbers, _ in gathered for number in numbers}
+        shared = self._share_memory(edges, gather)
+        devices = [DeviceInfo(*info) for info in gather(tuple(device_info_of(self._device)))]
         warn_of_shared_gpus(devices, rank)
         chosen = select_backends(edges, devices, shared)
         for connections in arrange(chosen, lambda edge: (edge.source, edge.target)):
             for edge in connections:
-                if rank in (edge.source, edge.target):
-                    self._connect(edge, chosen[edge], local_peers)
-        local_peers.close()
+                if rank in (edge.source, edge.target) and edge not in shared:
+                    self._connect(edge, chosen[edge])
         for disjoint in arrange(groups, lambda ranks: ranks):
             for ranks in disjoint:
                 if rank in ranks:
                     self._sums[ranks] = self._sum(ranks, sums_over_nccl(ranks, devices))
         warn_of_many_communicators(len(self._shutdowns), rank)
         self._watchdog.start()
+
+    def _share_memory(self, edges: Sequence[Edge], gather: Gather) -> set[Edge]:
+        """Makes this process's endpoints of the edges whose processes share memory. Returns these edges, of all ranks.
+        The edges are the same on all ranks, so their positions name them.
+        """
+        shares = can_share() and self._device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
+        peers = LocalPeers(self._rank, gather, shares)
+        outboxes = {
+            number: SharedOutbox(SentKinds(edge), self._flusher)
+            for number, edge in enumerate(edges)
+            if edge.source == self._rank and edge.target in peers
+        }
+        inboxes: dict[int, SharedInbox] = {}
+        for offers in gather({number: outbox.offer() for number, outbox in outboxes.items()}):
+            for number, offer in offers.items():
+                if edges[number].target == self._rank:
+                    with suppress(OSError):
+                        inboxes[number] = SharedInbox(ReceivedKinds(edges[number]), peers, offer, self._timeout)
+        shared = {number for opened in gather(list(inboxes)) for number in opened}
+        for number in shared & outboxes.keys():
+            outboxes[number].connected()
+            self._outboxes[edges[number]] = outboxes[number]
+        self._inboxes.update({edges[number]: inbox for number, inbox in inboxes.items()})
+        return {edges[number] for number in shared}
 
     def _threads(self) -> list[threading.Thread]:
         """The threads that wait for Gloo, or may do so."""
@@ -266,15 +278,9 @@ class DistributedTransport:
         self._breaks.append(partial(break_gloo, group, members.group_rank(peers[0])))
         return group
 
-    def _connect(self, edge: Edge, backend: Backend, local_peers: LocalPeers) -> None:
+    def _connect(self, edge: Edge, backend: Backend) -> None:
         """Makes this process's endpoint of `edge`."""
         sends = edge.source == self._rank
-        if backend is Backend.MEMORY:
-            if sends:
-                self._outboxes[edge] = SharedOutbox(SentKinds(edge), local_peers, self._flusher)
-            else:
-                self._inboxes[edge] = SharedInbox(ReceivedKinds(edge), local_peers, self._timeout)
-            return
         members = self._members(str(edge), (edge.source, edge.target))
         peer = members.group_rank(edge.target if sends else edge.source)
         if backend is Backend.NCCL:

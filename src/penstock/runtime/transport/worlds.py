@@ -25,10 +25,9 @@ from penstock.process_states import ProcessIdentity
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
-from penstock.runtime.transport.default_groups import call_at_meeting, launched_rank, make_default_group
+from penstock.runtime.transport.default_groups import call_at_meeting, check_token, launched_rank, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard, WaitObserver, require_descriptors
-from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import PatientGather, StoreGather
 from penstock.runtime.transport.store_watch import StoreWatch
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
@@ -123,11 +122,7 @@ class Processes:
             self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
             self.name: str = self.gather(uuid.uuid4().hex, _MEETING)[0]
             """A random name, the same in all processes."""
-            self._key = agree_on_key(
-                self.rank,
-                partial(self.gather, context=_MEETING),
-                lambda text: self.run(lambda: self._store.compare_set("token", "", text), "sharing a token"),
-            )
+            check_token(self.rank, partial(self.gather, context=_MEETING))
             # Our own error says more than one of a collective, so it must come first.
             limit = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
             # Tensors of the host need a group of their own: the default group may be NCCL's, which takes others only.
@@ -173,7 +168,6 @@ class Processes:
             timeout_seconds,
             partial(self.gather, context="connecting the ranks"),
             groups,
-            key=self._key.derived(name),
         )
 
     def gather(self, value: T, context: str = "") -> Sequence[T]:

@@ -39,7 +39,8 @@ class LazyHosts:
         self._outboxes: dict[Edge, NcclOutbox] = {}
         self._inboxes: dict[Edge, NcclInbox] = {}
         store = HashStore()
-        self.notices = [SendNotices(store, schedule.ranks) for _ in range(schedule.ranks)]
+        self._board = FailureBoard(store, 0, schedule.ranks)
+        self.notices = [SendNotices(self._board.watch, schedule.ranks, "", seconds) for _ in range(schedule.ranks)]
         for edge in sorted(self._edges()):
             self._connect(edge, store)
 

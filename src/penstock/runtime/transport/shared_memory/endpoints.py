@@ -4,8 +4,8 @@ A send copies its tensors into the ring and rings the doorbell. A wait spins on 
 the doorbell rings, and copies the message into tensors of its own. No thread takes part, except for messages that do
 not fit into the ring. The receiver then has enough to do, and a thread of the sender writes them when it has read some.
 
-The doorbell is a pair of connected sockets. When a process ends, in whatever way, its socket is closed, and the other
-process sees that at once. Messages that were written before can still be read.
+The doorbell is a pipe. When a process ends, in whatever way, its end is closed, and the other process sees that at
+once. Messages that were written before can still be read.
 
 Invariants of this file:
   1. A send does not block.
@@ -14,18 +14,18 @@ Invariants of this file:
 
 import os
 import select
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
+from io import FileIO
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, assemble
 from penstock.runtime.transport.pending_receives import PostedReceive
-from penstock.runtime.transport.shared_memory.handshake import LocalPeers
+from penstock.runtime.transport.shared_memory.local_peers import LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, RingWriter
 from penstock.runtime.transport.timeouts import POLL_SECONDS, SpinPolicy, Timeout
 from penstock.runtime.transport.transport import PendingMessage
@@ -42,22 +42,26 @@ _CLOSED = ConnectionError("it was closed by the other end")
 
 
 class SharedOutbox:
-    """The sending end of the edge of `kinds`; `local_peers` connects it with the other end. Made collectively with that
-    end.
-    """
+    """The sending end of the edge of `kinds`. The other end opens what `offer` returns, before `connected`."""
 
-    def __init__(self, kinds: SentKinds, local_peers: LocalPeers, flusher: "Flusher") -> None:
+    def __init__(self, kinds: SentKinds, flusher: "Flusher") -> None:
         self.error: Exception | None = None
         self._kinds = kinds
         self._flusher = flusher
         self._ring = RingWriter()
-        self._doorbell, there = socket.socketpair()
-        local_peers.send_fds(kinds.edge.target, [self._ring.descriptor, there.fileno()])
-        there.close()
-        self._doorbell.setblocking(False)
+        listening, ringing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._listening, self._doorbell = FileIO(listening, "r"), FileIO(ringing, "w")
         self._waiting: deque[list[Tensor]] = deque()
         """Frames that did not fit into the ring, oldest first."""
         self._writing = threading.Lock()
+
+    def offer(self) -> tuple[int, int]:
+        """The descriptors of the ring and of the end of the doorbell that the other end needs."""
+        return self._ring.descriptor, self._listening.fileno()
+
+    def connected(self) -> None:
+        """Gives the other end of the doorbell away."""
+        self._listening.close()
 
     def put(self, kind: Hashable, message: Sequence[Tensor | None]) -> None:
         """Sends `message`, with its header if it is the first of `kind`."""
@@ -103,31 +107,28 @@ class SharedOutbox:
         # If there is no room, the reader may have ended, which the doorbell finds out.
         if self._waiting or (wrote and self._ring.reader_sleeps()):
             try:
-                self._doorbell.send(b".")
-            except BlockingIOError:
-                # The doorbell has been rung often enough.
-                pass
-            except OSError as error:
+                # It writes nothing if the doorbell has been rung often enough.
+                self._doorbell.write(b".")
+            except (OSError, ValueError) as error:
                 self.error = error
                 # There is no reader any more.
                 self._waiting.clear()
 
 
 class SharedInbox:
-    """The receiving end of the edge of `kinds`; `local_peers` connects it with the other end. Made collectively with
-    that end.
+    """The receiving end of the edge of `kinds`, whose other end has made `offer` and is one of `local_peers`. `OSError`
+    if that has ended.
     """
 
-    def __init__(self, kinds: ReceivedKinds, local_peers: LocalPeers, timeout: Timeout) -> None:
+    def __init__(self, kinds: ReceivedKinds, local_peers: LocalPeers, offer: tuple[int, int], timeout: Timeout) -> None:
         self._kinds, self._edge = kinds, kinds.edge
         self._timeout = timeout
         # Spinning on a core that another process of the pipeline needs would delay that process's sends.
         self._spins = local_peers.processes <= len(os.sched_getaffinity(0))
         self._spin_policy = SpinPolicy()
-        ring, doorbell = local_peers.recv_fds(self._edge.source, 2)
-        self._ring = RingReader(ring)
-        self._doorbell = socket.socket(fileno=doorbell)
-        self._doorbell.setblocking(False)
+        source, (ring, doorbell) = kinds.edge.source, offer
+        self._ring = RingReader(local_peers.open(source, ring, os.O_RDWR))
+        self._doorbell = FileIO(local_peers.open(source, doorbell, os.O_RDONLY), "r")
         self._closed = False
         """Whether the other end has closed the doorbell."""
         self._poller = select.poll()
@@ -223,11 +224,9 @@ class SharedInbox:
         finally:
             self._ring.mark_awake()
         try:
-            self._closed = not self._doorbell.recv(4096)
-        except BlockingIOError:
-            # A frame arrived before the sleep.
-            pass
-        except OSError:
+            # None: a frame arrived before the sleep.
+            self._closed = self._doorbell.read(4096) == b""
+        except (OSError, ValueError):
             self._closed = True
         return True
 
