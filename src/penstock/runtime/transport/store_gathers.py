@@ -9,7 +9,6 @@ Invariants of this file:
   2. Nothing piles up: when all ranks have come to gather n, each has read gather n - 1, whose keys are then deleted.
 """
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,9 +21,6 @@ from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import StoreUnreachable
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 
-_WHOLE_BYTES = 256
-"""Larger values are written under their digest. A rank reads each of them once, and its own, which often is that of all
-the others, never."""
 _POLL_SECONDS = 1e-3, 20e-3
 """How often a rank looks whether the others have come: at first, and in the end."""
 
@@ -39,8 +35,6 @@ class StoreGather:
         self.others = [other for other in ranks if other != rank]
         self._name, self._timeout, self._watch = name, timeout, timeout.board.watch
         self._number = 0
-        self._written: list[str] = []
-        """The keys that this rank has written for the last gather."""
 
     def __call__(self, value: Any, context: str) -> Sequence[Any]:
         """Returns the plain `value` of every rank, in their order. `context` says what for. Collective.
@@ -54,34 +48,16 @@ class StoreGather:
             raise self._timeout.connection_error(context, self.others, error) from error
 
     def _exchange(self, data: bytes, number: int, context: str) -> Sequence[Any]:
-        keys, entry = self._keys(number), _entry_of(data)
-        written, self._written = self._written, self._write(keys[self.rank], number, entry, data)
+        keys = self._keys(number)
+        self._ask(lambda store: store.set(keys[self.rank], data.decode()))
         self._wait(keys, context)
-        entries = self._ask(lambda store: [store.get(key) for key in keys.values()])
-        self._watch.submit(lambda store: _delete(store, written))
-        large = {found for found in entries if found != entry and not found.startswith(b"=")}
-        contents = {found: self._ask(_getter(self._content_key(number, found))) for found in sorted(large)}
-        contents[entry] = data
-        return [decode_plain(contents.get(found, found[1:])) for found in entries]
+        if number:
+            self._watch.submit(lambda store: _delete(store, [self._keys(number - 1)[self.rank]]))
+        return [decode_plain(found) for found in self._ask(lambda store: [store.get(key) for key in keys.values()])]
 
     def _keys(self, number: int) -> dict[int, str]:
         """By rank, the key of its value."""
         return {rank: f"{self._name}gather {number}/{rank}" for rank in self.ranks}
-
-    def _content_key(self, number: int, entry: bytes) -> str:
-        return f"{self._name}gathered {number} {entry.decode()}"
-
-    def _write(self, key: str, number: int, entry: bytes, data: bytes) -> list[str]:
-        """Writes this rank's value; returns the keys that it has written."""
-        content = [self._content_key(number, entry)] if not entry.startswith(b"=") else []
-
-        def write(store: Store) -> None:
-            for name in content:
-                store.set(name, data.decode())
-            store.set(key, entry.decode())
-
-        self._ask(write)
-        return [key, *content]
 
     def _wait(self, keys: Mapping[int, str], context: str) -> None:
         """Waits until all of `keys` are written."""
@@ -176,15 +152,6 @@ class PatientGather(StoreGather):
                 f"rank {self.rank} has waited {limit:.0f} s for {awaited} in {context}: expected all ranks to save "
                 "together. Look at their logs, or raise timeout_seconds"
             )
-
-
-def _entry_of(data: bytes) -> bytes:
-    """What is written for `data`: itself if it is short, else its digest."""
-    return b"=" + data if len(data) <= _WHOLE_BYTES else hashlib.sha256(data).hexdigest().encode()
-
-
-def _getter(key: str) -> Any:
-    return lambda store: store.get(key)
 
 
 def _delete(store: Store, keys: Sequence[str]) -> None:
