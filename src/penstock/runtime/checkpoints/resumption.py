@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, SupportsFloat
@@ -54,21 +53,37 @@ class Resumable(Protocol):
     def save(self, directory: str | Path) -> object: ...
 
 
-class Preemption:
-    """Watches for the signals in a `training` of `world`, to save it to `directory`.
+class Resumption:
+    """What `training` does after its steps with the `directory` of checkpoints that it resumes from.
 
-    It watches nothing without a directory and where process hooks are forbidden, and no signal for which the process
-    has a handler of its own.
+    When the loss of a step is not finite it goes back to the newest checkpoint, which `go_back` loads, unless that is
+    None. All ranks read the loss of every step, which is the same number on all of them, so all go back together. The
+    batches since the checkpoint do not come again: loaders keep their positions. The training then has the numbers of
+    one that has never seen these batches.
+
+    When all ranks are asked to stop it saves and leaves. It watches for signals not without a directory and not where
+    process hooks are forbidden, and for no signal for which the process has a handler of its own.
     """
 
-    def __init__(self, world: World, training: Resumable, directory: str | Path | None, timeout_seconds: float) -> None:
-        self._directory = directory
-        self._rank, self._timeout_seconds = world.rank, timeout_seconds
+    def __init__(
+        self,
+        training: Resumable,
+        directory: str | Path | None,
+        world: World,
+        timeout_seconds: float,
+        go_back: Callable[[str | Path], object] | None,
+    ) -> None:
+        self.rollbacks = 0
+        """How often the training went back."""
+        self._returns = -1, 0
+        """The step that it went back to last, and how often without another one in between."""
+        self._directory, self._go_back = directory, go_back
+        self._rank, self._watch, self._timeout_seconds = world.rank, world.watch, timeout_seconds
         self._replaced: dict[signal.Signals, Any] = {}
         self._agreement: StopAgreement | None = None
         self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
         self._next_report = time.monotonic()
-        self._training, self._watch = training, world.watch
+        self._training = training
         if directory is None:
             return
         # Also where no handler is set: another process may have one.
@@ -83,10 +98,14 @@ class Preemption:
             give_back = weakref.WeakMethod(self._give_back)
             os.register_at_fork(after_in_child=lambda: (own := give_back()) and own())
 
-    def after_step(self, check: Callable[[], None]) -> None:
-        """Saves and raises ``SystemExit`` if all ranks stop after the present step. `check` raises if another rank has
-        failed.
+    def after_step(self, loss: SupportsFloat, check: Callable[[], None]) -> None:
+        """Called after every step with its `loss`, which is waited for if the training may go back. Raises
+        ``SystemExit`` if all ranks stop after it. `check` raises if another rank has failed. Collective.
+
+        `PenstockError` on all ranks if the training does not get past a step, or if there is no checkpoint.
         """
+        if self._go_back is not None and not math.isfinite(value := float(loss)):
+            self._return(value, self._go_back)
         if self._begun is not None and time.monotonic() >= self._next_report:
             Path(self._begun).write_text(str(self._training.steps))
             self._next_report = time.monotonic() + _REPORT_SECONDS
@@ -100,6 +119,35 @@ class Preemption:
                 name = signal.Signals(reason).name
                 _LOG.warning("%s: all ranks have saved step %d (%s), and leave with %d", name, step, where, code)
             raise SystemExit(code)
+
+    def _return(self, loss: float, go_back: Callable[[str | Path], object]) -> None:
+        failed, (step, returns), directory = self._training.steps, self._returns, self._directory
+        assert directory is not None, "a training goes back to what it resumes from"
+        where = f"the loss of step {failed - 1} (counted from 0) is {loss}"
+        if returns == MOST_RETURNS:
+            raise PenstockError(
+                f"{where}: expected that the training gets past it with other batches, found such a loss after "
+                f"{MOST_RETURNS} returns to step {step} in {directory}. Lower the learning rate, clip gradients "
+                "(clip_grad_norm=), or load an older checkpoint"
+            )
+        try:
+            go_back(directory)
+        except CheckpointError as error:
+            raise PenstockError(
+                f"{where}: on_nonfinite='rollback' expected a checkpoint of this training in {directory} to go back "
+                f"to, found none: {error}. Save one there before, or pass on_nonfinite='skip'"
+            ) from error
+        now = self._training.steps
+        self._returns = now, (returns + 1 if now == step else 1)
+        self.rollbacks += 1
+        if self._rank == 0:
+            _LOG.warning(
+                "%s: went back from step %d to step %d in %s, and leave out the batches since",
+                where,
+                failed,
+                now,
+                directory,
+            )
 
     def close(self) -> None:
         """Gives the signals back, except those that others have taken."""
@@ -125,27 +173,6 @@ class Preemption:
         self._agreement.ask(number)
 
 
-class Resumption:
-    """What a training does after its steps with the directory of checkpoints that it resumes from: it goes back to the
-    newest one (`rollbacks`, if it was asked to), or saves and leaves (`preemption`).
-    """
-
-    def __init__(self, preemption: Preemption, rollbacks: "Rollbacks | None") -> None:
-        self._preemption, self._rollbacks = preemption, rollbacks
-        self.close = preemption.close
-
-    @property
-    def rollbacks(self) -> int:
-        """How often the training went back."""
-        return 0 if self._rollbacks is None else self._rollbacks.count
-
-    def after_step(self, loss: SupportsFloat, check: Callable[[], None]) -> None:
-        """Called after every step with its `loss`. `check` raises if another rank has failed."""
-        if self._rollbacks is not None:
-            self._rollbacks.after_step(loss)
-        self._preemption.after_step(check)
-
-
 def resume_training(
     training: Resumable,
     directory: str | Path | None,
@@ -162,7 +189,7 @@ def resume_training(
     cannot take checkpoints, belongs to another job, or has checkpoints and none of them is whole and of this training.
     """
     if directory is None:
-        return Resumption(Preemption(world, training, None, timeout_seconds), None)
+        return Resumption(training, None, world, timeout_seconds, None)
 
     def look() -> bool:
         # A damaged checkpoint counts: a training that begins anew would throw away what it holds.
@@ -179,10 +206,7 @@ def resume_training(
             ranks.alone(lambda: _tidy(run))
             training.load(directory)
         claims.claim(run, ranks)
-    preemption = Preemption(world, training, directory, timeout_seconds)
-    if go_back is None:
-        return Resumption(preemption, None)
-    return Resumption(preemption, Rollbacks(training, directory, world.rank, partial(go_back, directory)))
+    return Resumption(training, directory, world, timeout_seconds, go_back)
 
 
 def _tidy(run: Path) -> None:
@@ -191,54 +215,3 @@ def _tidy(run: Path) -> None:
         recover(run)
     except OSError as error:
         _LOG.warning("%s: what a save has left could not be removed: %s", run, error)
-
-
-class Rollbacks:
-    """Has `training` go back to the newest checkpoint in `directory`, which `go_back` loads, when the loss of a step is
-    not finite: ``on_nonfinite="rollback"``. `rank`: this process's.
-
-    All ranks read the loss of every step, which is the same number on all of them, so all go back together. The batches
-    since the checkpoint do not come again: loaders keep their positions. The training then has the numbers of one that
-    has never seen these batches.
-    """
-
-    def __init__(self, training: Resumable, directory: str | Path, rank: int, go_back: Callable[[], object]) -> None:
-        self.count = 0
-        """How often the training went back."""
-        self._training, self._directory, self._rank, self._go_back = training, directory, rank, go_back
-        self._returns = -1, 0
-        """The step that it went back to last, and how often without another one in between."""
-
-    def after_step(self, loss: SupportsFloat) -> None:
-        """Goes back if `loss`, that of the last step, is not finite. Waits for it. Collective.
-
-        `PenstockError` on all ranks if the training does not get past a step, or if there is no checkpoint.
-        """
-        if math.isfinite(value := float(loss)):
-            return
-        failed, (step, returns) = self._training.steps, self._returns
-        where = f"the loss of step {failed - 1} (counted from 0) is {value}"
-        if returns == MOST_RETURNS:
-            raise PenstockError(
-                f"{where}: expected that the training gets past it with other batches, found such a loss after "
-                f"{MOST_RETURNS} returns to step {step} in {self._directory}. Lower the learning rate, clip gradients "
-                "(clip_grad_norm=), or load an older checkpoint"
-            )
-        try:
-            self._go_back()
-        except CheckpointError as error:
-            raise PenstockError(
-                f"{where}: on_nonfinite='rollback' expected a checkpoint of this training in {self._directory} to go "
-                f"back to, found none: {error}. Save one there before, or pass on_nonfinite='skip'"
-            ) from error
-        now = self._training.steps
-        self._returns = now, (returns + 1 if now == step else 1)
-        self.count += 1
-        if self._rank == 0:
-            _LOG.warning(
-                "%s: went back from step %d to step %d in %s, and leave out the batches since",
-                where,
-                failed,
-                now,
-                self._directory,
-            )
