@@ -38,4 +38,5 @@ class LocalPeers:
 def _address() -> tuple[str, int]:
     """The host and the container in which the number of this process is known, and that number."""
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}", int(os.readlink("/proc/self"))
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+        return " ".join([file.read().strip(), *spaces]), int(os.readlink("/proc/self"))
