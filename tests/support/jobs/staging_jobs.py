@@ -62,7 +62,6 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
             outbox.put("kind", (tensor, None))
             del tensor
         assert outbox.flushed(30.0)
-        outbox.close()
         assert outbox.join(30.0)
     else:
         inbox = GlooInbox(ReceivedKinds(edge), group, 0, DeviceStaging(device), _timeout())
@@ -73,7 +72,6 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
             found.append(device.read(tensor))
             del tensor
         device.finish()
-        inbox.close()
         assert inbox.join(30.0)
     dist.barrier()
     return found
@@ -97,7 +95,6 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
         found.append(device.read(total))
         del total, receive
     device.finish()
-    summing.close()
     assert summing.join(30.0)
     dist.barrier()
     return found

@@ -48,7 +48,7 @@ from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
-from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
+from penstock.runtime.transport.shared_memory.endpoints import SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.local_peers import Gather, LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
 from penstock.runtime.transport.store_gathers import StoreGather
@@ -94,7 +94,6 @@ class DistributedTransport:
         self._notices = SendNotices(board.watch, ranks, f"{name}/", timeout_seconds)
         self._staging = staging_for(device, self._watchdog.check)
         """One staging for all messages through the host: a GPU has few streams."""
-        self._flusher = Flusher()
         self._outboxes: dict[Edge, _AnyOutbox] = {}
         self._inboxes: dict[Edge, _AnyInbox] = {}
         self._sums: dict[tuple[int, ...], _AnySum] = {}
@@ -177,13 +176,10 @@ class DistributedTransport:
         failed = self._timeout.board.failed
         deadline = time.monotonic() + (0.5 if failed else 60.0)
         endpoints = [*self._outboxes.values(), *self._inboxes.values(), *self._sums.values()]
-        for endpoint in endpoints:
-            endpoint.close()
         ended = [endpoint.join(max(0.0, deadline - time.monotonic())) for endpoint in endpoints]
         if not all(ended):
             # A thread that still waits for a message does so because of a failure.
             self._break_connections()
-        self._flusher.close()
         if failed or not all(ended) or not self._shutdown():
             self._watchdog.abort()
         self._watchdog.close()
@@ -220,7 +216,7 @@ class DistributedTransport:
         shares = can_share() and self._device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = LocalPeers(self._rank, gather, shares)
         outboxes = {
-            number: SharedOutbox(SentKinds(edge), self._flusher)
+            number: SharedOutbox(SentKinds(edge))
             for number, edge in enumerate(edges)
             if edge.source == self._rank and edge.target in peers
         }

@@ -43,12 +43,11 @@ class GlooSum:
         self._summands.put(_Summand(kind, self._staging.to_host([tensor.detach().contiguous()]), result))
         return result
 
-    def close(self) -> None:
-        """Ends the thread after all queued sums."""
-        self._summands.put(None)
-
     def join(self, seconds: float) -> bool:
-        """Blocks until the thread has ended, or for `seconds`. Returns whether it has ended."""
+        """Ends the thread after all queued sums. Blocks until it has ended, or for `seconds`. Returns whether it has
+        ended.
+        """
+        self._summands.put(None)
         self.thread.join(seconds)
         return not self.thread.is_alive()
 

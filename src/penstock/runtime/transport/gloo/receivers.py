@@ -180,9 +180,6 @@ class GlooInbox:
             if receive.message is None:
                 self._deliver(receive)
 
-    def close(self) -> None:
-        """Does nothing: `join` ends the thread."""
-
     def join(self, seconds: float) -> bool:
         """Blocks until all posted receives are done, or for `seconds`. Returns False if a message may still come."""
         deadline = time.monotonic() + seconds

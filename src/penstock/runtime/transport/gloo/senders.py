@@ -74,14 +74,13 @@ class GlooOutbox:
             self._change.notify_all()
             return self._change.wait_for(lambda: not self._sent, seconds)
 
-    def close(self) -> None:
-        """Ends the thread after everything has been sent."""
+    def join(self, seconds: float) -> bool:
+        """Ends the thread after everything has been sent. Blocks until it has ended, or for `seconds`. Returns whether
+        it has ended.
+        """
         with self._change:
             self._closed = True
             self._change.notify_all()
-
-    def join(self, seconds: float) -> bool:
-        """Blocks until the thread has ended, or for `seconds`. Returns whether it has ended."""
         self.thread.join(seconds)
         return not self.thread.is_alive()
 

@@ -80,9 +80,6 @@ class NcclSum:
         self._agreement.check(kind, own)
         return _PendingSum(self._start(own), self._staging, self._hold)
 
-    def close(self) -> None:
-        """Does nothing: sums that were started go on."""
-
     def join(self, seconds: float) -> bool:
         """Blocks until all sums are done, or for `seconds`. Returns whether they are done."""
         return self.pending.wait(seconds)

@@ -116,9 +116,6 @@ class NcclOutbox(_NcclEndpoint):
         self._release()
         return done
 
-    def close(self) -> None:
-        """Does nothing: sends that were enqueued go on."""
-
     def join(self, seconds: float) -> bool:
         """Like `flushed`."""
         return self.flushed(seconds)
@@ -196,9 +193,6 @@ class NcclInbox(_NcclEndpoint):
         while self._unposted and self._notices.is_announced(self.edge, self._unposted[0].number):
             if not self._enqueue_receive(self._unposted[0]):
                 return
-
-    def close(self) -> None:
-        """Does nothing: receives that were enqueued go on."""
 
     def join(self, seconds: float) -> bool:
         """Blocks until nothing is pending, or for `seconds`. Returns whether nothing is pending."""

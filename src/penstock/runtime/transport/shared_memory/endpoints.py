@@ -12,6 +12,7 @@ Invariants of this file:
   2. Messages are read in the order in which their receives were posted, whichever of them is waited for.
 """
 
+import math
 import os
 import select
 import threading
@@ -44,15 +45,16 @@ _CLOSED = ConnectionError("it was closed by the other end")
 class SharedOutbox:
     """The sending end of the edge of `kinds`. The other end opens what `offer` returns, before `connected`."""
 
-    def __init__(self, kinds: SentKinds, flusher: "Flusher") -> None:
+    def __init__(self, kinds: SentKinds) -> None:
         self.error: Exception | None = None
         self._kinds = kinds
-        self._flusher = flusher
         self._ring = RingWriter()
         listening, ringing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listening, self._doorbell = FileIO(listening, "r"), FileIO(ringing, "w")
         self._waiting: deque[list[Tensor]] = deque()
         """Frames that did not fit into the ring, oldest first."""
+        self._flusher: threading.Thread | None = None
+        """Writes them as soon as there is room, beside the computation; None if there are none."""
         self._writing = threading.Lock()
 
     def offer(self) -> tuple[int, int]:
@@ -71,14 +73,17 @@ class SharedOutbox:
                 self._waiting.append([torch.frombuffer(bytearray(header), dtype=torch.uint8)])
             self._waiting.append(tensors)
             self._write()
-            if not self._waiting:
-                return
-        self._flusher.add(self)
+            if self._waiting and self._flusher is None:
+                name = f"penstock flush {self._kinds.edge}"
+                self._flusher = threading.Thread(target=self.flushed, args=(math.inf,), name=name, daemon=True)
+                self._flusher.start()
 
     def flush(self) -> bool:
         """Writes waiting frames as far as there is room. Returns whether none is left."""
         with self._writing:
             self._write()
+            if not self._waiting:
+                self._flusher = None
             return not self._waiting
 
     def flushed(self, seconds: float) -> bool:
@@ -90,12 +95,12 @@ class SharedOutbox:
             time.sleep(_FLUSH_SECONDS)
         return True
 
-    def close(self) -> None:
-        """Does nothing: waiting frames are still written."""
-
     def join(self, seconds: float) -> bool:
         """Like `flushed`, and closes the doorbell."""
         sent = self.flushed(seconds) or self.error is not None
+        with self._writing:
+            # This ends the thread, too.
+            self._waiting.clear()
         self._doorbell.close()
         return sent
 
@@ -167,9 +172,6 @@ class SharedInbox:
                 if not self._ring.filled():
                     self._wait()
                 self._read()
-
-    def close(self) -> None:
-        """Does nothing: `join` closes the doorbell."""
 
     def join(self, seconds: float) -> bool:
         """Blocks until all posted receives are done, or for `seconds`, and closes the doorbell. Returns False if a
@@ -248,44 +250,3 @@ class SharedInbox:
         self._ring.read([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         receive.message = assemble(specs, tensors)
         self._receives.popleft()
-
-
-class Flusher:
-    """Writes waiting frames on a thread beside the computation."""
-
-    def __init__(self) -> None:
-        self._outboxes: dict[SharedOutbox, None] = {}
-        self._change = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def add(self, outbox: SharedOutbox) -> None:
-        """Writes the waiting frames of `outbox`."""
-        with self._change:
-            self._outboxes[outbox] = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="penstock flush", daemon=True)
-                self._thread.start()
-            self._change.notify()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        with self._change:
-            self._closed = True
-            self._change.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._change:
-                while not self._outboxes and not self._closed:
-                    self._change.wait()
-                if self._closed:
-                    return
-                outboxes = list(self._outboxes)
-                self._outboxes.clear()
-            left = [outbox for outbox in outboxes if not outbox.flush()]
-            with self._change:
-                self._outboxes.update(dict.fromkeys(left))
-            time.sleep(_FLUSH_SECONDS)
