@@ -22,7 +22,6 @@ from penstock.runtime.transport.message_headers import (
 from penstock.runtime.transport.ordered_all_reduce import Agreement
 from penstock.runtime.transport.plain_values import encode_plain
 from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.tensor_parallel_transport import decode_shapes, encode_shapes
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 
@@ -186,31 +185,6 @@ def test_what_is_no_header_is_refused_and_agrees_on_nothing(header: bytes) -> No
 
     assert received.read("kind", header_of()) == (Spec.of(torch.zeros(2, 3)),)
     assert received.specs("kind") is not None
-
-
-@given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 9), max_size=4)), max_size=5))
-def test_shapes_between_tensor_parallel_stages_are_read_as_they_were_written(shapes: list[list[int] | None]) -> None:
-    sent = tuple(None if shape is None else torch.Size(shape) for shape in shapes)
-
-    assert decode_shapes(encode_shapes(sent)) == sent
-
-
-@given(st.lists(ROWS | VALUES | st.lists(st.integers(-2, 5)).map(torch.Size), max_size=3).map(tuple) | VALUES)
-def test_all_values_are_such_shapes_or_refused(value: Any) -> None:
-    code = torch.frombuffer(bytearray(encode_plain(value)), dtype=torch.uint8)
-    try:
-        shapes = decode_shapes(code)
-    except TransportError as error:
-        assert "expected the shapes of a message between tensor-parallel stages, found " in str(error)
-    else:
-        assert torch.equal(encode_shapes(shapes), code)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16, torch.complex64, torch.bool])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 2)])
-def test_the_numbers_of_a_message_are_no_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    with pytest.raises(TransportError, match="cannot be read"):
-        decode_shapes(torch.ones(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.transport.message_headers import SentKinds, Specs, parse_specs
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.placements import Placement
@@ -39,8 +39,6 @@ _CLOSE = 1e-3
 """The allowed relative difference between tensor-parallel ranks. Replicated tensors differ by rounding at most. Slices
 of one tensor differ as much as its elements do.
 """
-
-_Shapes = tuple[torch.Size | None, ...]
 
 
 def processes_of(rank: int, tensor_parallel_size: int) -> range:
@@ -112,8 +110,8 @@ class TensorParallelTransport:
         self._tp_group = tp_group
         self._tp_rank = dist.get_rank(tp_group)
         self._size = dist.get_world_size(tp_group)
-        self._sent: dict[tuple[Edge, Hashable], _Shapes] = {}
-        self._shapes: dict[tuple[Edge, Hashable], _AgreedShapes] = {}
+        self._sent: dict[Edge, SentKinds] = {}
+        self._received: dict[tuple[Edge, Hashable], _AgreedSpecs] = {}
         self.sent_bytes = 0
         """The bytes that this process has sent between stages."""
 
@@ -131,18 +129,12 @@ class TensorParallelTransport:
         if edge.channel != Channel.STAGES:
             self._inner.send(there, kind, message)
             return
-        shapes = tuple(None if tensor is None else tensor.shape for tensor in message)
-        agreed = self._sent.get((edge, kind))
-        if agreed is None:
+        # The header of `there` describes slices.
+        header, _ = self._sent.setdefault(edge, SentKinds(edge)).agree(kind, message)
+        if header is not None:
             self._check(edge, message)
-            self._sent[edge, kind] = shapes
-            self._inner.send(there, ("shapes", kind), (encode_shapes(shapes).to(self._device),))
-        elif agreed != shapes:
-            raise TransportError(
-                f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
-                f"first one: {agreed}; now: {shapes}. The model's shapes or used outputs depend on its data: make them "
-                "depend on the input shapes only"
-            )
+            code = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            self._inner.send(there, ("header", kind), (code.to(self._device),))
         slices = [None if tensor is None else self._slice(tensor) for tensor in message]
         self.sent_bytes += sum(own.numel() * own.element_size() for own in slices if own is not None)
         self._inner.send(there, kind, slices)
@@ -151,9 +143,9 @@ class TensorParallelTransport:
         here = self._edge(edge)
         if edge.channel != Channel.STAGES:
             return self._inner.post(here, kind)
-        if (edge, kind) not in self._shapes:
-            self._shapes[edge, kind] = _AgreedShapes(self._inner.post(here, ("shapes", kind)))
-        return _SlicedMessage(self._inner.post(here, kind), self._shapes[edge, kind], self._tp_group, self._size)
+        if (edge, kind) not in self._received:
+            self._received[edge, kind] = _AgreedSpecs(edge, self._inner.post(here, ("header", kind)))
+        return _SlicedMessage(self._inner.post(here, kind), self._received[edge, kind], self._tp_group, self._size)
 
     def agree(self, group: tuple[int, ...], rank: int, kinds: SumKinds) -> None:
         own = processes_of(rank, self._size)[self._tp_rank]
@@ -211,18 +203,19 @@ class TensorParallelTransport:
 
 
 @dataclass(slots=True, eq=False)
-class _AgreedShapes:
-    """Holds the unsliced shapes of the messages of one kind, which are sent before the first one."""
+class _AgreedSpecs:
+    """The tensors of the messages of one kind before they are sliced, whose header is sent before the first one."""
 
-    receive: PendingMessage
-    shapes: _Shapes | None = None
+    edge: Edge
+    header: PendingMessage
+    specs: Specs | None = None
 
-    def get(self) -> _Shapes:
-        if self.shapes is None:
-            (code,) = self.receive.wait()
+    def get(self) -> Specs:
+        if self.specs is None:
+            (code,) = self.header.wait()
             assert code is not None
-            self.shapes = decode_shapes(code)
-        return self.shapes
+            self.specs = parse_specs(bytes(code.detach().reshape(-1).view(torch.uint8).tolist()), self.edge)
+        return self.specs
 
 
 @dataclass(slots=True, eq=False)
@@ -230,7 +223,7 @@ class _SlicedMessage:
     """A message whose slices the tensor-parallel ranks receive and gather."""
 
     receive: PendingMessage
-    agreed: _AgreedShapes
+    agreed: _AgreedSpecs
     tp_group: dist.ProcessGroup
     size: int
 
@@ -238,10 +231,10 @@ class _SlicedMessage:
         return self.receive.ready()
 
     def wait(self) -> Message:
-        shapes, slices = self.agreed.get(), self.receive.wait()
+        specs, slices = self.agreed.get(), self.receive.wait()
         return tuple(
-            None if own is None or shape is None else self._gather(own, shape)
-            for own, shape in zip(slices, shapes, strict=True)
+            None if own is None or spec is None else self._gather(own, spec.shape)
+            for own, spec in zip(slices, specs, strict=True)
         )
 
     def _gather(self, own: Tensor, shape: torch.Size) -> Tensor:
@@ -261,23 +254,6 @@ class _SlicedMessage:
 
 def _slice_size(elements: int, size: int) -> int:
     return -(-elements // size)
-
-
-def encode_shapes(shapes: _Shapes) -> Tensor:
-    """`shapes` as bytes, which `decode_shapes` reads."""
-    return torch.frombuffer(bytearray(encode_plain(shapes)), dtype=torch.uint8)
-
-
-def decode_shapes(code: Tensor) -> _Shapes:
-    """Reads what `encode_shapes` made. `TransportError` if it made no such thing."""
-    shapes = decode_plain(bytes(code.detach().reshape(-1).view(torch.uint8).tolist()))
-    kinds = (torch.Size, type(None))
-    if type(shapes) is tuple and all(isinstance(shape, kinds) and min(shape or (), default=0) >= 0 for shape in shapes):
-        return shapes
-    raise TransportError(
-        f"expected the shapes of a message between tensor-parallel stages, found {shapes!r:.80}. The ranks make "
-        "different calls: call the same methods of the Pipeline on every rank, in the same order"
-    )
 
 
 def _fingerprint(tensor: Tensor | None) -> Tensor:
