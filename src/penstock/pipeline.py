@@ -486,9 +486,8 @@ class Pipeline(Advised):
 
         It compares the median of 8 steps on rank 0, after the first steps, without the time between steps, with
         microbatches of the plan's size. None for a plan without a prediction, and until all ranks have measured. It
-        does not wait, so one rank may have it before another. When rank 0 has it, it logs both numbers to ``penstock``,
-        as a warning if they are more than 20 % apart. In a single process, where the ranks run in turn, the prediction
-        is the work of all ranks.
+        does not wait, so one rank may have it before another. When rank 0 has it, it logs both numbers to ``penstock``
+        at level INFO. In a single process, where the ranks run in turn, the prediction is the work of all ranks.
         """
         return self._engine.prediction_error()
 

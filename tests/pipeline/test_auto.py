@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,11 +20,6 @@ from penstock.autoplans import fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.guards import takes_statistics
 from penstock.runtime.assembly.pipeline_options import PlanOptions
-from penstock.runtime.batches.results import ActionTiming
-from penstock.runtime.devices.timestamps import HostTimer
-from penstock.runtime.engine.prediction_check import make_prediction_check
-from penstock.runtime.transport.worlds import SingleProcess
-from penstock.scheduling import Backward, Forward
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from support import models
 from support.processes import Pool
@@ -260,13 +255,11 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
         fastest_plan(even, Cluster.uniform(2, math.inf, memory_bytes=1.0), chain, PlanOptions())
 
 
-def planned(
-    seconds: float, ranks: int, bubble: float, size: int | None = 4, stage_seconds: tuple[float, ...] = ()
-) -> Plan:
+def planned(seconds: float, ranks: int, bubble: float, size: int | None = 4) -> Plan:
     """A plan of the subjects' 8 layers that promises `seconds`."""
     cuts = [8 * rank // ranks for rank in range(ranks + 1)]
     stages = tuple(Stage(cuts[rank], cuts[rank + 1], (rank,)) for rank in range(ranks))
-    prediction = Prediction(seconds, 1.0, 1.0, (0.0,) * ranks, bubble, stage_seconds=stage_seconds)
+    prediction = Prediction(seconds, 1.0, 1.0, (0.0,) * ranks, bubble)
     return Plan(stages, microbatches=4, microbatch_size=size, predicted=prediction)
 
 
@@ -281,19 +274,7 @@ def test_every_rank_learns_how_far_the_prediction_is_off_and_one_says_it(pool: P
     (line,) = first.lines
     assert line.startswith("INFO a step takes ")
     assert "and 1000 s was predicted (0.00 times; bubble " in line
-    assert "predicted 25.0%). The plan does not say what it predicts for its stages" in line
-
-
-def test_a_stage_that_deviates_is_named(pool: Pool) -> None:
-    """A hundred seconds for stage 1 are further from the truth than a thousandth of a second for the others."""
-    plan = planned(1e3, 3, 0.25, stage_seconds=(1e-3, 100.0, 1e-3))
-    first, *rest = pool.run(3, run_automatically, "normalized", STEPS, {"plan": plan}, True)
-
-    (line,) = first.lines
-    assert line.startswith("WARNING a step takes ")
-    assert "%). Stage 1 takes " in line
-    assert " for a microbatch and 100 s was predicted (0.00 times), which is further off than the other stages" in line
-    assert all(other.lines == () for other in rest)
+    assert "predicted 25.0%). Pipeline.stragglers() and " in line
 
 
 def test_a_single_process_is_compared_with_the_work_of_all_ranks() -> None:
@@ -318,40 +299,3 @@ def test_there_is_nothing_to_say(steps: int, plan: Plan) -> None:
     outcome = run_automatically("normalized", steps, {"plan": plan})
 
     assert (outcome.error, outcome.lines) == (None, ())
-
-
-def span(stage: int, microbatch: int, start: float, seconds: float) -> list[ActionTiming]:
-    """A forward, and a backward of the same duration."""
-    return [
-        (0, Forward(stage, microbatch, 0), start, start + seconds),
-        (0, Backward(stage, microbatch, 0), start + seconds, start + 2 * seconds),
-    ]
-
-
-def comparison_of(*factors: float) -> str:
-    """What is logged where every stage takes as many times as long as was predicted for it, in one process."""
-    stages = len(factors)
-    plan = planned(2.0 * stages, stages, 0.0, stage_seconds=(2.0,) * stages)
-    # The ranks of a single process take turns: a step of one microbatch is their sum.
-    forecast = make_prediction_check(replace(plan, microbatches=1), True, SingleProcess(), HostTimer())
-    assert forecast is not None
-    with listening() as lines:
-        for step in range(STEPS):
-            if forecast.wants(step, [4]):
-                start = 1e3 * step
-                timings = [each for stage, factor in enumerate(factors) for each in span(stage, step, start, factor)]
-                forecast.add(start, start + 2.0 * stages * sum(factors), timings)
-            forecast.compare()
-    (line,) = lines
-    return line
-
-
-def test_only_a_stage_that_stands_out_is_worth_a_warning() -> None:
-    assert comparison_of(1.0, 1.0, 1.0).startswith("INFO a step takes ")
-    for alike in ((1.3, 1.3, 1.3), (1.2, 1.5, 1.3), (0.6, 0.7, 0.7)):
-        line = comparison_of(*alike)
-        assert line.startswith("INFO a step takes ") and ". No stage stands out" in line
-    slow = comparison_of(1.0, 3.0, 1.1)
-    assert slow.startswith("WARNING a step takes ")
-    assert "Stage 1 takes 6 s for a microbatch and 2 s was predicted (3.00 times)" in slow
-    assert "Stage 2 takes 400 ms" in comparison_of(0.9, 0.8, 0.2)

@@ -23,7 +23,7 @@ from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
 from penstock.runtime.engine.local_stage import LocalStage
-from penstock.runtime.engine.prediction_check import make_prediction_check
+from penstock.runtime.engine.step_records import make_prediction_check
 from penstock.runtime.parameters.gradient_buckets import Reducer, ShardedReducer
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import dimensions_of

@@ -18,15 +18,9 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.message_headers import other_form
+from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 from penstock.training.wire_codecs import WireCodec, decode, encode, encodes, round_to_wire
-
-_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""The types of tensors that are encoded; a message names one by its position here."""
-_PLAIN = 0
-"""In place of the number of parts: a tensor that is sent as it is, or None."""
-_HEAD = 4
-"""Of every encoded tensor: the number of its parts, its type, whether it requires a gradient, and its dimensions."""
 
 
 class _Form(NamedTuple):
@@ -86,7 +80,8 @@ class CodedMessages:
         known = self._sent.get((edge, kind))
         if known is None:
             known = self._sent[edge, kind] = tuple(forms)
-            self.transport.send(edge, _ahead(kind), (_write(known).to(self.device),))
+            code = bytearray(encode_plain([form and tuple(form) for form in forms]))
+            self.transport.send(edge, _ahead(kind), (torch.frombuffer(code, dtype=torch.uint8).to(self.device),))
         if known != tuple(forms):
             raise other_form(edge, _describe(known), _describe(forms))
         self.transport.send(edge, kind, tuple(parts))
@@ -172,41 +167,16 @@ def _ahead(kind: Hashable) -> Hashable:
     return ("forms", kind)
 
 
-def _write(forms: _Forms) -> Tensor:
-    """The head and the shape of every encoded tensor, and `_PLAIN` for the others."""
-    numbers: list[int] = []
-    for form in forms:
-        if form is None:
-            numbers.append(_PLAIN)
-        else:
-            numbers += [form.parts, _TYPES.index(form.dtype), form.requires_grad, len(form.shape), *form.shape]
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
 def _read(code: Tensor, edge: Edge) -> _Forms:
-    numbers: list[int] = code.tolist()
-    forms: list[_Form | None] = []
-    place = 0
-    while place < len(numbers):
-        parts, *head = numbers[place : place + _HEAD]
-        if parts == _PLAIN:
-            forms.append(None)
-            place += 1
-            continue
-        place += _HEAD
-        dimensions = head[-1] if len(head) == _HEAD - 1 else -1
-        shape = tuple(numbers[place : place + dimensions])
-        if (
-            parts < 0
-            or dimensions < 0
-            or len(shape) < dimensions
-            or not 0 <= head[0] < len(_TYPES)
-            or min(shape, default=0) < 0
-        ):
-            raise _unlike(edge, str(numbers[:16]))
-        forms.append(_Form(parts, _TYPES[head[0]], bool(head[1]), shape))
-        place += dimensions
-    return tuple(forms)
+    """The forms that `encode_plain` wrote. `TransportError` for other bytes."""
+    data = code.cpu().numpy().tobytes()
+    try:
+        forms = tuple(None if form is None else _Form(*form) for form in decode_plain(data))
+        # A form that is none of a tensor fails here.
+        [torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms if form is not None]
+    except (TransportError, TypeError, RuntimeError) as error:
+        raise _unlike(edge, f"{data[:40]!r}") from error
+    return forms
 
 
 def _unlike(edge: Edge, found: str) -> TransportError:

@@ -31,9 +31,14 @@ from penstock.runtime.engine.local_stage import LocalStage, share_buffers
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.nonfinite_losses import LateLosses
-from penstock.runtime.engine.prediction_check import PredictionCheck
 from penstock.runtime.engine.snapshots import REST, Collect, Snapshot, Snapshots
-from penstock.runtime.engine.step_records import Speed, StepRecord, measure_speed
+from penstock.runtime.engine.step_records import (
+    KEPT_MINIBATCHES,
+    PredictionCheck,
+    Speed,
+    StepRecord,
+    measure_speed,
+)
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
@@ -51,9 +56,6 @@ from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
-
-KEPT_MINIBATCHES = 8
-"""The last minibatches whose timings are kept."""
 
 LocalStages: TypeAlias = Mapping[int, Mapping[int, LocalStage]]
 """The stages of this process, by rank and index."""
@@ -145,7 +147,6 @@ class Engine:
             checksums.start()
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
-        measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
         start = self._context.timer.now()
         timings = self._run(batch, microbatches, first, self._schedule, Step(self._minibatch), before_waiting=announce)
         for checksums in compared:
@@ -156,9 +157,7 @@ class Engine:
         self.steps += 1
         self._begun = None
         if self._check:
-            if measured:
-                self._check.add(start, self._context.timer.now(), timings)
-            self._check.compare()
+            self._check.add(self._records, self._minibatch)
         loss = self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
         if self._late is not None:
             self._late.add(self._microbatches_before + first, loss)
@@ -369,11 +368,8 @@ class Engine:
         return measure_speed(self._records, self._context.timer, self._ranks)
 
     def prediction_error(self) -> float | None:
-        """How much longer steps take than predicted, relatively; None without a prediction, or until all have
-        measured.
-        """
-        comparison = self._check.compare() if self._check else None
-        return None if comparison is None else comparison.error
+        """How much longer steps take than predicted; None without a prediction, or until all have measured."""
+        return self._check.error if self._check else None
 
     def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> Callable[[], None] | None:
         return self.calls.announce(name, microbatches, self.trained, self.seed)
