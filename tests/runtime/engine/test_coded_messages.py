@@ -5,6 +5,7 @@ import torch
 
 from penstock.errors import TransportError
 from penstock.runtime.engine.coded_messages import CodedMessages, PlainMessages, messages_of
+from penstock.runtime.transport.plain_values import encode_plain
 from penstock.runtime.transport.transport import Edge, LoopbackTransport
 from penstock.training.wire_codecs import RowInt8
 
@@ -40,25 +41,19 @@ def test_all_kinds_of_tensors_arrive_together() -> None:
                 assert found.stride() == expected.stride() == given.stride()
 
 
+FORM = (2, torch.float32, True, (4,))
+
+
 @pytest.mark.parametrize(
-    "numbers",
-    [
-        [2],
-        [2, 0, 1],
-        [2, 9, 1, 1, 4],
-        [2, -1, 1, 1, 4],
-        [2, 0, 1, 3, 4, 4],
-        [2, 0, 1, 1, -4],
-        [-2, 0, 1, 1, 4],
-        [2, 0, 1, -1],
-        [2, 0, 1, 1, 4, 0],
-    ],
+    "forms", [2, [2], [FORM[:3]], [(2, "float32", True, (4,))], [(2, torch.float32, True, (-4,))], [FORM, None], b"{"]
 )
-def test_what_is_no_form_is_refused(numbers: list[int]) -> None:
+def test_what_is_no_form_is_refused(forms: object) -> None:
     """Also a form of more tensors than come."""
     messages = coded()
     receive = messages.post(EDGE, "kind")
-    messages.transport.send(EDGE, ("forms", "kind"), (torch.tensor(numbers),))
+    code = forms if isinstance(forms, bytes) else encode_plain(forms)
+    ahead = torch.frombuffer(bytearray(code), dtype=torch.uint8)
+    messages.transport.send(EDGE, ("forms", "kind"), (ahead,))
     messages.transport.send(EDGE, "kind", (torch.ones(4, dtype=torch.int8), torch.ones(1, dtype=torch.int16)))
 
     with pytest.raises(TransportError, match=r"rank 0 -> rank 1.*expected the forms of encoded tensors, found"):
