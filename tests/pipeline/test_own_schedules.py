@@ -181,7 +181,7 @@ def test_a_pipeline_plans_for_it(pool: Pool) -> None:
 
 def test_ranks_must_mean_the_same(pool: Pool) -> None:
     for message in pool.run(2, disagree, 1):
-        assert "have different schedules called 'eager': expected the same programs and guarantees" in message
+        assert "has a schedule 'eager' of programs and guarantees" in message
 
 
 def forgetful(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:

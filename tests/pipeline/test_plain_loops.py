@@ -351,8 +351,8 @@ def test_another_rate_on_another_rank_is_warned_of(pool: Pool) -> None:
 
     assert first == []
     assert second == [
-        "a group of the optimizer has lr=0.1 on rank 0 and 0.2 on rank 1: all ranks take part in one training. Build "
-        "the same optimizer on every rank, unless you mean it"
+        "a group of the optimizer has lr=0.1 on rank 0 and lr=0.2 on rank 1: all ranks take part in one training. "
+        "Build the same optimizer on every rank, unless you mean it"
     ]
 
 
