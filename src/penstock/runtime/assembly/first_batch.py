@@ -282,37 +282,14 @@ def causes_of(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run, parts: 
             f"the samples are in dimension 1{time_first}, along which the inputs can be cut, and not in dimension 0. "
             "Pass inputs and targets with the samples in dimension 0"
         )
-    if not runs.recipe.loss_weight and (marks := _marks(runs, batch)):
-        return False, marks
     over_model = (
         f"the samples may be in another dimension than 0{time_first} or packed into one, or a tensor of them goes "
-        "whole to every microbatch (cut the batch yourself: penstock.Microbatches), or the model looks at the whole "
-        "batch (a router's loss, statistics, attention over samples), which any accumulation of gradients does by "
-        "microbatch"
+        "whole to every microbatch, or the model looks at the whole batch; or "
     )
-    over_loss = (
-        "the loss may be a mean over other items than samples (tokens, a mask, weights: loss_weight= counts them, "
-        "docs/training.md), or compare samples or divide sums (in-batch negatives, Dice), which any accumulation of "
-        "gradients does by microbatch, or a part of the target was cut, or not, against its meaning (docs/inputs.md)"
-    )
-    return False, over_loss if alike else f"{over_model}; or {over_loss}"
-
-
-def _marks(runs: LossRuns, batch: _Batch) -> str:
-    """What a mean over other items is seen by: labels that do not count, and weights of classes."""
-    every = [inner for module in runs.modules for inner in module.modules()]
-    criteria = [inner for inner in every if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss)]
-    labels = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype is torch.int64]
-    ignored = {IGNORED, *(each.ignore_index for each in criteria)}
-    found = [f"labels of {label}" for label in ignored if any(bool(each.eq(label).any()) for each in labels)]
-    if weighted := any(each.weight is not None for each in criteria):
-        found.append("a criterion with weight=")
-    counted = "weight[target[target != -100]]" if weighted else "(target != -100)"
-    if not found:
-        return ""
-    return (
-        f"the loss is a mean over other items than samples: found {' and '.join(found)}. Pass loss_weight=, which "
-        f"counts the items of a target, such as lambda target: {counted}.sum() (docs/training.md)"
+    return False, (
+        f"{'' if alike else over_model}the loss may be a mean over other items than samples (labels that are not "
+        f"{IGNORED}, tokens, a mask, weights: loss_weight= counts them), or compare samples, or divide sums. "
+        "penstock.rehearse names the likely cause (docs/inputs.md)"
     )
 
 
