@@ -9,12 +9,12 @@ and clock, and will train at the same time, too. The seconds are scaled to what 
 ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that flushes, since a
 planner must not change which gradients a step applies. For the same reason replicas do not split microbatches of a
 model with BatchNorm, whose statistics would be those of a share of the microbatch. Every process is a rank, so that no
-device is left out; where that would be faster, the log says so.
+device is left out; `penstock plan` on the profile and cluster says whether that would be faster.
 """
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -42,11 +42,10 @@ from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.layer_weights import LayerWeights
-from penstock.values.plan_stages import Stage, ranks_text
+from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan, Prediction, require_schedule
 from penstock.values.profiles import LayerProfile, Profile
 
-_WORTH_SAYING = 0.05
 _log = logging.getLogger("penstock")
 
 
@@ -184,7 +183,6 @@ def fastest_plan(
             made = search(schedule=wanted.schedule, planner=planner, every_device=True)
             make_schedule(made, chain)
             if not (whole and made.routing == "split"):
-                _advise(made, cluster, lambda: search(schedule=wanted.schedule))
                 return made
     made = search(
         schedule=DEFAULT_SCHEDULE if flushes else wanted.schedule,
@@ -197,25 +195,6 @@ def fastest_plan(
 
 def _stages_per_rank(wanted: PlanOptions, ranks: int) -> int:
     return require_schedule(wanted.schedule or DEFAULT_SCHEDULE).layout.default_stages_per_rank(wanted.stages, ranks)
-
-
-def _advise(made: Plan, cluster: Cluster, search: Callable[[], Plan]) -> None:
-    """Says in the log of ``penstock`` if a plan without the slow devices would be faster."""
-    if cluster.is_equal or made.predicted is None:
-        return
-    free = search()
-    if free.predicted is None or free.ranks == made.ranks:
-        return
-    gain = free.predicted.samples_per_second / made.predicted.samples_per_second - 1
-    if gain > _WORTH_SAYING:
-        left = sorted(set(range(cluster.devices)) - set(free.devices or range(free.ranks)))
-        _log.warning(
-            "the plan uses all %d ranks, since each is a process. Without %s it would be %.0f%% faster by the "
-            "simulator: start fewer processes, without the slow devices",
-            made.ranks,
-            ranks_text(left),
-            100 * gain,
-        )
 
 
 def _log_shares(plan: Plan, weights: LayerWeights, balance: Balance) -> None:
