@@ -30,7 +30,7 @@ from contenders.torch_contenders import torch_entries
 from measurement.crews import Crew, Failed
 from measurement.ideals import speedup
 from measurement.reports import conditions
-from penstock.reporting.peak_flops import peak_flops_of
+from penstock.reporting.stats import peak_flops_of
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 
 META = torch.device("meta")

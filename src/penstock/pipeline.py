@@ -21,7 +21,6 @@ from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
-from penstock.reporting.straggler_source import StragglerSource
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.failure_guard import FailureGuard, collective, open_resources
@@ -63,10 +62,9 @@ from penstock.scheduling.skips import SkipChoice
 from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
-from penstock.training.nonfinite import OnNonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.recipes import Recipe
-from penstock.training.scaling import LossScale
+from penstock.training.scaling import LossScale, OnNonfinite
 from penstock.training.update_corrections import UpdateHook
 from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan
@@ -300,8 +298,7 @@ class Pipeline(Advised):
         self._outside = OutsideState(model.model, self._chain)
         self._opened.callback(watch_flight(world, self.plan, engine.recorder, guarded, self._device))
         known = self.auto_plan.profile if self.auto_plan else None
-        self._straggler_source = StragglerSource(self._chain, self.plan, self._device, world, known)
-        self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, world)
+        self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, world, profile=known)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -441,7 +438,7 @@ class Pipeline(Advised):
         ``plan="auto"``, or with estimates. `layers` measures the layers, too. Collective. docs/doctor.md explains it.
         """
         measure = self.measure if layers else None
-        return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
+        return self._stats_source.stragglers(self.timeline(8), profile, tolerance, measure)
 
     def replan(self, *, profile: Profile | None = None, apply: Place | None = None) -> Plan:
         """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
@@ -450,7 +447,7 @@ class Pipeline(Advised):
         `apply`: a directory of checkpoints. If the cut is another one, the pipeline saves itself there, is built again
         in place with the plan, and goes on from the checkpoint; `optimizers` are new ones then.
         """
-        plan = self._straggler_source.recut(self.timeline(8), profile)
+        plan = self._stats_source.recut(self.timeline(8), profile)
         if apply is not None and checked_path(apply) and plan.stages != self.plan.stages:
             options = self._options.replanned(plan)
             saved, own = self.save(apply), self._checkpoints.own

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.reporting.peak_flops import peak_flops_of, rate_of
+from penstock.reporting.stats import peak_flops_of, rate_of
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,10 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
 from penstock.scheduling.verification.continuations import require_constant_delays
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
-from penstock.training.nonfinite import OnNonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe, check_scaled_rates
-from penstock.training.scaling import LossScale
+from penstock.training.scaling import LossScale, OnNonfinite
 from penstock.training.update_corrections import UpdateHook
 from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import MICROBATCHES, Plan, require_schedule

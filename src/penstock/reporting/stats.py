@@ -1,6 +1,6 @@
-"""The speed, utilization, bubble and memory of a training, as `Pipeline.stats` returns them."""
+"""Numbers about a running pipeline: speed, utilization, bubble and memory, its stragglers, and a better cut of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,12 +9,17 @@ import torch
 
 from penstock.arguments import FLAG, Rule, check_arguments, number
 from penstock.capturing.chain import LayerChain
-from penstock.reporting.peak_flops import peak_flops_of
+from penstock.capturing.work_estimates import estimate_seconds
+from penstock.doctor.replanning import recut
+from penstock.doctor.stragglers import Stragglers, find_slow_layers, find_stragglers, stage_seconds
 from penstock.runtime.engine.step_records import Speed
+from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.simulator import balanced_bubble
+from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan
+from penstock.values.profiles import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,9 @@ _RULES: Mapping[str, Rule[Any]] = {
 
 
 class StatsSource:
-    """Makes the `Stats` of one pipeline. What it works out of the model and the schedule it keeps."""
+    """Makes the numbers of one pipeline. What it works out of the model and the schedule it keeps. `profile`: what the
+    plan was made from; stages are compared with estimates if it is None.
+    """
 
     def __init__(
         self,
@@ -81,8 +88,11 @@ class StatsSource:
         schedule: Schedule,
         device: torch.device,
         world: World,
+        *,
+        profile: Profile | None,
     ) -> None:
         self._chain, self._plan, self._schedule, self._device, self._world = chain, plan, schedule, device, world
+        self._profile = profile
 
     def stats(
         self,
@@ -136,6 +146,42 @@ class StatsSource:
             flops_utilization=peak and _product(flops_per_second, 1 / (peak * self._world.processes)),
         )
 
+    def stragglers(
+        self,
+        timeline: Timeline,
+        profile: Profile | None,
+        tolerance: float,
+        measure: Callable[..., Profile] | None,
+    ) -> Stragglers:
+        """The stragglers in `timeline`; of layers, too, if `measure` measures them. Collective."""
+        known = profile or self._profile
+        found = find_stragglers(timeline, self._plan, self._weights(), profile=known, tolerance=tolerance)
+        if measure is None:
+            return found
+
+        def seconds() -> list[float]:
+            return [layer.seconds for layer in measure(iterations=3, warmup=1, progress=False).layers]
+
+        own = gather_results(self._world, "while it measured its layers", seconds)
+        names = [layer.name for layer in self._chain.layers]
+        return replace(found, found=(*found.found, *find_slow_layers(names, own, known, tolerance)))
+
+    def recut(self, timeline: Timeline, profile: Profile | None) -> Plan:
+        """The plan with the cut that the measured stages of `timeline` ask for. Collective."""
+        known = profile or self._profile
+        weights = [layer.seconds for layer in known.layers] if known is not None else self._weights()
+        return recut(self._plan, weights, stage_seconds(timeline))
+
+    def _weights(self) -> Sequence[float]:
+        """The estimated work of each layer, by process 0: the plan must be the same in all."""
+
+        def estimate() -> list[float]:
+            if self._world.rank != 0:
+                return []
+            return list(estimate_seconds(self._chain, self._device) or [1.0] * len(self._chain.layers))
+
+        return gather_results(self._world, "while it estimated its layers", estimate)[0]
+
     @cached_property
     def _flops_per_sample(self) -> float | None:
         return count_training_flops(self._chain)
@@ -148,6 +194,39 @@ class StatsSource:
 
 def _product(number: float | None, factor: float) -> float | None:
     return None if number is None else number * factor
+
+
+# The words in the name of a device, and its peak rate: dense products of matrices in bfloat16 (float16 on GPUs without
+# bfloat16) with tensor cores, at the highest clock, in operations per second. Utilization is relative to this rate
+# whatever type a model computes in, as is usual. The first row whose words are all there counts. The sources are
+# NVIDIA's data sheets of these GPUs, and for B200 that of the HGX B200, divided by its eight GPUs. Where a data sheet
+# gives the rate with sparsity, the dense one is half of it.
+_RATES: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("B200",), 2250e12),
+    (("H200", "NVL"), 835.5e12),
+    (("H200",), 989.5e12),
+    (("H100", "NVL"), 835.5e12),
+    (("H100", "PCIe"), 756.5e12),
+    (("H100",), 989.5e12),
+    (("A100",), 312e12),
+    (("V100", "PCIE"), 112e12),
+    (("V100",), 125e12),
+    (("L40S",), 362.05e12),
+    (("L4",), 121e12),
+    (("A10",), 125e12),
+    (("T4",), 65e12),
+)
+
+
+def peak_flops_of(device: torch.device) -> float | None:
+    """The peak rate of `device` in operations per second; None for a CPU and a GPU that is not in the table."""
+    return rate_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def rate_of(name: str) -> float | None:
+    """The peak rate of the GPU that PyTorch calls `name`, such as ``NVIDIA A100-SXM4-80GB``; None if unknown."""
+    words = set(name.replace("-", " ").split())
+    return next((rate for parts, rate in _RATES if words.issuperset(parts)), None)
 
 
 _FORWARDS_OF_A_STEP = 3

@@ -3,17 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from penstock.arguments import FLAG, Rule, check_fields, function, instance, number
+from penstock.arguments import FLAG, Rule, check_fields, choice, function, instance, number
 from penstock.errors import PlanError
 from penstock.training.losses import LossFunction, LossWeight, model_loss
-from penstock.training.nonfinite import SKIPPING, OnNonfinite, check_on_nonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import AUTOCAST, autocasting, check_version_dtype
-from penstock.training.scaling import LossScale, read_loss_scale
+from penstock.training.scaling import SKIPPING, LossScale, OnNonfinite, read_loss_scale
 from penstock.training.update_corrections import UpdateHook, read_hooks
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype
 
@@ -48,6 +47,7 @@ _RULES: Mapping[str, Rule[Any]] = {
         classes=True,
     ).optional,
     "scale_learning_rates": FLAG,
+    "on_nonfinite": choice(get_args(OnNonfinite)),
     "loss_weight": function(
         ("target",), "pass a function that counts, such as lambda target: (target != -100).sum()"
     ).optional,
@@ -78,7 +78,6 @@ class Recipe:
         read_loss_scale(self.loss_scale)
         check_version_dtype(self.version_dtype, self.autocast)
         read_hooks(self.update_hooks)
-        check_on_nonfinite(self.on_nonfinite)
         read_wire_dtype(self.wire_dtype)
 
     @property

@@ -7,7 +7,7 @@ scale; after `interval` finite updates in a row the scale grows.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from penstock.arguments import Rule, check_fields, integer, number
 
@@ -42,6 +42,11 @@ class LossScale:
         """Whether the scale never changes."""
         return self.backoff == 1 and (self.growth == 1 or self.interval == 0)
 
+
+SKIPPING = LossScale(1.0, growth=1.0, backoff=1.0, interval=0)
+"""A loss scale that changes no number. An update whose gradients are not finite is skipped, as with any loss scale."""
+OnNonfinite: TypeAlias = Literal["raise", "skip", "rollback"]
+"""What a pipeline does about losses and gradients that are not finite."""
 
 _SCALE = number(above=0).but("give one, or leave it out", '"dynamic", a finite number above 0, or a penstock.LossScale')
 

@@ -138,21 +138,14 @@ class Mailbox:
         edge = Edge(self.rank, peer(action, self.rank, self._placement))
         self._transport.send(edge, self._tied_kind(action.stage, action.target, action.version), message)
 
-    def receive_tied(self, action: ReceiveTied) -> Message:
-        """Waits for the gradients of weights that two stages share."""
-        return self._receive_one(action)
-
     def send_norms(self, action: SendNorms, norms: Sequence[Tensor | None]) -> None:
         """Sends `norms`, those of `carried_norms`, to every rank that receives them from this one."""
         for rank in peers(action, self.rank, self._placement):
             kind = ("norms", action.stage, action.target, len(norms))
             self._transport.send(Edge(self.rank, rank), kind, tuple(norms))
 
-    def receive_norms(self, action: ReceiveNorms) -> Message:
-        """Waits for norms."""
-        return self._receive_one(action)
-
-    def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
+    def receive_values(self, action: ReceiveTied | ReceiveNorms) -> Message:
+        """Waits for gradients of weights that two stages share, or for norms."""
         (edge,) = self._awaited.pop(action)
         message = self._receives.pop((action, edge)).wait()
         self._post(edge)

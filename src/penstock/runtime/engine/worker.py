@@ -193,11 +193,11 @@ class Worker:
                 case SendTied(stage, version, target):
                     self._mailbox.send_tied(action, self.gradients.tied(stage, version, target))
                 case ReceiveTied(stage, version, source):
-                    self.gradients.add_tied(stage, version, source, self._mailbox.receive_tied(action))
+                    self.gradients.add_tied(stage, version, source, self._mailbox.receive_values(action))
                 case SendNorms(stage, version, target):
                     self._mailbox.send_norms(action, self.gradients.norm_vectors(stage, version, target))
                 case ReceiveNorms(stage, version, source):
-                    self.gradients.add_norms(stage, version, source, self._mailbox.receive_norms(action))
+                    self.gradients.add_norms(stage, version, source, self._mailbox.receive_values(action))
                 case Reduce(stage, version):
                     # The sum runs beside the backward that makes the gradients: it began with the first bucket.
                     start = self.gradients.began(stage, version) or start
