@@ -81,7 +81,6 @@ def test_low_precision_and_steps_of_one_sample(tmp_path: Path) -> None:
     [
         ({"optimizer": None, "sample": 1}, "has optimizer, sample, which the Trainer passes itself"),
         ({"loss_fn": None}, "has loss_fn, which the Trainer passes itself"),
-        ({"stage": 2}, "Pipeline has no argument 'stage'. Did you mean 'stages'"),
     ],
 )
 def test_options_that_the_trainer_passes_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:

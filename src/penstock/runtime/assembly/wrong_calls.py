@@ -4,18 +4,17 @@ A hint is for a slip that is no error: the training runs, but seldom as it was m
 follows from it, and what to do. Rank 0 writes it, once in the life of a pipeline.
 """
 
-import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError, suggestion
+from penstock.errors import PenstockError
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.model_claims import ModelClaim
 from penstock.scheduling.schedules import Schedule
@@ -28,37 +27,10 @@ _CALLS = {
     "forward": "step(x, y) trains, predict(x) returns outputs, and evaluate(x, y) returns the loss",
     "generate": "load what save_weights(directory) wrote into a whole model, and call its generate",
 }
-_NAMES = {
-    "gradient_clip": "clip_grad_norm",
-    "gradient_accumulation_steps": "microbatches",
-    "chunks": "microbatches",
-    "criterion": "loss_fn",
-}
-"""Arguments of other libraries whose names are not near."""
 
 
 class Advised:
     """A base of `Pipeline`, which says what to call in place of what it has not."""
-
-    __signature__: inspect.Signature
-    """Else tools would show that of `__new__`."""
-
-    def __init_subclass__(cls) -> None:
-        _, *parameters = inspect.signature(cls.__init__).parameters.values()
-        cls.__signature__ = inspect.Signature(parameters)
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        known = list(cls.__signature__.parameters)
-        # A class of the user's may hand on what it is given.
-        hands_on = any(each.kind is each.VAR_KEYWORD for each in cls.__signature__.parameters.values())
-        for name in () if hands_on else options:
-            if name not in known:
-                near = f"Did you mean {_NAMES[name]!r}? " if name in _NAMES else suggestion(name, known)
-                raise PenstockError(
-                    f"{cls.__name__} has no argument {name!r}. {near}Expected {', '.join(known)}: rename it, or leave "
-                    "it out"
-                )
-        return super().__new__(cls)
 
     def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
         raise PenstockError(f"a {type(self).__name__} is not called: {_CALLS['forward']}")
