@@ -29,11 +29,11 @@ def adapted(**options: Any) -> Any:
 def test_names_are_those_of_peft(tmp_path: Path, options: dict[str, Any]) -> None:
     model = adapted(**options)
     model.save_pretrained(tmp_path)
-    form = hub_form(model, model.state_dict())
+    names, adapter = hub_form(model, model.state_dict())
 
     with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as opened:
-        assert sorted(form.names.values()) == sorted(opened.keys())
-    assert form.adapter
+        assert sorted(names.values()) == sorted(opened.keys())
+    assert adapter
 
 
 def test_an_adapter_that_is_computed_first_is_refused() -> None:

@@ -3,7 +3,7 @@
 A model on the meta device gets its weights later, and stages may be compiled later.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,11 @@ from penstock.capturing.doors import capture
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
-from penstock.runtime.execution.compilation import compile_chain, read_compilation
-from penstock.runtime.execution.recomputation import Granularity
+from penstock.runtime.execution.compilation import read_compilation
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.worlds import World
 from penstock.training.losses import model_loss
 from penstock.training.precisions import first_device
-from penstock.values.plans import Plan, Stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,24 +32,6 @@ class CapturedModel:
     init_fn: InitFn | None
     compilation: Mapping[str, Any] | None
     """The arguments of `torch.compile`; None compiles nothing."""
-
-    def compile(self, chain: LayerChain, plan: Plan, granularities: Mapping[int, Granularity]) -> LayerChain:
-        """`chain` with its stages compiled if the user asked for it. `granularities`: how stages recompute."""
-        layerwise = [
-            plan.stages[index].start for index, granularity in granularities.items() if granularity == "layers"
-        ]
-        return compile_chain(chain, self.compilation, layerwise)
-
-    def materialize(self, world: World, stages: Iterable[Stage], seed: int | None) -> LayerChain:
-        """The chain with weights for `stages`, those of this process. Collective if the weights have to be made.
-
-        Raises `PenstockError` on every process if `init_fn` fails on one.
-        """
-        if self.weightless is None or self.init_fn is None:
-            return self.chain
-        layers = [layer for stage in stages for layer in range(stage.start, stage.stop)]
-        with agreed(world, "while it made its weights"):
-            return self.weightless.materialize(layers, self.init_fn, seed or 0)
 
 
 def capture_for_training(world: World, options: PipelineOptions) -> CapturedModel:

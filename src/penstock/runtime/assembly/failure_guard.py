@@ -57,8 +57,6 @@ def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FailureGuard:
-    """Guards the pipeline of `world`."""
-
     def __init__(self, world: World) -> None:
         self._world = world
         self._process = os.getpid()
@@ -83,7 +81,6 @@ class FailureGuard:
 
     @property
     def failed(self) -> bool:
-        """Whether the pipeline has failed."""
         return bool(self._failed)
 
     @property

@@ -32,6 +32,7 @@ from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.pipeline_options import Parallelize, PipelineOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.batches.batch_splitter import held_stages
+from penstock.runtime.execution.compilation import compile_chain
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.collective_errors import agreed
@@ -45,8 +46,6 @@ from penstock.values.plans import Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParallelStages:
-    """The stages of this process after the hook."""
-
     chain: LayerChain
     """Its parameters are those after the hook; compiled if the user asked for that."""
     modules: Mapping[int, StageModule]
@@ -84,11 +83,18 @@ def make_own_stages(
 ) -> ParallelStages:
     """The stages of this process: with weights, after the hook, and compiled. Collective.
 
-    Raises `PlanError` for a result of the hook that cannot be trained exactly.
+    Raises `PlanError` for a result of the hook that cannot be trained exactly, and `PenstockError` on every process if
+    `init_fn` fails on one.
     """
-    held = held_stages(planned.plan, planned.schedule, planned.ranks)
-    stages = _parallelize(options, world, captured.materialize(world, held, options.run.seed), planned)
-    return replace(stages, chain=captured.compile(stages.chain, planned.plan, planned.granularities))
+    plan, chain = planned.plan, captured.chain
+    if captured.weightless is not None and captured.init_fn is not None:
+        held = held_stages(plan, planned.schedule, planned.ranks)
+        layers = [layer for stage in held for layer in range(stage.start, stage.stop)]
+        with agreed(world, "while it made its weights"):
+            chain = captured.weightless.materialize(layers, captured.init_fn, options.run.seed or 0)
+    stages = _parallelize(options, world, chain, planned)
+    layerwise = [plan.stages[index].start for index, kind in planned.granularities.items() if kind == "layers"]
+    return replace(stages, chain=compile_chain(stages.chain, captured.compilation, layerwise))
 
 
 def _parallelize(options: PipelineOptions, world: World, chain: LayerChain, planned: ScheduledPlan) -> ParallelStages:

@@ -131,8 +131,6 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunOptions:
-    """How it runs."""
-
     compile: bool | Mapping[str, Any] = False
     parallelize: Parallelize | None = None
     seed: int | None = 0
@@ -146,8 +144,6 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineOptions:
-    """All arguments of a pipeline."""
-
     model: ModelOptions
     recipe: Recipe
     plan: PlanOptions

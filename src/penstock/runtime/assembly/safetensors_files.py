@@ -36,8 +36,6 @@ _OURS = ".penstock"
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """A tensor as it is stored."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -184,29 +184,21 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
 
 def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
     """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""
-    if not schedule.guarantees.splits:
-        return
+    layers = ", ".join(str(stage) for stage, granularity in granularities.items() if granularity == "layers")
     if compiled:
-        _refuse(
-            schedule,
-            "compile= makes one function of a stage's backward, which computes both",
-            "Leave compile= out",
+        reason = "compile= makes one function of a stage's backward, which computes both"
+        remedy = "Leave compile= out"
+    else:
+        reason = (
+            f'recompute="layers" (stages {layers}) forgets a layer as soon as its gradients are there, and would have '
+            "to compute it a third time for its weights"
         )
-    layers = [stage for stage, granularity in granularities.items() if granularity == "layers"]
-    if layers:
-        _refuse(
-            schedule,
-            f'recompute="layers" (stages {", ".join(map(str, layers))}) forgets a layer as soon as its gradients are '
-            "there, and would have to compute it a third time for its weights",
-            "Use recompute=True, or a set of stages",
+        remedy = "Use recompute=True, or a set of stages"
+    if schedule.guarantees.splits and (compiled or layers):
+        raise PlanError(
+            f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
+            f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
         )
-
-
-def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:
-    raise PlanError(
-        f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
-        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
-    )
 
 
 def _check_wire_dtype(recipe: Recipe, plan: Plan, chain: LayerChain) -> None:

@@ -11,7 +11,6 @@ from functools import cache, partial
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain, StageModule, crossings_of
@@ -54,12 +53,13 @@ def start_engine(
     `own`: the stages of this process. What has to be closed is put on `opened`.
     """
     chain, plan, schedule = own.chain, planned.plan, planned.schedule
-    transport = connect(
+    transport = connect_tensor_parallel(
         world,
-        schedule,
-        buffered=buffered_stages(world, plan, chain, schedule, own.modules),
+        edges_of(schedule, sorted(buffered_stages(world, plan, chain, schedule, own.modules))),
         device=device,
         timeout_seconds=run.timeout_seconds,
+        # For each replicated stage its ranks in replica order, which sum gradients. Each group once.
+        groups=tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1)),
         tp_group=own.tp_group,
     )
     opened.callback(transport.close)
@@ -138,27 +138,6 @@ def _partners(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> lis
         return [(one, other) for one in here for other in there]
     rounds = math.lcm(len(here), len(there))
     return [(here[k % len(here)], there[k % len(there)]) for k in range(rounds)]
-
-
-def connect(
-    world: World,
-    schedule: Schedule,
-    *,
-    buffered: Collection[int],
-    device: torch.device,
-    timeout_seconds: float,
-    tp_group: dist.ProcessGroup | None,
-) -> Transport:
-    """The transport between the ranks of `schedule`. Collective.
-
-    `buffered`: the stages whose replicas share buffers. `tp_group`: the processes of this rank, if they are several.
-    """
-    edges = edges_of(schedule, sorted(buffered))
-    # For each replicated stage its ranks in replica order, which sum gradients. Each group once.
-    groups = tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))
-    return connect_tensor_parallel(
-        world, edges, device=device, timeout_seconds=timeout_seconds, groups=groups, tp_group=tp_group
-    )
 
 
 def _reroute(module: StageModule, index: int, schedule: Schedule, plan: Plan, chain: LayerChain) -> None:

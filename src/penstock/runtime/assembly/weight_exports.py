@@ -147,18 +147,10 @@ def shared_names(tensors: Mapping[str, Tensor]) -> list[Sequence[str]]:
     return list(names.values())
 
 
-@dataclass(frozen=True, slots=True)
-class HubForm:
-    """The form of one model."""
-
-    names: Mapping[str, str]
-    """The name in the files for each tensor that goes into them, by its name in the model."""
-    adapter: bool = False
-    """Whether only an adapter goes. It is always one file."""
-
-
-def hub_form(model: Any, tensors: Mapping[str, Tensor]) -> HubForm:
-    """The form of `model`, whose state dict has `tensors`; only their shapes are read."""
+def hub_form(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], bool]:
+    """The name in the files for each of `tensors` that goes into them, by its name in the state dict of `model`; and
+    whether only an adapter goes, which is always one file. Only shapes are read.
+    """
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         return _adapter_form(model, peft.get_peft_model_state_dict, tensors)
@@ -167,12 +159,12 @@ def hub_form(model: Any, tensors: Mapping[str, Tensor]) -> HubForm:
             f"{type(model).__name__} has adapters of its own (add_adapter): expected a PEFT model around it, whose "
             "adapters have names to be saved under. Build it with peft.get_peft_model(model, config)"
         )
-    return HubForm({name: name for name in tensors})
+    return {name: name for name in tensors}, False
 
 
-def _write_configurations(model: Any, form: HubForm, directory: Path, dtype: torch.dtype | None) -> None:
+def _write_configurations(model: Any, adapter: bool, directory: Path, dtype: torch.dtype | None) -> None:
     """Writes the configurations of `model` to `directory`, if it has any. `dtype`: of its weights in the files."""
-    if form.adapter:
+    if adapter:
         _write_adapter_configuration(model, directory)
         return
     config = getattr(model, "config", None)
@@ -190,7 +182,9 @@ def _write_configurations(model: Any, form: HubForm, directory: Path, dtype: tor
         generation.save_pretrained(directory)
 
 
-def _adapter_form(model: Any, select: Callable[..., Mapping[str, Tensor]], tensors: Mapping[str, Tensor]) -> HubForm:
+def _adapter_form(
+    model: Any, select: Callable[..., Mapping[str, Tensor]], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, str], bool]:
     """What PEFT selects of a state dict without values, recognized by its tensors."""
     if len(model.peft_config) != 1:
         raise PenstockError(
@@ -208,7 +202,7 @@ def _adapter_form(model: Any, select: Callable[..., Mapping[str, Tensor]], tenso
             "whose tensors are saved as they are, such as LoRA. Gather the model with pipe.full_state_dict(), load it "
             "into a model, and save that with its save_pretrained()"
         )
-    return HubForm({origins[id(tensor)]: name for name, tensor in selected.items()}, adapter=True)
+    return {origins[id(tensor)]: name for name, tensor in selected.items()}, True
 
 
 def _write_adapter_configuration(model: Any, directory: Path) -> None:
@@ -231,9 +225,13 @@ def export_weights(
     limit = _bytes_of(max_shard_size)
     directory = Path(PATH.check("save_weights(directory=)", directory))
     _DTYPE.check("save_weights(dtype=)", dtype)
-    names, adapter = gather_results(world, "while it read the form of the model", lambda: _form(model, held))[0]
-    form = HubForm(names, adapter)
-    entries = _entries(form, held, dtype)
+
+    def form() -> tuple[dict[str, str], bool]:
+        # Only rank 0 looks for it, since PEFT may ask a server.
+        return hub_form(model, held.every) if world.rank == 0 else ({}, False)
+
+    names, adapter = gather_results(world, "while it read the form of the model", form)[0]
+    entries = _entries(names, held, dtype)
     with agreed(world, "while it began to write weights"):
         if world.rank == 0:
             begin(directory)
@@ -243,7 +241,7 @@ def export_weights(
                 f"rank {world.rank} does not see {directory / PARTIAL}, which rank 0 has made: expected a directory on "
                 "a file system that all hosts share. Give another one"
             )
-    plan = _plan(form, held, entries, limit)
+    plan = _plan(adapter, held, entries, limit)
     with agreed(world, "while it wrote weights"):
         tensors = (
             held.bring(name, entry.dtype, 0) if plan.homes is None else held.take(name, entry.dtype)
@@ -253,10 +251,10 @@ def export_weights(
     with agreed(world, "while it published weights"):
         if world.rank == 0:
             floating = (entry.dtype for entry in entries.values() if entry.dtype.is_floating_point)
-            _write_configurations(model, form, directory / PARTIAL, next(floating, None))
+            _write_configurations(model, adapter, directory / PARTIAL, next(floating, None))
             if plan.homes is not None:
                 write_index(directory / PARTIAL, plan.homes, entries.values())
-            publish(directory, ADAPTER_CONFIGURATION if form.adapter else SINGLE if plan.homes is None else INDEX)
+            publish(directory, ADAPTER_CONFIGURATION if adapter else SINGLE if plan.homes is None else INDEX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +264,13 @@ class _Plan:
     """By tensor, the file that has it, of all processes; None if there is only one file, which rank 0 writes."""
 
 
-def _plan(form: HubForm, held: HeldTensors, entries: Mapping[str, StoredEntry], limit: float) -> _Plan:
+def _plan(adapter: bool, held: HeldTensors, entries: Mapping[str, StoredEntry], limit: float) -> _Plan:
     """Every process writes its own tensors, in as few files as hold at most `limit` bytes each; rank 0 writes all that
     fits in one file. Collective.
     """
     world = held.world
-    if form.adapter or sum(entry.bytes for entry in entries.values()) <= limit:
-        name = ADAPTER if form.adapter else SINGLE
+    if adapter or sum(entry.bytes for entry in entries.values()) <= limit:
+        name = ADAPTER if adapter else SINGLE
         return _Plan([(name, list(entries.values()))] if world.rank == 0 else [], None)
     own = [entry for name, entry in entries.items() if held.owners[name] == world.rank]
     shards = list(_in_runs(own, limit))
@@ -284,16 +282,10 @@ def _plan(form: HubForm, held: HeldTensors, entries: Mapping[str, StoredEntry], 
     return _Plan(list(zip(names[first : first + len(shards)], shards, strict=True)), homes)
 
 
-def _form(model: Any, held: HeldTensors) -> tuple[Mapping[str, str], bool]:
-    """The fields of the form. Only rank 0 looks for it, since PEFT may ask a server."""
-    form = hub_form(model, held.every) if held.world.rank == 0 else HubForm({})
-    return dict(form.names), form.adapter
-
-
-def _entries(form: HubForm, held: HeldTensors, dtype: torch.dtype | None) -> dict[str, StoredEntry]:
+def _entries(form: Mapping[str, str], held: HeldTensors, dtype: torch.dtype | None) -> dict[str, StoredEntry]:
     """What is stored, by the name in the model: each tensor once, larger types first so that all are aligned."""
     result = {}
-    for names in shared_names({name: tensor for name, tensor in held.every.items() if name in form.names}):
+    for names in shared_names({name: tensor for name, tensor in held.every.items() if name in form}):
         name, tensor = names[0], held.every[names[0]]
         if tensor.layout is not torch.strided:
             raise CheckpointError(
@@ -301,7 +293,7 @@ def _entries(form: HubForm, held: HeldTensors, dtype: torch.dtype | None) -> dic
                 "files hold. Register it with persistent=False, or gather it with pipe.full_state_dict()"
             )
         converted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        result[name] = StoredEntry(form.names[name], tuple(tensor.shape), converted)
+        result[name] = StoredEntry(form[name], tuple(tensor.shape), converted)
     return dict(sorted(result.items(), key=lambda item: -item[1].dtype.itemsize))
 
 

@@ -13,9 +13,9 @@ Invariants of this file:
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
@@ -38,11 +38,14 @@ _CHECKED_EVERY = 100
 _KIND = ("call",)
 _BYTES = 512 + 80 * (MOST_INPUTS + 2)
 """More than an announcement has."""
+_ADVICE = (
+    "Every rank must pass the same global batch to every call, in the same order: take batches from "
+    "penstock.loader(dataset, ...). A DistributedSampler, which gives every rank another part of the data, a shuffle "
+    "without a common seed, and samples that one rank leaves out are the usual causes"
+)
 
 
 class AnnouncedCall(NamedTuple):
-    """One call on one rank."""
-
     name: str
     """``step``, ``drain``, ``evaluate``, ``predict``, or ``refusal`` if this rank refused a call."""
     trained: int
@@ -56,6 +59,18 @@ class AnnouncedCall(NamedTuple):
     def text(self) -> str:
         """What the rank does, for errors."""
         return f"refuses a call ({self.reason})" if self.reason else f"calls {self.name}"
+
+    def facts(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """What the rank does and has, and what to do where another rank differs. A text is empty where the rank was
+        given no values. `names`: of the inputs, and of the target.
+        """
+        where = f"{self.name} after {self.trained} microbatches of training"
+        yield f"calls {where}", "Load the same state on every rank"
+        yield f"has seed {self.seed}", "Pass the same seed= on every rank"
+        yield f"has {self.batch.samples} samples in {where}", _ADVICE
+        for name, tensor in zip(names, (*self.batch.inputs, self.batch.target), strict=False):
+            yield tensor.shape and f"has {name} as {tensor.shape} in {where}", _ADVICE
+            yield tensor.digest and f"has {name} with values of digest {tensor.digest} in {where}", _ADVICE
 
     def encode(self) -> bytes:
         """The call in `_BYTES` bytes."""
@@ -85,7 +100,6 @@ class _PendingCall:
 
 
 def call_edges(ranks: int, comparing: int) -> list[Edge]:
-    """The edges that announcements travel on."""
     pairs = [(rank, comparing) for rank in range(ranks) if rank != comparing]
     return [Edge(*way, Channel.CALLS) for pair in pairs for way in (pair, pair[::-1])]
 
@@ -189,41 +203,15 @@ class CallAgreement:
             self._pending.popleft()
 
     def _compare(self, rank: int, one: AnnouncedCall, peer: int, other: AnnouncedCall) -> None:
-        if one.name != other.name:
-            self._fail(rank, one.text, peer, other.text, "Make the same calls in the same order")
-        if one.trained != other.trained:
-            self._fail(
-                rank,
-                f"calls {one.name} after {one.trained} microbatches of training",
-                peer,
-                f"after {other.trained}",
-                "Load the same state on every rank",
-            )
-        if one.seed != other.seed:
-            self._fail(rank, f"has seed {one.seed}", peer, f"has {other.seed}", "Pass the same seed= on every rank")
-        where = f"{one.name} after {one.trained} microbatches of training"
-        if one.batch.samples != other.batch.samples:
-            self._fail_batch(where, rank, f"{one.batch.samples} samples", peer, f"{other.batch.samples} samples")
-        rest = ["one of the other inputs"] if len(self._inputs) > MOST_INPUTS else []
-        names = [*self._inputs[:MOST_INPUTS], *rest, "target"]
-        pairs = zip((*one.batch.inputs, one.batch.target), (*other.batch.inputs, other.batch.target), strict=False)
-        for name, (here, there) in zip(names, pairs, strict=False):
-            if here.shape != there.shape and here.shape and there.shape:
-                self._fail_batch(where, rank, f"{name} as {here.shape}", peer, f"{name} as {there.shape}")
-            if here.digest != there.digest and here.digest and there.digest:
-                values = f"{name} with values of digest"
-                self._fail_batch(where, rank, f"{values} {here.digest}", peer, f"{values} {there.digest}")
-
-    def _fail_batch(self, where: str, rank: int, one: str, peer: int, other: str) -> NoReturn:
-        advice = (
-            "Every rank must pass the same global batch to every call, in the same order: take batches from "
-            "penstock.loader(dataset, ...). A DistributedSampler, which gives every rank another part of the data, a "
-            "shuffle without a common seed, and samples that one rank leaves out are the usual causes"
-        )
-        self._fail(rank, f"has {one} in {where}", peer, f"has {other}", advice)
-
-    def _fail(self, rank: int, one: str, peer: int, other: str, advice: str) -> NoReturn:
-        raise TransportError(
-            f"the ranks are out of step: rank {rank} {one}, and rank {peer} {other}. Expected the same on all ranks. "
-            f"{advice}"
-        )
+        facts = [(one.text, other.text, "Make the same calls in the same order")]
+        if one.name == other.name:
+            rest = ["one of the other inputs"] if len(self._inputs) > MOST_INPUTS else []
+            names = [*self._inputs[:MOST_INPUTS], *rest, "target"]
+            both = zip(one.facts(names), other.facts(names), strict=False)
+            facts = [(mine, its, advice) for (mine, advice), (its, _) in both if mine and its]
+        for mine, its, advice in facts:
+            if mine != its:
+                raise TransportError(
+                    f"the ranks are out of step: rank {rank} {mine}, and rank {peer} {its}. Expected the same on all "
+                    f"ranks. {advice}"
+                )

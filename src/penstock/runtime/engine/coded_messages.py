@@ -38,8 +38,6 @@ _Forms: TypeAlias = tuple[_Form | None, ...]
 
 @dataclass(slots=True)
 class PlainMessages:
-    """Sends messages as they are."""
-
     transport: Transport
 
     def send(self, edge: Edge, kind: Hashable, message: Message) -> None:
@@ -66,7 +64,6 @@ class CodedMessages:
     _awaited: dict[tuple[Edge, Hashable], "_AwaitedForms"] = field(default_factory=dict)
 
     def send(self, edge: Edge, kind: Hashable, message: Message) -> None:
-        """Sends `message`, encoded."""
         parts: list[Tensor | None] = []
         forms: list[_Form | None] = []
         for tensor in message:

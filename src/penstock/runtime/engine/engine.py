@@ -296,7 +296,6 @@ class Engine:
         return {index: stage.weights.newest for own in self.stages.values() for index, stage in own.items()}
 
     def share_buffers(self) -> None:
-        """Copies the buffers of the first replica of every stage to the others."""
         share_buffers(self.stages, self._schedule.placement, self.transport)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Loss:

@@ -52,8 +52,6 @@ class Position:
 
 
 class FlightRecorder:
-    """Keeps the last segments of the ranks in this process."""
-
     def __init__(self) -> None:
         self._flights: deque[_Flight] = deque(maxlen=_KEPT_SEGMENTS)
         self._steps = 0

@@ -46,7 +46,6 @@ class Forwards:
         self._batch = BatchRun(training=True)
 
     def begin(self, batch: BatchRun, program: Sequence[Action]) -> None:
-        """Prepares for the forwards of `batch` in `program`."""
         self._batch = batch
         for head in self._heads.values():
             head.begin(batch)
@@ -77,7 +76,7 @@ class Forwards:
             outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, layer_runner)
             if head is None:
                 return outputs
-            compute_loss = head.loss_of(module, microbatch, metrics)
+            compute_loss = partial(head.compute, microbatch, metrics, module=module)
             return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
         within = compute if self._autocast is None else _inside(self._autocast, compute)

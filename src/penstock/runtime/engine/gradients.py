@@ -69,7 +69,6 @@ class Gradients:
         self._means: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def begin(self, batch: BatchRun) -> None:
-        """Prepares for the updates of `batch`."""
         self._admitted = batch.admitted
 
     def restart(self, schedule: Schedule, norms: Mapping[Norm, Tensor], scales: Mapping[str, float]) -> None:
@@ -143,7 +142,6 @@ class Gradients:
         return (*gradients, there)
 
     def add_tied(self, stage: int, update: int, source: int, message: Message) -> None:
-        """Adds the gradients that `stage` received from `source`."""
         names = self._stages[stage].ties[source]
         *gradients, there = message
         if there is None:
@@ -172,15 +170,12 @@ class Gradients:
         return reducer.began(update)
 
     def reduce(self, stage: int, update: int) -> None:
-        """Waits for the sums over replicas."""
         self._sums[stage, update] = self.start_reduce(stage, update).finish(update)
 
     def norm_vectors(self, stage: int, version: int, target: int) -> tuple[Tensor, ...]:
-        """The norms that `stage` sends its neighbour `target`."""
         return self._local_norms(stage, version).vectors_for(stage, version, target)
 
     def add_norms(self, stage: int, version: int, source: int, message: Message) -> None:
-        """Adds the norms that `stage` received from `source`."""
         assert self.norms is not None
         self.norms.add_received(stage, version, source, message)
 

@@ -7,7 +7,6 @@ Laws of this file:
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,47 +51,33 @@ class LossHead:
         """By microbatch: the gradient of its loss, from its forward to its backward."""
 
     def begin(self, batch: BatchRun) -> None:
-        """Prepares for the forwards of `batch`."""
         self._batch = batch
 
     def discard(self) -> None:
         """Drops the gradients of losses whose backward will not come."""
         self._gradients.clear()
 
-    def loss_of(
-        self, module: StageModule, microbatch: Microbatch, metrics: dict[str, Tensor]
-    ) -> Callable[..., tuple[Tensor]]:
-        """`compute` as a function of the outputs of a forward of `module` in training. At the first one it raises
-        `PenstockError` if the loss takes gradients of parameters that would be lost.
-        """
-        examined = self._parameters is None
-        return partial(self.compute if examined else partial(self._examine, module), microbatch, metrics)
-
-    def _examine(
-        self, module: StageModule, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor
-    ) -> tuple[Tensor]:
-        loss_fn = self.loss_fn
-        if self._parameters is not None:
-            loss_fn = self._parameters.examined(loss_fn, module, outputs, microbatch.tensors)
-        loss = self.compute(microbatch, metrics, *outputs, loss_fn=loss_fn)
-        self._parameters = None
-        return loss
-
     def compute(
         self,
         microbatch: Microbatch,
         metrics: dict[str, Tensor],
         *outputs: Tensor,
-        loss_fn: LossFunction | None = None,
+        module: StageModule | None = None,
     ) -> tuple[Tensor]:
         """The loss of a forward that returned `outputs`; the metrics that `loss_fn` returned beside it go to
-        `metrics`.
+        `metrics`. At the first forward of `module` in training it raises `PenstockError` if the loss takes gradients of
+        parameters that would be lost.
         """
+        loss_fn, parameters = self.loss_fn, self._parameters
+        if module is not None and parameters is not None:
+            loss_fn = parameters.examined(loss_fn, module, outputs, microbatch.tensors)
         chain = self._chain if self._batch.training else self._chain.evaluation()
-        loss, beside = compute_loss(loss_fn or self.loss_fn, chain.output.build(outputs), microbatch.target)
+        loss, beside = compute_loss(loss_fn, chain.output.build(outputs), microbatch.target)
         metrics.update(beside)
         if self._batch.training and microbatch.amount:
             _check_trains(loss, outputs)
+        if module is not None:
+            self._parameters = None
         # A loss may be a DTensor where the layers before it are split over processes.
         return (whole(loss),)
 

@@ -75,7 +75,6 @@ class Mailbox:
                     self._post(edge)
 
     def discard(self) -> None:
-        """Drops all messages, and the receives that are due."""
         for kept in (self._due, self._awaited, self._receives, self._arrived, self._leaving):
             kept.clear()
         self._messages.discard()
@@ -134,7 +133,6 @@ class Mailbox:
             self._post(edge)
 
     def send_tied(self, action: SendTied, message: Message) -> None:
-        """Sends the gradients of weights that two stages share."""
         edge = Edge(self.rank, peer(action, self.rank, self._placement))
         self._transport.send(edge, self._tied_kind(action.stage, action.target, action.version), message)
 

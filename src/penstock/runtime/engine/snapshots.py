@@ -60,7 +60,6 @@ class Snapshot:
     """How long the training has waited for copies."""
 
     def wait(self) -> None:
-        """Blocks until the copies are made."""
         for part in self.parts.values():
             part.copies.wait()
 
@@ -69,7 +68,6 @@ class Snapshot:
         return {stage: self.parts[stage].build() for stage in sorted(self.parts)}
 
     def tensors(self) -> list[Tensor]:
-        """The memory of the copies."""
         return [tensor for part in self.parts.values() for tensor in part.copies.tensors]
 
 

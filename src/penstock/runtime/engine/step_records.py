@@ -27,7 +27,7 @@ KEPT_MINIBATCHES = 8
 _WARM_UP_STEPS = 3
 """Steps that are not compared with a prediction, while libraries load, memory is allocated and connections are made."""
 _TOLERANCE = 0.2
-"""Of a prediction. The log says of a larger error where it can be looked into."""
+"""If a prediction is further off, the log says what explains it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,6 @@ class StepRecord:
     def of(
         cls, start: Timestamp, timings: Sequence[ActionTiming], microbatches: Sequence[Microbatch], follows: bool
     ) -> "StepRecord":
-        """The record of a step on `microbatches`."""
         counted = microbatches[0].weigh is not None
         samples = sum(microbatch.samples for microbatch in microbatches)
         return cls(start, timings, samples, microbatches[0].total if counted else None, follows)
@@ -96,7 +95,7 @@ def _extent(record: StepRecord, timer: Timer) -> float:
 
 
 def _busy_seconds(record: StepRecord, timer: Timer, ranks: int) -> float:
-    """Of the first `ranks` together. Blocks until the device has done the work of `record`."""
+    """The seconds in which the first `ranks` compute, added. Blocks until the device has done the work of `record`."""
     spans = [
         Span(of, str(action), timer.seconds(record.start, start), timer.seconds(record.start, stop))
         for of, action, start, stop in record.timings

@@ -60,8 +60,6 @@ ACTION_HOOKS: list[ActionHook] = []
 
 
 class Worker:
-    """Carries out the actions of one rank of a pipeline on its `stages`."""
-
     def __init__(
         self,
         rank: int,

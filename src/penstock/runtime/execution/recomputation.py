@@ -52,16 +52,11 @@ def choose_granularities(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[i
 
 
 def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
-    if isinstance(recompute, str):
-        if recompute != "layers":
-            raise PlanError(
-                "recompute=: expected True, False, 'layers' or the numbers of the stages to recompute, found "
-                f"{recompute!r}: give one of these"
-            )
-        return dict.fromkeys(range(stages), "layers")
     if recompute is None or isinstance(recompute, bool):
         return dict.fromkeys(range(stages if (planned if recompute is None else recompute) else 0), "stage")
-    if not isinstance(recompute, Collection) or isinstance(recompute, bytes | Mapping):
+    if isinstance(recompute, str) and recompute == "layers":
+        return dict.fromkeys(range(stages), "layers")
+    if not isinstance(recompute, Collection) or isinstance(recompute, str | bytes | Mapping):
         raise PlanError(
             f"recompute=: expected True, False, 'layers' or the numbers of the stages to recompute, found "
             f"{text_of(recompute)}: give a single stage as {{1}}"
