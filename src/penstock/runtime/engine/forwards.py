@@ -17,7 +17,7 @@ from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
-from penstock.runtime.engine.nonfinite_losses import find_layer, is_nonfinite_now, nonfinite_loss
+from penstock.runtime.engine.nonfinite_losses import is_nonfinite_now, nonfinite_loss
 from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
@@ -83,9 +83,7 @@ class Forwards:
         outputs = stage.executor.forward(k, received, within, context)
         if head is not None:
             if head.checks and microbatch.amount and is_nonfinite_now(outputs[0]):
-                names, again = module.names, partial(module, received, microbatch.inputs, seed)
-                layer = find_layer(module, names, received, again)
-                raise nonfinite_loss(outputs[0], f"microbatch {k} since the last drain", layer)
+                raise nonfinite_loss(outputs[0], k, received)
             head.end_forward(k, microbatch, outputs[0], metrics)
         return outputs
 

@@ -1,4 +1,4 @@
-"""Losses that are not finite end the training, with the step and the layer that they come from.
+"""Losses that are not finite end the training, with the step that they come from.
 
 On the CPU a loss is looked at as soon as it is computed, before its step has changed a weight. An accelerator would
 have to be waited for: there a loss is looked at when it has been copied to the host, in one of the next calls.
@@ -6,12 +6,9 @@ have to be waited for: there a loss is looked at when it has been copied to the 
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.batches.results import Loss
@@ -27,41 +24,19 @@ def is_nonfinite_now(loss: Tensor) -> bool:
     return loss.is_cpu and not math.isfinite(loss.item())
 
 
-def nonfinite_loss(loss: Tensor, where: str, origin: str) -> PenstockError:
-    """The error of a `loss` that is not finite. `where`: names the microbatch. `origin`: a sentence on the layer."""
-    return PenstockError(
-        f"the loss of {where} is {loss.item()}: expected a finite number, which the gradients could be computed from. "
-        f"{origin}. No weight was changed with it. {_ADVICE}"
+def nonfinite_loss(loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> PenstockError:
+    """The error of a `loss` that is not finite, of a forward of the last stage on what it `received`."""
+    known = [bool(each.isfinite().all()) for each in received if each.is_floating_point()]
+    origin = (
+        "The last stage or loss_fn made it, since what they received is finite"
+        if all(known)
+        else "What this stage received from the stages before it is not finite already"
     )
-
-
-def find_layer(
-    stage: nn.Module, names: Sequence[str], received: Sequence[Tensor], run: Callable[[Callable[..., Any]], object]
-) -> str:
-    """A sentence on the first layer of `stage` whose output is not finite. ``run(layer_runner)`` runs the forward
-    again; the buffers of `stage` are restored after it.
-    """
-    if not _are_finite(received):
-        return "What this stage received from the stages before it is not finite already"
-    found: list[int] = []
-    count = iter(range(len(names) + 1))
-
-    def watch(layer: nn.Module | None, call: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]) -> Any:
-        results, index = call(*arguments), next(count)
-        if not found and not _are_finite(results):
-            found.append(index)
-        return results
-
-    saved = [(buffer, buffer.detach().clone()) for buffer in stage.buffers()]
-    # The diagnosis must not hide the error that it belongs to.
-    with torch.no_grad():
-        with suppress(Exception):
-            run(watch)
-        for buffer, copy in saved:
-            buffer.copy_(copy)
-    if not found or found[0] >= len(names):
-        return "The outputs of the layers of the last stage are finite, so loss_fn made it"
-    return f"The first layer of this stage whose output is not finite is {names[found[0]]}"
+    return PenstockError(
+        f"the loss of microbatch {microbatch} since the last drain is {loss.item()}: expected a finite number, which "
+        f"the gradients could be computed from. {origin}; forward hooks on the blocks show which of them. No weight "
+        f"was changed with it. {_ADVICE}"
+    )
 
 
 class LateLosses:
@@ -86,7 +61,3 @@ class LateLosses:
                     f"{', '.join(str(k % self._microbatches) for k in loss.nonfinite)}: expected a finite number. "
                     f"Weights have been updated with it since. {_ADVICE}"
                 )
-
-
-def _are_finite(tensors: Sequence[Tensor | None]) -> bool:
-    return all(bool(each.isfinite().all()) for each in tensors if each is not None and each.is_floating_point())
