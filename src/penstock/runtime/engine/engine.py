@@ -28,9 +28,8 @@ from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage, share_buffers
-from penstock.runtime.engine.loss_head import LossHead
+from penstock.runtime.engine.loss_head import LateLosses, LossHead
 from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.nonfinite_losses import LateLosses
 from penstock.runtime.engine.snapshots import REST, Collect, Snapshot, Snapshots
 from penstock.runtime.engine.step_records import (
     KEPT_MINIBATCHES,

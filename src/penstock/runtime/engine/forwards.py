@@ -16,8 +16,7 @@ from penstock.capturing.randomness import microbatch_seed, part_seed
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
-from penstock.runtime.engine.loss_head import LossHead
-from penstock.runtime.engine.nonfinite_losses import is_nonfinite_now, nonfinite_loss
+from penstock.runtime.engine.loss_head import LossHead, is_nonfinite_now, nonfinite_loss
 from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
