@@ -23,9 +23,17 @@ from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
-from penstock.runtime.assembly.failure_guard import FailureGuard, collective, open_resources
 from penstock.runtime.assembly.first_batch import FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
+from penstock.runtime.assembly.guarded_calls import (
+    Advised,
+    FailureGuard,
+    StepConditions,
+    collective,
+    give_hints,
+    open_resources,
+    remind_to_drain,
+)
 from penstock.runtime.assembly.parallelize_hooks import make_own_stages
 from penstock.runtime.assembly.pipeline_options import (
     Balance,
@@ -38,7 +46,6 @@ from penstock.runtime.assembly.pipeline_options import (
 )
 from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.assembly.weight_exports import export_weights, hold
-from penstock.runtime.assembly.wrong_calls import Advised, StepConditions, give_hints, remind_to_drain
 from penstock.runtime.batches.batch_splitter import (
     BatchSplitter,
     RequiredInputs,

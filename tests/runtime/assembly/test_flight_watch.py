@@ -15,8 +15,8 @@ import penstock
 from penstock.doctor.records import JobRecord
 from penstock.doctor.run_directories import RunDirectory, catches, examine
 from penstock.process_states import ProcessIdentity
-from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.flight_watch import RUN_DIR, FlightWatch, stacks_of_threads
+from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS
 from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.transport.worlds import SingleProcess

@@ -36,7 +36,7 @@ from penstock.doctor.records import Frame, JobRecord, Memory, RankRecord, Thread
 from penstock.doctor.run_directories import RunDirectory, catches, examine
 from penstock.errors import PenstockError
 from penstock.process_states import ProcessIdentity
-from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.flight_recorder import FlightRecorder, Position
 from penstock.runtime.transport.failures import WaitObserver

@@ -13,7 +13,7 @@ from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.assembly.weight_exports import shared_names
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves, StageStates
