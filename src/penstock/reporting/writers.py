@@ -1,7 +1,7 @@
 """Logs the loss and the statistics of a training to Weights & Biases, TensorBoard, or anything with their methods."""
 
-from collections.abc import Mapping
-from typing import Protocol, TypedDict, Unpack, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.arguments import integer
 from penstock.errors import PenstockError
@@ -25,20 +25,12 @@ class ScalarWriter(Protocol):
         """Writes one number."""
 
 
-class StatsOptions(TypedDict, total=False):
-    """The keywords of `Pipeline.stats`."""
-
-    tokens_per_sample: float | None
-    flops_per_sample: float | None
-    peak_flops: float | None
-    all_ranks: bool
-
-
 class Measured(Protocol):
     """A `Pipeline`."""
 
-    def stats(self, **options: Unpack[StatsOptions]) -> Stats:
-        """The statistics of the last steps."""
+    @property
+    def stats(self) -> Callable[..., Stats]:
+        """As that of `Pipeline`."""
 
 
 def log_stats(
@@ -48,7 +40,7 @@ def log_stats(
     result: StepResult | None = None,
     *,
     every: int = 10,
-    **options: Unpack[StatsOptions],
+    **options: Any,
 ) -> None:
     """Logs the statistics of `pipe` under ``penstock/<name>``, if `step` is a multiple of `every`.
 
