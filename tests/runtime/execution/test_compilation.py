@@ -233,7 +233,6 @@ def test_options_are_read() -> None:
         assert read_compilation(wish) == options
     for wish, words in (  # type: ignore[assignment]
         ("inductor", "expected True, False or the arguments"),
-        ({"speed": 2}, "'speed': expected arguments of torch.compile"),
         ({"backend": "cudagraphs"}, "overwritten by the next run"),
         ({"mode": "reduce-overhead"}, "expected a mode without graphs"),
         ({"options": {"triton.cudagraphs": True}}, "max-autotune-no-cudagraphs"),

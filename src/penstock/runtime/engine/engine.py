@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from penstock.arguments import integer
@@ -511,7 +512,7 @@ def make_workers(
             for index in own
             if index == schedule.stages - 1
         }
-        autocast = partial(recipe.autocast_context, context.device) if recipe.autocast else None
+        autocast = partial(torch.autocast, context.device.type, dtype=recipe.autocast) if recipe.autocast else None
         worker = Worker(
             rank=rank,
             stages=own,

@@ -5,7 +5,7 @@ The worker decides which forward runs when, on which version of the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -17,12 +17,11 @@ from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead, is_nonfinite_now, nonfinite_loss
-from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
 from penstock.scheduling.recomputation import find_direct
 
-_Autocast: TypeAlias = Callable[[], AbstractContextManager[None]]
+_Autocast: TypeAlias = Callable[[], torch.autocast]
 """Makes the context that forwards and losses are computed in."""
 
 
@@ -78,7 +77,7 @@ class Forwards:
             compute_loss = partial(head.compute, microbatch, metrics, module=module)
             return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
-        within = compute if self._autocast is None else _inside(self._autocast, compute)
+        within = compute if self._autocast is None else self._autocast()(compute)
         outputs = stage.executor.forward(k, received, within, context)
         if head is not None:
             if head.checks and microbatch.amount and is_nonfinite_now(outputs[0]):
@@ -93,11 +92,3 @@ class Forwards:
             if index in self._heads:
                 self._heads[index].end_evaluation(k, microbatch, outputs)
         return outputs
-
-
-def _inside(autocast: _Autocast, compute: Compute) -> Compute:
-    def inside(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        with autocast():
-            return compute(received)
-
-    return inside

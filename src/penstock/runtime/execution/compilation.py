@@ -15,7 +15,6 @@ Laws of this file:
   4. The evaluation, which is another capture of the same layers, has graphs of its own.
 """
 
-import inspect
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -60,12 +59,6 @@ def read_compilation(option: bool | Mapping[str, Any], parallelized: bool = Fals
             f"{text_of(option)}: give one such as {{'mode': 'max-autotune-no-cudagraphs'}}"
         )
     options = {} if option is True else dict(option)
-    known = set(inspect.signature(torch.compile).parameters) - {"model", "disable"}
-    if unknown := sorted(options.keys() - known):
-        raise PlanError(
-            f"compile= has {', '.join(map(repr, unknown))}: expected arguments of torch.compile, which are "
-            f"{', '.join(sorted(known))}"
-        )
     graphed = options.get("mode") in _GRAPHED_MODES or (options.get("options") or {}).get(_GRAPHS)
     if graphed or options.get("backend") == "cudagraphs":
         raise PlanError(
