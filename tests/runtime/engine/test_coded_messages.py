@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import TransportError
-from penstock.runtime.engine.coded_messages import CodedMessages, PlainMessages, messages_of
+from penstock.runtime.engine.coded_messages import CodedMessages
 from penstock.runtime.transport.plain_values import encode_plain
 from penstock.runtime.transport.transport import Edge, LoopbackTransport
 from penstock.training.wire_codecs import RowInt8
@@ -73,11 +73,3 @@ def test_shapes_that_change_are_refused_until_what_was_agreed_is_dropped() -> No
 
     assert found is not None
     assert torch.equal(found, torch.ones(3, 4))
-
-
-def test_without_a_codec_messages_are_passed_on_as_they_are() -> None:
-    messages = messages_of(LoopbackTransport(), None, CPU)
-    tensors = (torch.ones(2, 4), None)
-
-    assert isinstance(messages, PlainMessages)
-    assert messages.pass_on(tensors) is tensors

@@ -37,23 +37,6 @@ _Forms: TypeAlias = tuple[_Form | None, ...]
 
 
 @dataclass(slots=True)
-class PlainMessages:
-    transport: Transport
-
-    def send(self, edge: Edge, kind: Hashable, message: Message) -> None:
-        self.transport.send(edge, kind, message)
-
-    def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
-        return self.transport.post(edge, kind)
-
-    def pass_on(self, message: Message) -> Message:
-        return message
-
-    def discard(self) -> None:
-        """Does nothing."""
-
-
-@dataclass(slots=True)
 class CodedMessages:
     """Encodes the messages of one rank, which computes on `device`, with `codec`."""
 
@@ -99,11 +82,6 @@ class CodedMessages:
         """Forgets what was agreed: messages may have been dropped."""
         self._sent.clear()
         self._awaited.clear()
-
-
-def messages_of(transport: Transport, codec: WireCodec | None, device: torch.device) -> PlainMessages | CodedMessages:
-    """What sends the messages of a rank between its stages and others; `codec`: None sends them as they are."""
-    return PlainMessages(transport) if codec is None else CodedMessages(transport, codec, device)
 
 
 @dataclass(slots=True, eq=False)

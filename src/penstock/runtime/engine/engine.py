@@ -24,7 +24,7 @@ from penstock.runtime.devices.host_copies import HostCopier
 from penstock.runtime.devices.local_devices import DeviceContext
 from penstock.runtime.devices.streams import Streams
 from penstock.runtime.engine.call_agreement import CallAgreement
-from penstock.runtime.engine.coded_messages import messages_of
+from penstock.runtime.engine.coded_messages import CodedMessages
 from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
@@ -516,7 +516,12 @@ def make_workers(
         worker = Worker(
             rank=rank,
             stages=own,
-            mailbox=Mailbox(rank, schedule, messages_of(transport, recipe.codec, context.device)),
+            mailbox=Mailbox(
+                rank,
+                schedule,
+                transport,
+                coded=CodedMessages(transport, recipe.codec, context.device) if recipe.codec else None,
+            ),
             inputs=chain.inputs,
             forwards=Forwards(own, heads, autocast),
             heads=heads,

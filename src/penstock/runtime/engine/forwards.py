@@ -16,7 +16,7 @@ from penstock.capturing.randomness import microbatch_seed, part_seed
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
-from penstock.runtime.engine.loss_head import LossHead, is_nonfinite_now, nonfinite_loss
+from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
 from penstock.scheduling.recomputation import find_direct
@@ -80,9 +80,7 @@ class Forwards:
         within = compute if self._autocast is None else self._autocast()(compute)
         outputs = stage.executor.forward(k, received, within, context)
         if head is not None:
-            if head.checks and microbatch.amount and is_nonfinite_now(outputs[0]):
-                raise nonfinite_loss(outputs[0], k, received)
-            head.end_forward(k, microbatch, outputs[0], metrics)
+            head.end_forward(k, microbatch, outputs[0], metrics, received)
         return outputs
 
     def evaluate(self, index: int, k: int, microbatch: Microbatch, received: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -92,8 +92,14 @@ class LossHead:
         # A loss may be a DTensor where the layers before it are split over processes.
         return (whole(loss),)
 
-    def end_forward(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        """Keeps `loss` and `metrics` of microbatch `k`, and the gradient that its backward starts from."""
+    def end_forward(
+        self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor], received: Sequence[Tensor]
+    ) -> None:
+        """Keeps `loss` and `metrics` of microbatch `k`, and the gradient that its backward starts from. `received`: by
+        the stage. Raises `PenstockError` for a loss on the CPU that is not finite.
+        """
+        if self.checks and microbatch.amount and loss.is_cpu and not math.isfinite(loss.item()):
+            raise _nonfinite_loss(loss, k, received)
         self._keep(k, microbatch, loss, metrics)
         self._gradients[k] = torch.full_like(loss, self._weigh(k, microbatch))
 
@@ -130,12 +136,7 @@ def _check_trains(loss: Tensor, outputs: tuple[Tensor, ...]) -> None:
         )
 
 
-def is_nonfinite_now(loss: Tensor) -> bool:
-    """Whether `loss` is on the CPU and not finite."""
-    return loss.is_cpu and not math.isfinite(loss.item())
-
-
-def nonfinite_loss(loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> PenstockError:
+def _nonfinite_loss(loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> PenstockError:
     """The error of a `loss` that is not finite, of a forward of the last stage on what it `received`."""
     known = [bool(each.isfinite().all()) for each in received if each.is_floating_point()]
     origin = (

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, even_spans
-from penstock.runtime.engine.coded_messages import CodedMessages, PlainMessages
-from penstock.runtime.transport.transport import Edge, Message, PendingMessage
+from penstock.runtime.engine.coded_messages import CodedMessages
+from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import nexts, peer, peers
 from penstock.scheduling.norms import carried_norms
@@ -34,16 +34,14 @@ Rows: TypeAlias = tuple[int, int]
 class Mailbox:
     """Sends and receives the messages of `rank` while it runs `schedule`, or an evaluation.
 
-    `messages` carries activations and their gradients; all else goes over its transport as it is.
+    `coded`: encodes activations and their gradients; None sends them over `transport` as they are, as all else.
     """
 
-    def __init__(self, rank: int, schedule: Schedule, messages: PlainMessages | CodedMessages) -> None:
+    def __init__(self, rank: int, schedule: Schedule, transport: Transport, coded: CodedMessages | None) -> None:
         self.rank = rank
         self._schedule, self._placement = schedule, schedule.placement
-        self._messages, self._transport = messages, messages.transport
+        self._transport, self._coded = transport, coded
         self._microbatches: Mapping[int, Microbatch] = {}
-        self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
-        """By stage and direction; looked up at every forward and backward."""
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._awaited: dict[Action, tuple[Edge, ...]] = {}
         """By receive, the edges that its pieces come on, in the order of their rows."""
@@ -59,8 +57,6 @@ class Mailbox:
         """Prepares for `program`, a segment of `schedule`, and posts its first receives. `microbatches`: this
         rank's.
         """
-        if schedule is not self._schedule:
-            self._known_nexts.clear()
         self._schedule, self._placement = schedule, schedule.placement
         self._microbatches = microbatches
         self._transport.begin_segment()
@@ -77,7 +73,8 @@ class Mailbox:
     def discard(self) -> None:
         for kept in (self._due, self._awaited, self._receives, self._arrived, self._leaving):
             kept.clear()
-        self._messages.discard()
+        if self._coded is not None:
+            self._coded.discard()
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
         """Takes the tensors of `microbatch` that came for `stage`, one from each of `sources`, in their order.
@@ -107,7 +104,7 @@ class Mailbox:
     def put(self, stage: int, microbatch: int, target: int, message: Message) -> None:
         """Puts `message` aside for the stage `target`: to be taken if it is on this rank, else for a `Send`."""
         if self.rank in self._placement.stages[target]:
-            self._arrived[target, microbatch, stage] = self._messages.pass_on(message)
+            self._arrived[target, microbatch, stage] = message if self._coded is None else self._coded.pass_on(message)
             return
         # Now, since a backward of the rank's first stage drops the microbatch.
         kind = self._kind(stage, target, microbatch)
@@ -122,7 +119,7 @@ class Mailbox:
     def send(self, action: Send) -> None:
         """Sends the message that was put aside for it."""
         for edge, kind, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
-            self._messages.send(edge, kind, message)
+            (self._coded or self._transport).send(edge, kind, message)
 
     def receive(self, action: Receive) -> None:
         """Waits for a message, which `take` then returns."""
@@ -160,7 +157,7 @@ class Mailbox:
             post = self._transport.post
             match action:
                 case Receive(stage, microbatch, source):
-                    kind, post = self._kind(source, stage, microbatch), self._messages.post
+                    kind, post = self._kind(source, stage, microbatch), (self._coded or self._transport).post
                 case ReceiveTied(stage, version, source):
                     kind = self._tied_kind(source, stage, version)
                 case ReceiveNorms(stage, version, source):
@@ -185,12 +182,7 @@ class Mailbox:
         return ("tied", source, target, self._schedule.last_microbatch(self.rank, own, version) is None)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
-        known = self._known_nexts.get((stage, later))
-        if known is None:
-            known = self._known_nexts[stage, later] = nexts(
-                stage, self._schedule.stages, self._schedule.skips, later=later
-            )
-        return known
+        return nexts(stage, self._schedule.stages, self._schedule.skips, later=later)
 
     def _joins(self, action: Receive) -> bool:
         """Whether the pieces of this message are joined on some replica, and then on all.
