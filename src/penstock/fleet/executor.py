@@ -232,9 +232,8 @@ class FleetExecutor:
         budget = self._fleet.budget
         if budget is not None:
             budget = max(budget - self._cost(self._held(self._now())), budget * 1e-6)
-        problem = Problem(
-            tuple(jobs), self._fleet.kinds, tuple(rows[i] for i in numbers), (), self._fleet.entities, budget
-        )
+        speeds = tuple(rows[i] for i in numbers)
+        problem = Problem(tuple(jobs), self._fleet.kinds, speeds, entities=self._fleet.entities, budget=budget)
         self._isolated = dict(zip(active, problem.isolated_speeds().tolist(), strict=True))
         return problem
 

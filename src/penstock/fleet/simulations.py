@@ -302,7 +302,9 @@ class _Fleet:
                 pairs.append(Pair((m, n), (one, two)))
         paid = self.spent + sum(running.cost for running in self.running.values())
         budget = None if self.budget is None else max(self.budget - paid, _ROUNDING * self.budget)
-        return Problem(tuple(jobs), self._priced_kinds(), rows, tuple(pairs), self.entities, budget)
+        return Problem(
+            tuple(jobs), self._priced_kinds(), rows, pairs=tuple(pairs), entities=self.entities, budget=budget
+        )
 
     def _kept_speeds(self, arrival: Arrival) -> tuple[float, ...]:
         """The throughputs of a job, less what it loses on average when its devices are taken away."""

@@ -373,7 +373,8 @@ def test_shapes_that_depend_on_the_data_are_refused(pool: Pool, shared: bool) ->
         "Agreed at "
         "the first one: [(2,) torch.float32]; now: [(3,) torch.float32]. The model's shapes or used outputs depend on "
         "its "
-        "data: make them depend on the input shapes only"
+        "data: make them depend on the input shapes only. If data decide which values have a gradient, pass a sample= "
+        "for which they have one"
     )
 
 
