@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from penstock.profiling.subjects import Subject
     from penstock.rehearsing import rehearse
     from penstock.rendering.pictures import render
-    from penstock.reporting.stats import Stats
-    from penstock.reporting.writers import log_stats
+    from penstock.reporting.stats import Stats, log_stats
     from penstock.runtime.checkpoints.checkpoint_reader import latest_checkpoint
     from penstock.runtime.devices.local_devices import local_device
     from penstock.scheduling.definitions import ScheduleDefinition
@@ -134,8 +133,7 @@ _NAMES = {
     "profiling.subjects": "Subject",
     "rehearsing": "rehearse",
     "rendering.pictures": "render",
-    "reporting.stats": "Stats",
-    "reporting.writers": "log_stats",
+    "reporting.stats": "Stats log_stats",
     "runtime.checkpoints.checkpoint_reader": "latest_checkpoint",
     "runtime.devices.local_devices": "local_device",
     "scheduling.definitions": "ScheduleDefinition",
