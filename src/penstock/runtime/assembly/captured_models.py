@@ -11,7 +11,6 @@ import torch
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.doors import capture
-from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.execution.compilation import read_compilation
@@ -29,7 +28,6 @@ class CapturedModel:
     device: torch.device
     weightless: Weightless | None
     """None for a model that has its weights."""
-    init_fn: InitFn | None
     compilation: Mapping[str, Any] | None
     """The arguments of `torch.compile`; None compiles nothing."""
 
@@ -55,4 +53,4 @@ def capture_for_training(world: World, options: PipelineOptions) -> CapturedMode
         if recipe.reads_model_loss:
             # It raises if the output has none.
             model_loss(chain.output.build([torch.empty(()) for _ in chain.output.values]))
-    return CapturedModel(chain, device, weightless, init_fn if weightless else None, compilation)
+    return CapturedModel(chain, device, weightless, compilation)

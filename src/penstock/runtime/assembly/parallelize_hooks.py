@@ -86,12 +86,12 @@ def make_own_stages(
     Raises `PlanError` for a result of the hook that cannot be trained exactly, and `PenstockError` on every process if
     `init_fn` fails on one.
     """
-    plan, chain = planned.plan, captured.chain
-    if captured.weightless is not None and captured.init_fn is not None:
+    plan, chain, init_fn = planned.plan, captured.chain, options.model.init_fn
+    if captured.weightless is not None and init_fn is not None:
         held = held_stages(plan, planned.schedule, planned.ranks)
         layers = [layer for stage in held for layer in range(stage.start, stage.stop)]
         with agreed(world, "while it made its weights"):
-            chain = captured.weightless.materialize(layers, captured.init_fn, options.run.seed or 0)
+            chain = captured.weightless.materialize(layers, init_fn, options.run.seed or 0)
     stages = _parallelize(options, world, chain, planned)
     layerwise = [plan.stages[index].start for index, kind in planned.granularities.items() if kind == "layers"]
     return replace(stages, chain=compile_chain(stages.chain, captured.compilation, layerwise))
