@@ -66,7 +66,6 @@ class Entry:
     bytes a microbatch. For DDP what an all-reduce in a ring sends."""
     peer: str | None = None
     """The contender with torch's implementation of the same schedule."""
-    flushes: bool = True
     alone: bool = False
     """Whether rank 0 trains the whole model, and the others wait."""
 
@@ -176,7 +175,6 @@ def _penstock_entry(setting: Setting, method: str, per_rank: int) -> Entry | Abs
         actions=max(sum(isinstance(a, Compute) and not isinstance(a, Update) for a in row) for row in _steady(planned)),
         sent_bytes=tuple(setting.job.cut_bytes * sum(isinstance(a, Send) for a in row) for row in _steady(planned)),
         peer=PEERS.get(method),
-        flushes=planned.flushes,
     )
 
 

@@ -62,11 +62,11 @@ class Network:
 
     hosts: tuple[Host, ...]
 
-    def set_rate(self, bits_per_second: float, host: Host | None = None) -> None:
-        """Gives `host`, or every host, this rate for what it sends."""
+    def set_rate(self, bits_per_second: float) -> None:
+        """Gives every host this rate for what it sends."""
         bucket = max(_LEAST_BUCKET_BYTES, round(bits_per_second / 8 * _BUCKET_SECONDS))
         limit = max(2 * bucket, round(bits_per_second / 8 * _QUEUE_SECONDS))
-        for one in self.hosts if host is None else (host,):
+        for one in self.hosts:
             rate = ["rate", f"{round(bits_per_second)}bit", "burst", f"{bucket}b", "limit", f"{limit}b"]
             _run("tc", "-n", one.name, "qdisc", "replace", "dev", one.interface, "root", "tbf", *rate)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from contenders.contenders import Entry, Running
-from contenders.jobs import JOBS, MICROBATCH_SIZE, Setting
+from contenders.jobs import JOBS, Setting
 from hosts.lineup import AUTO, LAYERS, lineup
 from measurement.launches import everywhere
 from measurement.rounds import Rounds, joined, measure
@@ -41,8 +41,6 @@ class Trial:
     """And what the planner predicted of it, by the layers before the rounds."""
     link: dict[str, float]
     """What the probe has found of the link from the first host to the second one, and of an action."""
-    samples: int
-    """Of a step."""
 
 
 def predictions(running: Mapping[str, Running], measured: AutoPlan, layers: Sequence[float]) -> dict[str, float]:
@@ -79,7 +77,6 @@ def take_part(entries: Sequence[Entry], setting: Setting, rounds: int, turn_seco
                 "message_seconds_per_byte": links.message_costs(0, 1).seconds_per_byte,
                 "action_seconds": links.action_seconds,
             },
-            setting.microbatches * MICROBATCH_SIZE,
         )
         return everywhere(made)[0]
 

@@ -71,7 +71,7 @@ def trial(auto: float) -> Trial:
     link = dict.fromkeys(
         ("bytes_per_second", "latency_seconds", "message_seconds", "message_seconds_per_byte", "action_seconds"), 1e-6
     )
-    return Trial(walls, {"penstock gpipe": 0.5, AUTO: 0.44}, "zb-h1: 8 microbatches of 2\nstage", 0.4, link, 16)
+    return Trial(walls, {"penstock gpipe": 0.5, AUTO: 0.44}, "zb-h1: 8 microbatches of 2\nstage", 0.4, link)
 
 
 def test_the_table_compares_the_choice_with_what_trains_alike() -> None:
