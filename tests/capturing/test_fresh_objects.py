@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.capturing.fresh_objects import Anew
+from penstock.capturing.module_copies import Anew
 
 
 class Plain:

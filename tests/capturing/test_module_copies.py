@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.module_copies import Copier, copied
+from penstock.capturing.module_copies import Copies, copied
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -62,7 +62,7 @@ def test_a_copy_computes_with_its_own_tensors() -> None:
 
 def test_a_copy_shares_what_is_not_to_be_copied() -> None:
     model = Scripted()
-    made = copied(model, {id(parameter): parameter for parameter in model.parameters()})
+    made = Copies([model]).of(model)
 
     own, new = named(model), named(made)
     assert all((new[name] is tensor) is isinstance(tensor, nn.Parameter) for name, tensor in own.items())
@@ -75,7 +75,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 def test_an_object_that_stands_for_a_copy_while_pytorch_traces_is_known() -> None:
     module = nn.Linear(2, 2)
-    copies = Copier([module]).copies()
+    copies = Copies([module])
     stand_in = object.__new__(type("Linear", (nn.Linear,), {}))
     stand_in.__dict__ = vars(copies.of(module))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.capturing import LayerChain
-from penstock.capturing.module_copies import Copier
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import kept_generators
 from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import Call, flatten
@@ -39,7 +39,7 @@ def differentiate(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
 def run_model(model: nn.Module, call: Call) -> Outcome:
     with kept_generators():
-        model = Copier([model]).copies().of(model)
+        model = Copies([model]).of(model)
         clear(model.parameters())
         own = call.copied()
         leaves, structure = flatten(model(*own.args, **own.kwargs))
@@ -59,7 +59,7 @@ def run_stages(
 ) -> Outcome:
     """The chain cut at `bounds` (from 0 to the number of layers)."""
     with kept_generators():
-        copies = Copier([model, *(layer.module for layer in chain.layers)]).copies()
+        copies = Copies([model, *(layer.module for layer in chain.layers)])
         chain, model = chain_of_copies(chain, copies), copies.of(model)
         clear(chain.parameters.values())
         own = call.copied()

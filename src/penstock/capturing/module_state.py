@@ -7,7 +7,7 @@ attributes a forward changes, and these cannot be kept where only operators on t
 import copy
 import random
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,16 +16,21 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.fresh_objects import PLAIN
 from penstock.torch_internals.modules import TENSOR_TABLES
 
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+PLAIN_TYPES = frozenset(PLAIN)
+_VALUES = (*PLAIN, torch.Size, range)
+FIXED_TYPES = frozenset((*_VALUES, type))
+"""The types of what no code can change."""
+_LOOKED_PAST = (*_VALUES, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Stream)
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
-_PLAIN = (*PLAIN, torch.Size, range)
-_PLAIN_TYPES = frozenset(_PLAIN)
-_CONTAINERS = frozenset((dict, OrderedDict, set))
-_FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Stream)
-_LOOKED_PAST = (*_PLAIN, *_FIXED)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether `leaf` is a constant that two calls can be compared by."""
+    return type(leaf) in PLAIN_TYPES or isinstance(leaf, PLAIN)
 
 
 class ModuleState:
@@ -34,8 +39,6 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved: list[tuple[str, Any, Any]] = []
         """For every object that can change: how it is reached, the object, and a copy of its content."""
-        self._empty: list[tuple[str, Any, dict[Any, Any] | set[Any]]] = []
-        """The path and key of dictionaries and sets that hold nothing, as nearly all do: those of a module's hooks."""
         self._seen: set[int] = set()
         for module in modules:
             for path, inner in module.named_modules():
@@ -43,67 +46,42 @@ class ModuleState:
 
     def holders(self) -> Iterator[Any]:
         """The objects that can change, apart from parameters."""
-        yield from (empty for _, _, empty in self._empty)
-        yield from (holder for _, holder, _ in self._saved)
+        return (holder for _, holder, _ in self._saved)
 
     def changed_holders(self) -> Iterator[Any]:
         """The `holders` that hold something else now."""
-        yield from (empty for _, _, empty in self._empty if empty)
-        for _, holder, content in self._saved:
-            if not _unchanged(holder, content):
-                yield holder
+        return (holder for _, holder, content in self._saved if not _unchanged(holder, content))
 
     def changes(self) -> Iterator[tuple[str, bool]]:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
         written in place.
         """
-        for path, name, empty in self._empty:
-            if isinstance(empty, set):
-                if empty:
-                    yield _joined(path, name), False
-                continue
-            for key in empty:
-                yield _joined(_joined(path, name), key), False
         for path, holder, content in self._saved:
-            if isinstance(content, dict):
-                now = _dict_of(holder)
-                if _holds(now, content):
-                    continue
-                for key in {**content, **now}:
-                    if key not in content or key not in now or not _same(content[key], now[key]):
-                        yield _joined(path, key), False
-            elif not _unchanged(holder, content):
+            if _unchanged(holder, content):
+                continue
+            if not isinstance(content, dict):
                 yield path, isinstance(holder, Tensor)
+                continue
+            now = _dict_of(holder)
+            for key in {**content, **now}:
+                if key not in content or key not in now or not _same(content[key], now[key]):
+                    yield _joined(path, key), False
 
     def _save(self, path: str, holder: Any, depth: int) -> None:
-        if id(holder) in self._seen or isinstance(holder, _LOOKED_PAST) or depth > _DEEPEST:
-            return
-        # A tuple cannot change, but what is in it can.
-        if isinstance(holder, tuple | frozenset):
-            for index, inner in enumerate(holder):
-                self._save(f"{path}[{index}]", inner, depth + 1)
+        if id(holder) in self._seen or depth > _DEEPEST:
             return
         self._seen.add(id(holder))
-        if isinstance(holder, nn.Parameter):
-            return
-        content = _content_of(holder)
+        # A tuple cannot change, but what is in it can.
+        fixed = isinstance(holder, tuple | frozenset)
+        content = list(holder) if fixed else _content_of(holder)
         if content is None:
             return
-        self._saved.append((path, holder, content))
-        if isinstance(content, dict):
-            for key, inner in content.items():
-                kind = type(inner)
-                if kind in _PLAIN_TYPES:
-                    continue
-                if kind in _CONTAINERS and not inner:
-                    if id(inner) not in self._seen:
-                        self._seen.add(id(inner))
-                        self._empty.append((path, key, inner))
-                    continue
+        if not fixed:
+            self._saved.append((path, holder, content))
+        entries = dict(enumerate(content)) if isinstance(content, list) else content
+        for key, inner in entries.items() if isinstance(entries, dict) else ():
+            if type(inner) not in FIXED_TYPES:
                 self._save(_joined(path, key), inner, 0 if isinstance(inner, nn.Module) else depth + 1)
-        elif isinstance(content, list):
-            for index, inner in enumerate(content):
-                self._save(f"{path}[{index}]", inner, depth + 1)
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
@@ -157,12 +135,14 @@ def _names(slots: str | Iterable[str]) -> Iterable[str]:
 def _content_of(holder: Any) -> Any:
     """A copy of what `holder` holds; None for what is not looked into."""
     match holder:
+        case dict():
+            return dict(holder)
+        case nn.Parameter():
+            return None
         case Tensor():
             return holder.detach().clone()
         case numpy.ndarray():
             return holder.copy()
-        case dict():
-            return dict(holder)
         case list() | deque():
             return list(holder)
         case set() | bytearray() | array():
@@ -176,7 +156,7 @@ def _content_of(holder: Any) -> Any:
         case numpy.random.Generator():
             return str(holder.bit_generator.state)
         case _:
-            return dict(_dict_of(holder)) or None
+            return None if isinstance(holder, _LOOKED_PAST) else dict(_dict_of(holder)) or None
 
 
 def _unchanged(holder: Any, content: Any) -> bool:
@@ -193,7 +173,7 @@ def _unchanged(holder: Any, content: Any) -> bool:
 
 
 def _same(before: Any, now: Any) -> bool:
-    return before is now or (isinstance(before, _PLAIN) and type(before) is type(now) and before == now)
+    return before is now or (isinstance(before, _VALUES) and type(before) is type(now) and before == now)
 
 
 def _joined(path: str, key: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.fresh_objects import is_plain
+from penstock.capturing.module_state import is_plain
 from penstock.capturing.read_names import names_read
 from penstock.capturing.sequential import bodies_of, is_plain_sequential
 from penstock.errors import PenstockError

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain, Results
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.module_copies import Copier, Copies
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import KeptParameters, kept_generators
 from penstock.capturing.samples import Call
 
@@ -22,11 +22,9 @@ class SampledModel:
     call: Call
     inputs: ModelInputs
     _parameters: KeptParameters = field(init=False)
-    _copier: Copier = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_parameters", KeptParameters([self.model]))
-        object.__setattr__(self, "_copier", Copier([self.model]))
 
     @property
     def name(self) -> str:
@@ -44,7 +42,7 @@ class SampledModel:
         Gives back, after it, what the copies share with the model: its parameters, and the random generators.
         """
         with kept_generators(), self._parameters.kept():
-            yield Copier((layer.module for layer in layers), self._copier).copies()
+            yield Copies([self.model, *(layer.module for layer in layers)])
 
 
 def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain
-from penstock.capturing.fresh_objects import Anew
 from penstock.capturing.joining import check_same_layers, join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
-from penstock.capturing.module_copies import Copies
+from penstock.capturing.module_copies import Anew, Copies
 from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating

@@ -19,7 +19,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
 from penstock.capturing.export.explanations import first_line, source_line
 from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
-from penstock.capturing.module_copies import Copier, Copies
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import kept_generators
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable
@@ -184,7 +184,7 @@ def _completed(
     values = inputs.bind(own.args, own.kwargs)
     layers: list[Layer] = []
     written: dict[int, Tensor] = {}
-    copies = Copier([model, *(layer.module for layer in chain.layers)]).copies()
+    copies = Copies([model, *(layer.module for layer in chain.layers)])
     with kept_generators(), torch.no_grad():
         for layer in chain.layers:
             with _Watch() as watch:
@@ -225,7 +225,7 @@ def _check_writes(model: Any, chain: LayerChain, sample: Any, seen: Mapping[int,
     written = dict(seen)
     if any(isinstance(module, GraphModule) for module in _modules(chain)):
         call: Call = read_sample(sample, chain.inputs.microbatch_size)[0].copied()
-        copies = Copier([model]).copies()
+        copies = Copies([model])
         with kept_generators(), torch.no_grad(), _Watch() as watch:
             copies.of(model)(*call.args, **call.kwargs)
         written.update(_own(watch.written, copies))

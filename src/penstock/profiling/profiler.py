@@ -42,7 +42,7 @@ from penstock.capturing.chain import Layer, LayerChain, crossings_of
 from penstock.capturing.device_names import read_device
 from penstock.capturing.doors import capture
 from penstock.capturing.model_kinds import check_model
-from penstock.capturing.module_copies import Copier
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import kept_generators
 from penstock.capturing.randomness import seeded
 from penstock.capturing.sampled_models import chain_of_copies
@@ -457,7 +457,7 @@ def _captured(model: Model, sample: Sample) -> LayerChain:
                 if not module.training:
                     module.train()
             chain = capture(chain, sample)
-        return chain_of_copies(chain, Copier(layer.module for layer in chain.layers).copies())
+        return chain_of_copies(chain, Copies(layer.module for layer in chain.layers))
     finally:
         for inner, flag in flags.items():
             inner.training = flag

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain, StageModule
-from penstock.capturing.module_copies import Copier
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import kept_generators
 from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import read_sample
@@ -46,7 +46,7 @@ def measure_rounds(profile: Profile, chain: LayerChain, sample: Sample, autocast
         return []
     modules = [layer.module for layer in chain.layers]
     with kept_generators(), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
-        return _rounds(chain_of_copies(chain, Copier(modules).copies()).stage(0, count), inputs, autocast)
+        return _rounds(chain_of_copies(chain, Copies(modules)).stage(0, count), inputs, autocast)
 
 
 def as_in_training(profile: Profile, rounds: Sequence[Sequence[float]]) -> Profile:

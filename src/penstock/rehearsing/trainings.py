@@ -4,7 +4,6 @@ A plain loop of PyTorch, the chain of layers in one loop, and pipelines: each tr
 and returns what it computed.
 """
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from penstock.arguments import SEED, text_of
 from penstock.capturing.initialization import rooted
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.model_kinds import check_model
-from penstock.capturing.module_copies import copied
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import generator_states
 from penstock.capturing.samples import flatten, read_sample
 from penstock.errors import PenstockError
@@ -95,10 +94,10 @@ def read_setup(model: Any, batches: Any, steps: int, /, **arguments: Any) -> Set
         if remade:
             made = model()
             return {**arguments, **(made if isinstance(made, Mapping) else {"model": made})}
-        memo: dict[int, Any] = {}
         try:
-            own = {"model": copied(model, memo)}
-            own |= {name: copy.deepcopy(arguments[name], memo) for name in _OWNED if name in arguments}
+            copies = Copies([model], parameters=True)
+            own = {"model": copies.of(model)}
+            own |= {name: copies.of(arguments[name]) for name in _OWNED if name in arguments}
         except Exception as error:
             fix = "pass a function that makes the model, and returns all arguments in a dict"
             raise PenstockError(f"rehearse: copying the model fails with {error!r}: {fix}") from error

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.export.block_choice import choose_blocks
 from penstock.capturing.export.watched_runs import ModuleCalls, Watch, is_inside
-from penstock.capturing.fresh_objects import is_plain
-from penstock.capturing.module_state import ModuleState
+from penstock.capturing.module_state import ModuleState, is_plain
 from penstock.capturing.observation import observed
 from penstock.capturing.operators import ParameterWrites, TensorNotes, tensors_in
 from penstock.capturing.sampled_models import SampledModel

@@ -20,8 +20,8 @@ from torch.library import Library
 from penstock.capturing.export.block_calls import BlockCall, ResultTensor, Sizes
 from penstock.capturing.export.model_runs import ModelRun
 from penstock.capturing.export.watched_runs import is_inside, leaky
-from penstock.capturing.fresh_objects import Anew, is_plain
-from penstock.capturing.module_copies import Copies
+from penstock.capturing.module_copies import Anew, Copies
+from penstock.capturing.module_state import is_plain
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import EagerLayer, Flag, Form
 from penstock.errors import CaptureError

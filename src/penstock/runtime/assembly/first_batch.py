@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.module_copies import Copier, Copies
+from penstock.capturing.module_copies import Copies
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import (
     KeptParameters,
@@ -213,7 +213,7 @@ class LossRuns:
             # Those that the loss finds in its file have no copies.
             for module in self._outside:
                 kept.enter_context(kept_tensors(module))
-            copies = Copier(self._copied).copies()
+            copies = Copies(self._copied)
             seed_all(_SEED)
             before = generator_states()
             output = model(copies, inputs)

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import Layer, LayerChain, StageModule
-from penstock.capturing.fresh_objects import is_plain
 from penstock.capturing.joining import JoinedLayers
 from penstock.capturing.model_forms import ModelOutput
-from penstock.capturing.module_state import same_content
+from penstock.capturing.module_state import is_plain, same_content
 from penstock.capturing.preservation import evaluating
 from penstock.capturing.sequential import EagerLayer, Form
 from penstock.errors import PlanError

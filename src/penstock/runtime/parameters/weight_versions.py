@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import StageModule
-from penstock.capturing.module_copies import Copier
+from penstock.capturing.module_copies import Copies
 from penstock.errors import PenstockError
 from penstock.runtime.parameters.shards import local_shard, redistributed_like, set_local_shard
 from penstock.torch_internals.modules import tensor_tables
@@ -190,7 +190,7 @@ class VersionedWeights:
     def replica(self) -> "VersionedWeights":
         """Another replica of the stage in this process: the same weights, with buffers and state of its own."""
         other = VersionedWeights.__new__(VersionedWeights)
-        other._hold(self._slots, Copier([self.stage]).copies().of(self.stage), self._sharers, [])
+        other._hold(self._slots, Copies([self.stage]).of(self.stage), self._sharers, [])
         return other
 
     def _hold(self, slots: _Slots, module: StageModule, sharers: Sharers, places: list[_Place]) -> None:
