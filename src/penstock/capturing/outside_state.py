@@ -5,9 +5,10 @@ traced: a new temperature, another block in a list or a hook on the model would 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import getattr_static
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.capturing.module_state import is_plain
 from penstock.capturing.read_names import names_read
 from penstock.capturing.sequential import bodies_of, is_plain_sequential
 from penstock.errors import PenstockError
-from penstock.torch_internals.modules import hooks_of
+from penstock.torch_internals.modules import TENSOR_TABLES, hooks_of
 
 _COMPARED = (list, tuple, dict, set, deque, Tensor, FunctionType, MethodType, partial)
 """Attributes that are compared if the code reads them: all else may belong to other code."""
@@ -31,8 +32,8 @@ class OutsideState:
     """
 
     def __init__(self, model: nn.Module | Sequence[Any], chain: LayerChain) -> None:
-        self._registered: list[tuple[str, nn.Module, str, Any]] = []
-        self._contents: list[tuple[str, dict[str, Any], str, Any]] = []
+        self._contents: list[tuple[str, Mapping[str, Any], str, Any]] = []
+        """Of each entry of a table: the path of the module, the table, the name and the content."""
         self._keys: list[tuple[str, nn.Module, frozenset[str]]] = []
         self._hooks: list[tuple[str, nn.Module, list[Any]]] = []
         self._modes: list[tuple[str, nn.Module, bool]] = []
@@ -42,19 +43,14 @@ class OutsideState:
         for path, module in model.named_modules():
             if id(module) in inside:
                 continue
-            held = vars(module)
-            read = names_read(module)
+            held, read = vars(module), names_read(module)
             self._contents += [
                 (path, held, key, _content(value))
                 for key, value in held.items()
                 if (is_plain(value) and key != "training") or (key in read and isinstance(value, _COMPARED))
             ]
-            named = (
-                *module.named_children(),
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            )
-            self._registered += [(path, module, name, found) for name, found in named]
+            for table in (held.get(name, {}) for name in TENSOR_TABLES):
+                self._contents += [(path, table, name, _content(found)) for name, found in table.items()]
             self._keys.append((path, module, frozenset(held)))
             self._hooks.append((path, module, hooks_of(module)))
             if not is_plain_sequential(model):
@@ -62,23 +58,17 @@ class OutsideState:
 
     def check(self) -> None:
         """Raises `PenstockError` that names what was changed."""
-        for path, held, key, content in self._contents:
-            now = held.get(key)
+        for path, table, key, content in self._contents:
+            now = table.get(key)
             if content is not now and content != _content(now):
-                shown = f"was {content!r} and is {now!r}" if is_plain(content) else "holds something else"
-                raise _changed(path, key, shown)
+                raise _changed(path, key, content, now)
         for path, module, keys in self._keys:
             held = vars(module)
-            if len(held) != len(keys):
+            for key in held.keys() - keys if len(held) != len(keys) else ():
                 # What its code kept in an attribute of the class.
-                for key in held.keys() - keys:
-                    own = [vars(base)[key] for base in type(module).__mro__ if key in vars(base)]
-                    if own and not (is_plain(own[0]) and own[0] == held[key]):
-                        shown = f"was {own[0]!r} and is {held[key]!r}" if is_plain(own[0]) else "was replaced"
-                        raise _changed(path, key, shown)
-        for path, module, name, found in self._registered:
-            if getattr(module, name, None) is not found:
-                raise _changed(path, name, "was replaced or removed")
+                own = getattr_static(type(module), key, held[key])
+                if _content(own) != _content(held[key]):
+                    raise _changed(path, key, own, held[key])
         for path, module, training in self._modes:
             if module.training != training:
                 mode = "training" if module.training else "evaluation"
@@ -90,15 +80,16 @@ class OutsideState:
                 )
         for path, module, hooks in self._hooks:
             if hooks_of(module) != hooks:
-                raise _changed(path, "hooks", "were registered or removed")
+                raise _changed(path, "hooks", hooks, hooks_of(module))
 
 
-def _changed(path: str, name: str, change: str) -> PenstockError:
+def _changed(path: str, name: str, before: Any, now: Any) -> PenstockError:
     where = f"{path}.{name}" if path else name
+    plain = is_plain(before) and is_plain(now)
     return PenstockError(
-        f"{where} {change} since the pipeline was built. It is outside of the model's blocks, where code was traced: "
-        "steps would not see the change. Expected no change. Change it before the pipeline is built, build a new "
-        "Pipeline, or keep it in a block"
+        f"{where} {f'was {before!r} and is {now!r}' if plain else 'was changed or replaced'} since the pipeline was "
+        "built. It is outside of the model's blocks, where code was traced: steps would not see the change. Expected "
+        "no change. Change it before the pipeline is built, build a new Pipeline, or keep it in a block"
     )
 
 
