@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from penstock.capturing.chain import LayerChain, require_cuts
-from penstock.capturing.export.guards import takes_statistics
+from penstock.capturing.export.cutting import takes_statistics
 from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planner_names import PlannerName

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.autoplans import fastest_plan
 from penstock.capturing import capture
-from penstock.capturing.export.guards import takes_statistics
+from penstock.capturing.export.cutting import takes_statistics
 from penstock.runtime.assembly.pipeline_options import PlanOptions
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from support import models

@@ -9,17 +9,18 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.export.dependence import Dependence, size_bytes
-from penstock.capturing.export.guards import lost_check
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, call_of, is_block
 from penstock.capturing.export.tracing import Trace
 from penstock.capturing.sequential import EagerLayer
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, PenstockError
+from penstock.torch_internals.modules import is_batch_norm
 
 Partition = tuple[tuple[str, tuple[str, ...]], ...]
 """The layers by name, each with the keys of the block calls in it."""
@@ -157,8 +158,9 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
             given = tuple(copies[each] if isinstance(each, Node) else each for each in arguments)
             copies[node] = graph.call_module(f"_blocks.{call}", given)
         else:
-            if check := lost_check(node):
-                graph.call_function(check, (copies[node.all_input_nodes[0]],))
+            if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
+                # BatchNorm in Python refuses a single value; its operator writes NaN in the variance and goes on.
+                graph.call_function(_check_statistics, (copies[node.all_input_nodes[0]],))
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in sent))
     for node in graph.nodes:
@@ -166,6 +168,25 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
         node.meta = {}
     module = _block_alone(graph, attributes) or TracedLayer(attributes, graph)
     return Layer(name, module, tuple(inputs.values()), tuple(_value_name(node, trace) for node in sent))
+
+
+def _check_statistics(tensor: Tensor) -> None:
+    """Raises `PenstockError` if `tensor` (samples, channels, ...) has one value per channel."""
+    if tensor.numel() == tensor.shape[1]:
+        raise PenstockError(
+            f"BatchNorm in training needs several values per channel and got a tensor of shape {tuple(tensor.shape)}: "
+            "a microbatch of one sample. Pass batches of at least two samples for every microbatch (drop_last=True of "
+            "a DataLoader leaves out a smaller last one), or use fewer microbatches"
+        )
+
+
+def takes_statistics(module: nn.Module) -> bool:
+    """Whether what `module` computes for a sample in training depends on the other samples of its microbatch, by
+    BatchNorm. Replicas that split microbatches would train another model than one device does.
+    """
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, GraphModule)]
+    traced = any(graph.find_nodes(op="call_function", target=_check_statistics) for graph in graphs)
+    return traced or any(map(is_batch_norm, module.modules()))
 
 
 def _block_alone(graph: Graph, attributes: Mapping[str, Tensor | nn.Module]) -> EagerLayer | None:
