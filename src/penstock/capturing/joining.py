@@ -7,12 +7,15 @@ weight that a layer moves. There the layers on both sides become one.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 
 from torch import Tensor, nn
 
-from penstock.capturing.chain import Layer, follow_memory
+from penstock.capturing.chain import Layer, LayerChain, follow_memory
 from penstock.capturing.observation import Observation, memory_of
+from penstock.capturing.preservation import evaluating
 from penstock.errors import CaptureError
 
 
@@ -57,15 +60,26 @@ def join_layers(
     return tuple(joined)
 
 
-def check_same_layers(trained: Sequence[Layer], evaluated: Sequence[Layer], model: str) -> None:
-    """Raises `CaptureError` if `model` is not made of the same layers in both modes: a plan names them by position."""
-    own, others = ([layer.name for layer in layers] for layers in (trained, evaluated))
-    if own != others:
+def with_evaluation(chain: LayerChain, model: nn.Module, name: str, capture: Callable[[], LayerChain]) -> LayerChain:
+    """`chain`, whose `evaluation` is what `capture` makes of `model` in evaluation mode when it is first called.
+
+    That raises `CaptureError` if it does not have the same layers: a plan names them by position.
+    """
+
+    @cache
+    def evaluation() -> LayerChain:
+        with evaluating([model]):
+            evaluated = capture()
+        own, others = ([layer.name for layer in each.layers] for each in (chain, evaluated))
+        if own == others:
+            return replace(evaluated, evaluation=lambda: evaluation())
         different = next(iter(sorted(set(own) ^ set(others))), own[0])
         raise CaptureError(
-            f"{model} has other layers in evaluation mode than in training mode ({different} is in one of them only): "
+            f"{name} has other layers in evaluation mode than in training mode ({different} is in one of them only): "
             "expected the same blocks, in the same order. Pass it as a list of layers that run in both modes"
         )
+
+    return replace(chain, evaluation=evaluation) if any(inner.training for inner in model.modules()) else chain
 
 
 def _needed(layers: Sequence[Layer], returned: tuple[str, ...]) -> list[frozenset[str]]:

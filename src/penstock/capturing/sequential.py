@@ -8,8 +8,8 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain
-from penstock.capturing.joining import check_same_layers, join_layers
+from penstock.capturing.joining import join_layers, with_evaluation
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.module_copies import Anew, Copies
 from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
@@ -178,6 +178,7 @@ def capture_list(layers: Sequence[nn.Module | Callable[..., Any]], call: Call, i
     positional arguments, a dict as keyword arguments, anything else as the single argument.
     """
     modules = nn.ModuleList(layer if isinstance(layer, nn.Module) else FunctionModule(layer) for layer in layers)
+    modules.training = any(layer.training for layer in modules)
     named = [(str(index), module) for index, module in enumerate(modules)]
     return _capture(named, _pass_spread, call, inputs, modules)
 
@@ -228,23 +229,12 @@ def _capture(
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         buffers=SavedBuffers(model),
-        evaluation=lambda: evaluation() if _trains(named) else chain,
+        evaluation=lambda: chain,
     )
     if trained is None:
         chain = note_gradients(sampled, chain)
-
-    @cache
-    def evaluation() -> LayerChain:
-        with evaluating([model]):
-            evaluated = _capture(named, spread, call, inputs, model, trained=chain)
-        check_same_layers(chain.layers, evaluated.layers, "the list of layers")
-        return replace(evaluated, evaluation=lambda: evaluation())
-
-    return chain
-
-
-def _trains(named: Sequence[tuple[str, nn.Module]]) -> bool:
-    return any(inner.training for _, module in named for inner in module.modules())
+    again = partial(_capture, named, spread, call, inputs, model, trained=chain)
+    return with_evaluation(chain, model, "the list of layers", again)
 
 
 class _Held:

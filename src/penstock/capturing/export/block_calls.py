@@ -83,7 +83,7 @@ def record_calls(
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
     _check_repeatable(first, again)
     runs, fixed, together = [first, again], set[Dimension](), []
-    groups = list(_size_groups(sampled))
+    groups = list(size_groups(sampled, least=3))
     samples = groups[0]
     tried = {"samples": 1, "nothing": 0}.get(free, len(groups))
     fixed.update(*groups[tried:])
@@ -119,14 +119,14 @@ def _check_repeatable(first: ModuleCalls, again: ModuleCalls) -> None:
             )
 
 
-def _size_groups(sampled: SampledModel) -> Iterator[frozenset[Dimension]]:
-    """Dimensions of inputs that change together: the samples, and those of one size in the sample."""
+def size_groups(sampled: SampledModel, least: int) -> Iterator[frozenset[Dimension]]:
+    """Dimensions of inputs that change together: the samples, and those of one size, at `least`, in the sample."""
     batched = sampled.inputs.batched
     yield frozenset((name, 0) for name in batched)
     groups: dict[int, set[Dimension]] = defaultdict(set)
     for name, leaf in sampled.inputs.bind(sampled.call.args, sampled.call.kwargs).items():
         for index, size in enumerate(leaf.shape):
-            if size > 2 and not (index == 0 and name in batched):
+            if size >= least and not (index == 0 and name in batched):
                 groups[size].add((name, index))
     yield from map(frozenset, groups.values())
 
@@ -199,22 +199,14 @@ def _halve(tensor: Tensor, index: int) -> Tensor:
 
 def _alike(expected: Mapping[str, Sequence[ModuleCall]], found: Mapping[str, Sequence[ModuleCall]]) -> bool:
     """Whether the same modules were called with and returned the same but for sizes."""
-    if {path: len(calls) for path, calls in expected.items()} != {path: len(calls) for path, calls in found.items()}:
-        return False
-    for path, calls in expected.items():
-        for one, other in zip(calls, found[path], strict=True):
-            if one.structure != other.structure or len(one.objects) != len(other.objects):
-                return False
-            if one.by_forward != other.by_forward:
-                return False
-            if [len(shape) for shape in one.arguments] != [len(shape) for shape in other.arguments]:
-                return False
-            for leaf, its in zip(one.leaves, other.leaves, strict=True):
-                if isinstance(leaf, ResultShape) != isinstance(its, ResultShape):
-                    return False
-                if isinstance(leaf, ResultShape) and (len(leaf.size), leaf.dtype) != (len(its.size), its.dtype):
-                    return False
-    return True
+    one, other = ({path: list(map(_kind, calls)) for path, calls in run.items()} for run in (expected, found))
+    return one == other
+
+
+def _kind(call: ModuleCall) -> tuple[Any, ...]:
+    """What two calls that differ in sizes only have in common."""
+    tensors = [(len(leaf.size), leaf.dtype) if isinstance(leaf, ResultShape) else None for leaf in call.leaves]
+    return call.structure, len(call.objects), call.by_forward, [len(shape) for shape in call.arguments], tensors
 
 
 def _merged(runs: Sequence[Sequence[ModuleCall]]) -> list[BlockCall]:

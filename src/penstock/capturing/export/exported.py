@@ -3,10 +3,9 @@
 The training and the evaluation mode are two traces over the same parameters and buffers, cut at the same blocks.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -15,19 +14,26 @@ from torch.fx import Node
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import agrees, check_chain
-from penstock.capturing.export.block_calls import Dimension, RecordedCalls, may_differ, record_calls, resized
+from penstock.capturing.export.block_calls import (
+    Dimension,
+    RecordedCalls,
+    may_differ,
+    record_calls,
+    resized,
+    size_groups,
+)
 from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend, is_random, node_memory
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, is_block, opaque_paths
 from penstock.capturing.export.tracing import Trace, is_mutating, trace
-from penstock.capturing.joining import check_same_layers, join_layers
+from penstock.capturing.joining import join_layers, with_evaluation
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
 from penstock.capturing.operators import OperatorCounter
-from penstock.capturing.preservation import SavedBuffers, evaluating
+from penstock.capturing.preservation import SavedBuffers
 from penstock.capturing.sampled_models import SampledModel, note_gradients
 from penstock.capturing.samples import Call
 from penstock.capturing.sequential import Flag, bodies_of
@@ -43,17 +49,8 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
     `check`: whether to check that it computes what the model does.
     """
     chain, partition = _capture(model, call, inputs, None, check)
-    if not any(module.training for module in model.modules()):
-        return chain
-
-    @cache
-    def evaluation() -> LayerChain:
-        with evaluating([model]):
-            evaluated, _ = _capture(model, call, inputs, (partition, chain.layers), check)
-        check_same_layers(chain.layers, evaluated.layers, type(model).__name__)
-        return replace(evaluated, evaluation=lambda: evaluation())
-
-    return replace(chain, evaluation=evaluation)
+    again = partial(_capture, model, call, inputs, (partition, chain.layers), check)
+    return with_evaluation(chain, model, type(model).__name__, lambda: again()[0])
 
 
 def _capture(
@@ -104,7 +101,7 @@ def _capture(
     checked = chain.inputs
     if check:
         check_chain(sampled, chain, trains=trains)
-        for places in _free_groups(chain.inputs, tensors):
+        for places in _free_groups(sampled, chain.inputs, tensors):
             if not agrees(sampled, chain, resized(sampled, places, _first_entry)):
                 checked = _at_least_two(places, checked)
     for group in _not_only_samples(recorded.together, inputs):
@@ -268,22 +265,18 @@ def _at_least_two(group: frozenset[Dimension], inputs: ModelInputs) -> ModelInpu
     return replace(inputs, sizes={name: tuple(bounds) for name, bounds in sizes.items()})
 
 
-def _free_groups(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> list[frozenset[Dimension]]:
-    """The dimensions that may have size one, those together that may only have it together.
-
-    These are the numbers of samples, and the others by their size in the sample: a mask is as long as the sequence, and
-    a mask of one for a sequence of many is nothing that a user passes.
+def _free_groups(
+    sampled: SampledModel, inputs: ModelInputs, tensors: Mapping[str, Tensor]
+) -> list[frozenset[Dimension]]:
+    """The dimensions that may have size one, those together that may only have it together: a mask of one for a
+    sequence of many is nothing that a user passes.
     """
-    groups: defaultdict[int, set[Dimension]] = defaultdict(set)
-    for name, tensor in tensors.items():
-        for index, size in enumerate(tensor.shape):
-            groups[0 if name in inputs.batched and index == 0 else size].add((name, index))
 
     def is_free(place: Dimension) -> bool:
         name, index = place
         return inputs.sizes[name][index][0] <= 1 and tensors[name].shape[index] > 1
 
-    free = (frozenset(filter(is_free, group)) for group in groups.values())
+    free = (frozenset(filter(is_free, group)) for group in size_groups(sampled, least=2))
     return [group for group in free if group]
 
 

@@ -355,41 +355,51 @@ def opaque_paths(model: nn.Module, run: ModelRun) -> tuple[str, ...]:
 
 
 def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> None:
-    name = type(model).__name__
-    way = (
-        "Only blocks run as the Python that they are; the code between them is traced. Blocks are "
-        f"{', '.join(paths[:3]) or 'none'}{' and so on' if len(paths) > 3 else ''}"
-    )
+    blocks = f"{', '.join(paths[:3]) or 'none'}{' and so on' if len(paths) > 3 else ''}"
+    for place, found, fix in _only_in_blocks(model, run):
+        if not any(is_inside(place, path) for path in paths):
+            raise CaptureError(
+                f"{type(model).__name__}: {found}. Only blocks run as the Python that they are; the code between them "
+                f"is traced. Blocks are {blocks}. {fix}"
+            )
+
+
+def _only_in_blocks(model: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:
+    """What `model` holds or does that a trace would lose: the path, a description, and a way out."""
     buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
     for attribute in sorted({*run.changed, *(run.written - buffers)}):
-        if not any(is_inside(attribute, path) for path in paths):
-            raise CaptureError(
-                f"{name}: its forward changes {attribute}, which is outside of its blocks and would be lost. {way}. "
-                "Move what changes it into a block, with its state in attributes of the block"
-            )
+        yield (
+            attribute,
+            f"its forward changes {attribute}, which is outside of its blocks and would be lost",
+            "Move what changes it into a block, with its state in attributes of the block",
+        )
     for writer, parameter in sorted(run.writes):
-        if not any(is_inside(writer, path) for path in paths):
-            raise CaptureError(
-                f"{name}: the forward of {writer or 'the model'} writes the parameter {parameter} outside of its "
-                f"blocks, which would be lost. {way}. Write it in a block that holds it"
-            )
+        yield (
+            writer,
+            f"the forward of {writer or 'the model'} writes the parameter {parameter} outside of its blocks, which "
+            "would be lost",
+            "Write it in a block that holds it",
+        )
     for path in sorted(run.drawing_elsewhere):
-        if not any(is_inside(path, block) for block in paths):
-            raise CaptureError(
-                f"{name}: the forward of {path or 'the model'} draws random numbers of Python's random or of NumPy "
-                f"outside of its blocks, which would be the same in every step. {way}. Draw them with torch.rand, or "
-                "in a block"
-            )
+        yield (
+            path,
+            f"the forward of {path or 'the model'} draws random numbers of Python's random or of NumPy outside of its "
+            "blocks, which would be the same in every step",
+            "Draw them with torch.rand, or in a block",
+        )
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and not any(is_inside(path, block) for block in paths):
-            raise CaptureError(
-                f"{name}: {path or 'the model'} is a program of torch.jit and not inside of a block, so that it cannot "
-                f"be traced and is no module that can be called in its place. {way}. Put it in a module of Python: "
-                "self.inner = torch.jit.script(...) there, and return self.inner(x) in its forward"
+        if isinstance(module, torch.jit.ScriptModule):
+            yield (
+                path,
+                f"{path or 'the model'} is a program of torch.jit and not inside of a block, so that it cannot be "
+                "traced and is no module that can be called in its place",
+                "Put it in a module of Python: self.inner = torch.jit.script(...) there, and return self.inner(x) in "
+                "its forward",
             )
-        hooks = hooks_of(module)
-        if hooks and not any(is_inside(path, block) for block in paths):
-            raise CaptureError(
-                f"{name}: {path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is "
-                f"not a block, so that the hook would not be run in steps. {way}. Register it on a block, or remove it"
+        if hooks := hooks_of(module):
+            yield (
+                path,
+                f"{path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is not a "
+                "block, so that the hook would not be run in steps",
+                "Register it on a block, or remove it",
             )
