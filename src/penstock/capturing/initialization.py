@@ -21,7 +21,6 @@ from penstock.capturing.device_names import read_device
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
-from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.modules import own_reset
 from penstock.torch_internals.tensors import share_hooks, times_written
 
@@ -51,8 +50,6 @@ class WeightSource(ABC):
 
 
 _MODEL_RESET = "_init_weights"
-
-
 _RULES: Mapping[str, Rule[Any]] = {
     "init_fn": function(
         ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
@@ -122,9 +119,8 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
         memo: dict[int, Any] = {**stand_ins(*owner.parameters(), *owner.buffers())}
         memo[id(getattr(owner, attribute))] = tensor
         alone = copy.deepcopy(owner, memo)
-        with _MetaDraws():  # type: ignore[no-untyped-call]
-            for reset in _resets(modules, path, alone):
-                reset()
+        for reset in _resets(modules, path, alone):
+            reset()
         found = getattr(alone, attribute)
         if found is not tensor and not found.is_meta:
             # The module has made itself another tensor.
@@ -225,16 +221,6 @@ def _mark(dtype: torch.dtype) -> float | None:
 def _described(tensor: Tensor) -> str:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     return f"{kind} of shape {tuple(tensor.shape)}"
-
-
-class _MetaDraws(OperatorMode):  # type: ignore[no-untyped-call]
-    """Leaves out `normal_` on the meta device, where it does nothing and is slow: a reset for one tensor runs it on all
-    others of the module.
-    """
-
-    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        skipped = func is torch.ops.aten.normal_.default and args[0].is_meta
-        return args[0] if skipped else func(*args, **kwargs)
 
 
 def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:

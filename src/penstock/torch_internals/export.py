@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -53,43 +53,6 @@ def fixed_sizes_noted(note: Callable[[str, FrameType], None]) -> Iterator[None]:
         yield
     finally:
         ShapeEnv._set_replacement = own  # type: ignore[method-assign]
-
-
-@contextmanager
-def without_operator_cache() -> Iterator[None]:
-    """Has traces in this block remember nothing of the operators that they have seen.
-
-    No two calls of blocks are the same operator with the same arguments, so that a trace with many blocks takes a fifth
-    longer with the cache. No public name turns it off; where the private one is gone, it stays on.
-    """
-    try:
-        from torch._dynamo import config
-
-        patch = config.patch(fake_tensor_cache_enabled=False)
-    except (ImportError, AttributeError):
-        patch = nullcontext()
-    with patch:
-        yield
-
-
-@contextmanager
-def without_stack_traces() -> Iterator[None]:
-    """Has traces in this block keep no stacks with their nodes: to find them takes a seventh of the time of a trace.
-
-    Only errors show them. The setting has no documented name; where it is gone, stacks are kept.
-    """
-    try:
-        from torch.fx import config
-
-        before = config.do_not_emit_stack_traces
-    except (ImportError, AttributeError):
-        yield
-        return
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before
 
 
 def shape_guards(program: ExportedProgram) -> list[str]:

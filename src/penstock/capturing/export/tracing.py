@@ -29,12 +29,7 @@ from penstock.capturing.samples import flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
-from penstock.torch_internals.export import (
-    hidden_from_the_model,
-    shape_guards,
-    without_operator_cache,
-    without_stack_traces,
-)
+from penstock.torch_internals.export import hidden_from_the_model, shape_guards
 from penstock.torch_internals.hidden_modules import UsedHidden
 from penstock.torch_internals.tensors import storage_key
 
@@ -147,7 +142,7 @@ def _export_as_freely_as_possible(
 ) -> ExportedProgram:
     """The first of these that can be traced: as it runs eagerly; as it wants to be exported; that, with fixed sizes."""
     # If this fails, one of the others shows where.
-    with hidden_from_the_model() as asked, without_stack_traces():
+    with hidden_from_the_model() as asked:
         try:
             return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.AUTO)
         except CaptureError:
@@ -208,7 +203,7 @@ def _export(
             sizes[0] = Dim.DYNAMIC
         shapes.append(sizes)
     # On its way to an error, export prints pages; what matters of them is in the exception.
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()), without_operator_cache():
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         return torch.export.export(flat, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
 
 
@@ -310,11 +305,12 @@ def _open_regions(program: ExportedProgram, blocks: OpaqueBlocks) -> None:
     its operators take detached tensors, and its blocks run without gradients.
     """
     root = program.graph_module
+    modules = dict(root.named_modules())
     waiting = [node for node in root.graph.nodes if node.op == "call_function"]
     while waiting:
         node = waiting.pop()
         for inner in [each for each in node.all_input_nodes if each.op == "get_attr"]:
-            graph = root.get_submodule(str(inner.target)) if _is_module(root, str(inner.target)) else None
+            graph = modules.get(str(inner.target))
             if isinstance(graph, GraphModule) and _calls_blocks(graph):
                 if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
                     raise CaptureError(
@@ -325,14 +321,6 @@ def _open_regions(program: ExportedProgram, blocks: OpaqueBlocks) -> None:
                 waiting += _open(node, inner, graph, blocks)
                 break
     root.recompile()
-
-
-def _is_module(root: GraphModule, target: str) -> bool:
-    try:
-        root.get_submodule(target)
-    except AttributeError:
-        return False
-    return True
 
 
 def _calls_blocks(graph: GraphModule) -> bool:
