@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CaptureError
+from penstock.torch_internals.export import replaced_attribute
 
 
 @contextmanager
@@ -29,11 +30,8 @@ def functions_refused() -> Iterator[None]:
             raise _refusal(f"calls {kind.__qualname__}.apply, a torch.autograd.Function")
         return own.__func__(kind, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with replaced_attribute(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -51,11 +49,8 @@ def hooks_refused(blocks: Iterable[nn.Module]) -> Iterator[None]:
             raise _refusal("calls register_hook of a tensor")
         return own(tensor, hook)  # type: ignore[no-untyped-call]
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
+    with replaced_attribute(Tensor, "register_hook", register_hook):
         yield
-    finally:
-        Tensor.register_hook = own  # type: ignore[method-assign]
 
 
 def _runs_in(bodies: Collection[int], frame: FrameType | None) -> bool:

@@ -113,14 +113,9 @@ class OperatorCounter(OperatorMode):
         noted, self._noted = tuple(self._noted), []
         return noted
 
-    def take_read(self) -> list[Tensor]:
-        """The watched tensors that operators have read since the last call."""
-        found, self._read = self._read, []
-        return found
-
-    def take_written(self) -> list[nn.Parameter]:
-        """The watched parameters that operators have written since the last call."""
-        found, self._written = self._written, []
+    def take_touched(self) -> tuple[list[Tensor], list[nn.Parameter]]:
+        """The watched tensors that operators have read, and the parameters that they have written, since the last call."""
+        found, self._read, self._written = (self._read, self._written), [], []
         return found
 
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:

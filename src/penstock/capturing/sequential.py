@@ -267,8 +267,8 @@ class _Held:
 
         `arguments`: of its call, which `counter` has seen.
         """
-        read = counter.take_read()
-        shared = {id(each): each for each in counter.take_written() if id(each) in self._shared}
+        read, written = counter.take_touched()
+        shared = {id(each): each for each in written if id(each) in self._shared}
         observed.mutated_buffers += tuple(shared.values())
         own = {id(tensor) for tensor in (*body.parameters(), *body.buffers(), *arguments)}
         layer = f"{name} ({type(body).__name__})"

@@ -13,6 +13,17 @@ from torch.export import ExportedProgram
 from penstock.torch_internals.availability import missing
 
 
+@contextmanager
+def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of a module, a class or an object for its body, and puts it back as it was."""
+    own = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
 def is_data_dependent(number: torch.SymBool | torch.SymInt) -> bool:
     """Whether `number`, of a trace, follows from values of tensors and not from sizes alone.
 
@@ -48,11 +59,8 @@ def fixed_sizes_noted(note: Callable[[str, FrameType], None]) -> Iterator[None]:
                 note(name, sys._getframe(1))
         return own(env, symbol, target, *rest, **options)
 
-    ShapeEnv._set_replacement = set_replacement  # type: ignore[assignment,method-assign]
-    try:
+    with replaced_attribute(ShapeEnv, "_set_replacement", set_replacement):
         yield
-    finally:
-        ShapeEnv._set_replacement = own  # type: ignore[method-assign]
 
 
 def shape_guards(program: ExportedProgram) -> list[str]:
@@ -105,8 +113,5 @@ def hidden_from_the_model() -> Iterator[list[str]]:
         asked.append(name)
         return False
 
-    torch.compiler.is_exporting = is_exporting
-    try:
+    with replaced_attribute(torch.compiler, "is_exporting", is_exporting):
         yield asked
-    finally:
-        torch.compiler.is_exporting = truth

@@ -18,6 +18,7 @@ from penstock.capturing.export.watched_runs import ModuleCall, ModuleCalls, Resu
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
+from penstock.torch_internals.export import replaced_attribute
 from penstock.torch_internals.pytrees import TreeSpec, tree_unflatten
 
 Dimension: TypeAlias = tuple[str, int]
@@ -134,14 +135,10 @@ def size_groups(sampled: SampledModel, least: int) -> Iterator[frozenset[Dimensi
 def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
     # Dynamo, which runs torch.cond, logs errors for sizes that the model does not take.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    silent, logger.disabled = logger.disabled, True
-    try:
-        with sampled.copied() as copies, torch.no_grad():
-            watch = Watch(sampled.model, copies, paths, by_forward=by_forward)
-            watch.run(call)
-            return watch.calls
-    finally:
-        logger.disabled = silent
+    with replaced_attribute(logger, "disabled", True), sampled.copied() as copies, torch.no_grad():
+        watch = Watch(sampled.model, copies, paths, by_forward=by_forward)
+        watch.run(call)
+        return watch.calls
 
 
 def _record_resized(

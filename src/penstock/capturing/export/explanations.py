@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.torch_internals.export import fixed_sizes_noted
+from penstock.torch_internals.export import fixed_sizes_noted, replaced_attribute
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
@@ -51,9 +51,6 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
     `samples` says which dimensions were taken to count samples, for an error that comes from that.
     """
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    silent = logger.disabled
-    # Before it raises, export logs the graph so far, often several times.
-    logger.disabled = True
     fixed: dict[str, tuple[str, int, str]] = {}
 
     def note(size: str, frame: FrameType) -> None:
@@ -64,7 +61,8 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
                 return
 
     try:
-        with fixed_sizes_noted(note):
+        # Before it raises, export logs the graph so far, often several times.
+        with replaced_attribute(logger, "disabled", True), fixed_sizes_noted(note):
             yield
     except CaptureError:
         raise
@@ -76,8 +74,6 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
             f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {reason}. {_advice(error, reason)}, or "
             "pass the model as nn.Sequential or as a list of layers, which run as they are"
         ) from error
-    finally:
-        logger.disabled = silent
 
 
 def source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
