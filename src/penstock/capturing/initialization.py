@@ -48,7 +48,6 @@ class WeightSource(ABC):
         """Writes `tensor`, as every `InitFn`."""
 
 
-_MODEL_RESET = "_init_weights"
 _RULES: Mapping[str, Rule[Any]] = {
     "init_fn": function(
         ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
@@ -113,8 +112,7 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
         memo: dict[int, Any] = {id(other): bare(other) for other in (*owner.parameters(), *owner.buffers())}
         memo[id(getattr(owner, attribute))] = tensor
         alone = copy.deepcopy(owner, memo)
-        for reset in _resets(modules, path, alone):
-            reset()
+        _reset(modules, path, alone)
         found = getattr(alone, attribute)
         if found is not tensor and not found.is_meta:
             # The module has made itself another tensor.
@@ -217,17 +215,15 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} of shape {tuple(tensor.shape)}"
 
 
-def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:
-    """What initializes `alone`, the copy of the module at `path`, in the order of its construction."""
-    own = own_reset(alone)
-    if own is not None:
-        yield own
-    around = path
-    while around:
-        around = around.rpartition(".")[0]
-        reset = getattr(modules[around], _MODEL_RESET, None)
+def _reset(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> None:
+    """Has `alone`, the copy of the module at `path`, initialize itself, and then a module around it initialize it."""
+    if (own := own_reset(alone)) is not None:
+        own()
+    while path:
+        path = path.rpartition(".")[0]
+        reset = getattr(modules[path], "_init_weights", None)
         if callable(reset) and _takes_a_module(reset, alone):
-            yield lambda reset=reset: reset(alone)  # type: ignore[misc]
+            reset(alone)
             return
 
 

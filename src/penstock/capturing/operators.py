@@ -114,7 +114,7 @@ class OperatorCounter(OperatorMode):
         return noted
 
     def take_touched(self) -> tuple[list[Tensor], list[nn.Parameter]]:
-        """The watched tensors that operators have read, and the parameters that they have written, since the last call."""
+        """The watched tensors that operators have read, and parameters that they have written, since the last call."""
         found, self._read, self._written = (self._read, self._written), [], []
         return found
 

@@ -22,12 +22,11 @@ from penstock.capturing.initialization import InitFn, bare, examined, fill, inst
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import kept_generators
 from penstock.capturing.samples import Call, flatten, read_sample
-from penstock.capturing.writes import find_writable
+from penstock.capturing.writes import SILENT_WRITERS, find_writable
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 
 _META = torch.device("meta")
-_SILENT_WRITERS = ("batch_norm", "instance_norm")
 
 
 def is_weightless(model: nn.Module | Sequence[Any]) -> bool:
@@ -164,7 +163,7 @@ class _Watch(OperatorMode):
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         schema = schema_of(func)
-        silent = any(kind in schema.name for kind in _SILENT_WRITERS) and "backward" not in schema.name
+        silent = any(kind in schema.name for kind in SILENT_WRITERS) and "backward" not in schema.name
         for position, argument in enumerate(schema.arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write

@@ -16,7 +16,7 @@ from penstock.torch_internals.modules import registered_buffers
 Place: TypeAlias = tuple[nn.Module, str]
 """A module and the name under which it, and not one of its submodules, registers a buffer."""
 
-_SILENT_WRITERS = ("batch_norm", "instance_norm")
+SILENT_WRITERS = ("batch_norm", "instance_norm")
 
 
 def find_writable(module: nn.Module) -> tuple[Place, ...]:
@@ -61,7 +61,7 @@ def _writes(user: Node, node: Node) -> bool:
     schema = schema_of(user.target)
     if schema is None:
         return True  # the result of the layer, which another one may write, or an operator with operators inside
-    if any(kind in str(user.target) for kind in _SILENT_WRITERS):
+    if any(kind in str(user.target) for kind in SILENT_WRITERS):
         return True
     arguments = schema.arguments
     given = [*zip(arguments, user.args, strict=False), *((a, user.kwargs.get(a.name)) for a in arguments)]

@@ -8,7 +8,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any, cast
@@ -113,16 +113,13 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
     own_backwards = nullcontext() if blocks.evaluates else functions_refused()
     with explained(model, samples), _known_warnings_ignored(), own_backwards:
         try:
-            # The model's code may install hooks on blocks when it first runs, as that of transformers does. So the
-            # second attempt must find what the first one found.
-            try:
-                with sampled.copied() as copies, opaque(blocks, copies, hide=True):
+            for hide in (True, False):
+                # The model's code may install hooks on blocks when it first runs, as that of transformers does. So the
+                # second attempt must find what the first one found.
+                with suppress(UsedHidden), sampled.copied() as copies, opaque(blocks, copies, hide=hide):
                     flat = FlatModel(copies.of(model), inputs, blocks)
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
-            except UsedHidden:
-                with sampled.copied() as copies, opaque(blocks, copies, hide=False):
-                    flat = FlatModel(copies.of(model), inputs, blocks)
-                    program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
+                    break
         except CaptureError:
             raise
         except Exception:
