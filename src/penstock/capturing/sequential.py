@@ -233,8 +233,9 @@ def _capture(
     )
     if trained is None:
         chain = note_gradients(sampled, chain)
-    again = partial(_capture, named, spread, call, inputs, model, trained=chain)
-    return with_evaluation(chain, model, "the list of layers", again)
+    return with_evaluation(
+        chain, model, "the list of layers", lambda: _capture(named, spread, call, inputs, model, trained=chain)
+    )
 
 
 class _Held:

@@ -5,7 +5,6 @@ The training and the evaluation mode are two traces over the same parameters and
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -49,8 +48,8 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
     `check`: whether to check that it computes what the model does.
     """
     chain, partition = _capture(model, call, inputs, None, check)
-    again = partial(_capture, model, call, inputs, (partition, chain.layers), check)
-    return with_evaluation(chain, model, type(model).__name__, lambda: again()[0])
+    trained = partition, chain.layers
+    return with_evaluation(chain, model, type(model).__name__, lambda: _capture(model, call, inputs, trained, check)[0])
 
 
 def _capture(
