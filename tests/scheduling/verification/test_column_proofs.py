@@ -13,8 +13,10 @@ from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
+from penstock.scheduling.verification.column_proofs import prove_columns
 from penstock.scheduling.verification.continuations import continue_run
-from penstock.scheduling.verification.verifier import Verification, prove_by_columns, prove_in_full, verify
+from penstock.scheduling.verification.verifier import Verification, conclude, prove, verify
+from penstock.scheduling.verification.violations import StagedPrograms, collect
 from support.own_schedules import EAGER, LATE
 from support.schedule_strategies import replicated_schedules, schedules, waiting_schedules
 
@@ -46,13 +48,22 @@ def programs_of(schedule: Schedule, minibatches: int) -> list[Programs]:
     return [*map(schedule.step, range(minibatches)), schedule.drain(minibatches)]
 
 
+def stage(schedule: Schedule, programs: Sequence[Programs]) -> StagedPrograms:
+    return collect(schedule, len(programs) - 1, segments(len(programs) - 1), programs)
+
+
 def by_columns(schedule: Schedule, programs: Sequence[Programs]) -> Verification | None:
-    return prove_by_columns(schedule, segments(len(programs) - 1), lambda rank, segment: programs[segment][rank])
+    try:
+        staged = stage(schedule, programs)
+    except ScheduleError:
+        return None
+    peaks = prove_columns(staged)
+    return None if peaks is None else conclude(staged, peaks)
 
 
 def in_full(schedule: Schedule, programs: Sequence[Programs]) -> Verification | None:
     try:
-        return prove_in_full(schedule, segments(len(programs) - 1), programs)
+        return prove(stage(schedule, programs), in_full=True)
     except ScheduleError:
         return None
 
@@ -177,4 +188,4 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 
     assert by_columns(schedule, broken) is None
     with pytest.raises(ScheduleError, match=r"no rank waits forever within step\(0\)"):
-        prove_in_full(schedule, segments(1), broken)
+        prove(stage(schedule, broken), in_full=True)

@@ -10,7 +10,8 @@ Rules of this file:
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TypeAlias, assert_never
+from itertools import chain
+from typing import NoReturn, TypeAlias, assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
@@ -18,6 +19,7 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     InputGradients,
     Message,
@@ -266,51 +268,102 @@ def _require_fifo(staged: StagedPrograms) -> None:
                 report(staged, invariant, rank, index, expected=expected, fix=fix)
 
 
+_Edge: TypeAlias = tuple[int, int]
+_Stops: TypeAlias = list[list[tuple[int, Message | Reduce, tuple[_Edge, ...]]]]
+"""By rank: the messages and all-reduces of its row, each with its place and the edges that it passes."""
+
+
+def _find_stops(staged: StagedPrograms) -> _Stops:
+    placement = staged.placement
+    stops: _Stops = [[] for _ in staged.programs]
+    for rank, row in enumerate(staged.programs):
+        for index, action in enumerate(row):
+            if isinstance(action, Compute):
+                continue
+            edges: tuple[_Edge, ...] = ()
+            if isinstance(action, Sending):
+                edges = tuple((rank, there) for there in peers(action, rank, placement))
+            elif isinstance(action, Receiving):
+                edges = ((peer(action, rank, placement), rank),)
+            stops[rank].append((index, action, edges))
+    return stops
+
+
+def are_delivered(staged: StagedPrograms) -> bool:
+    """Whether every message is sent once and received once, in order, and no rank waits forever.
+
+    This is what the last invariants of `MESSAGE_INVARIANTS` say, in less time, of rows that keep the others.
+    """
+    stops = _find_stops(staged)
+    sent: defaultdict[_Edge, list[Message]] = defaultdict(list)
+    received: defaultdict[_Edge, list[Message]] = defaultdict(list)
+    for own in stops:
+        if len({action for _, action, _ in own}) < len(own):
+            return False
+        for _, action, edges in own:
+            if isinstance(action, Sending):
+                other = counterpart(action)
+                for edge in edges:
+                    sent[edge].append(other)
+            elif isinstance(action, Receiving):
+                received[edges[0]].append(action)
+    return sent == received and not any(_find_waiting(staged, stops))
+
+
 def _require_progress(staged: StagedPrograms) -> None:
-    """Runs the programs abstractly, segment by segment: a rank goes on until it needs a message not sent yet."""
-    programs, placement = staged.programs, staged.placement
-    position = [0] * len(programs)
-    sent: set[tuple[int, Action]] = set()
+    for segment, position in _find_waiting(staged, _find_stops(staged)):
+        _report_deadlock(staged, segment, position)
+
+
+def _find_waiting(staged: StagedPrograms, stops: _Stops) -> Iterator[tuple[int, dict[int, int]]]:
+    """Runs the programs abstractly, segment by segment: a rank goes on until it needs a message not sent yet.
+
+    Yields the segments that do not end, each with the ranks that wait and the places of what they wait in. Messages
+    are received in the order of the sends, so that those of an edge need only be counted.
+    """
+    position = [0] * len(stops)
+    there: defaultdict[_Edge, int] = defaultdict(int)
+    """The messages of each edge that are sent and not received."""
     for segment, ends in enumerate(staged.ends):
-        waiting: defaultdict[tuple[int, Action], list[int]] = defaultdict(list)
+        waiting: dict[_Edge, int] = {}
         meeting: defaultdict[Reduce, list[int]] = defaultdict(list)
-        ready = list(range(len(programs)))
+        ready = list(range(len(stops)))
         while ready:
             rank = ready.pop()
-            row, index, end = programs[rank], position[rank], ends[rank]
-            while index < end:
-                action = row[index]
-                if isinstance(action, Sending):
-                    sent.add((rank, action))
-                    ready += waiting.pop((rank, action), [])
-                elif isinstance(action, Receiving):
-                    due = peer(action, rank, placement), counterpart(action)
-                    if due not in sent:
-                        waiting[due].append(rank)
-                        break
-                elif isinstance(action, Reduce):
+            own, end = stops[rank], ends[rank]
+            while position[rank] < len(own) and own[position[rank]][0] < end:
+                _, action, edges = own[position[rank]]
+                if isinstance(action, Reduce):
                     meeting[action].append(rank)
-                    if len(meeting[action]) < placement.replicas(action.stage):
-                        index += 1
+                    if len(meeting[action]) < staged.placement.replicas(action.stage):
                         break
-                    # The last to come goes on at once; those that wait stand behind the action already.
-                    ready += meeting.pop(action)[:-1]
-                index += 1
-            position[rank] = index
-        for action, ranks in meeting.items():
-            for rank in ranks:
-                position[rank] -= 1
-                waiting[rank, action] = [rank]
-        if waiting:
-            blocked = sorted(rank for ranks in waiting.values() for rank in ranks)
-            _report_deadlock(staged, segment, blocked, position)
+                    # The last to come goes on at once, and so do those that wait, behind the action.
+                    others = meeting.pop(action)[:-1]
+                    for other in others:
+                        position[other] += 1
+                    ready += others
+                elif edges and edges[0][1] == rank:
+                    if not there[edges[0]]:
+                        waiting[edges[0]] = rank
+                        break
+                    there[edges[0]] -= 1
+                else:
+                    for edge in edges:
+                        there[edge] += 1
+                        if edge in waiting:
+                            ready.append(waiting.pop(edge))
+                position[rank] += 1
+        blocked = sorted([*waiting.values(), *chain.from_iterable(meeting.values())])
+        if blocked:
+            yield segment, {rank: stops[rank][position[rank]][0] for rank in blocked}
+            return
 
 
-def _report_deadlock(staged: StagedPrograms, segment: int, blocked: list[int], position: list[int]) -> None:
-    rows = [show_row(staged.programs, rank, position[rank]) for rank in blocked]
+def _report_deadlock(staged: StagedPrograms, segment: int, position: dict[int, int]) -> NoReturn:
+    rows = [show_row(staged.programs, rank, place) for rank, place in position.items()]
     reasons: list[str] = []
-    for rank in blocked:
-        action = staged.programs[rank][position[rank]]
+    for rank, place in position.items():
+        action = staged.programs[rank][place]
         if isinstance(action, Reduce):
             others = [str(other) for other in staged.placement.stages[action.stage] if other != rank]
             reasons.append(f"rank {rank} waits for rank {' and '.join(others)} to reduce")
