@@ -155,7 +155,7 @@ def number(
             and (below is None or found < below)
         )
 
-    bounds = f"{_range(least, most)}{'' if above is None else f' above {above}'}"
+    bounds = f"{'' if above is None else f' above {above}'}{_range(least, most)}"
     bounds += "" if below is None else f"{' and' if bounds else ''} below {below}"
     finite = "" if infinite or most is not None or below is not None else "finite "
     return Rule(f"a {finite}number{f' of {unit}' if unit else ''}{bounds}", accepts, _as_number)

@@ -108,7 +108,7 @@ def test_a_file_describes_a_fleet(path):
     ("before", "after", "message"),
     [
         ("workers: 2, price", "workers: two, price", "kinds\\[0\\].workers: expected a whole number"),
-        ("speed: 0.15", "speed: 0", "kinds\\[1\\].speed: expected a finite number above 0"),
+        ("speed: 0.15", "speed: 0", "kinds\\[1\\].speed: expected a number above 1e-30"),
         ("weight: 2.0", "wait: 2.0", "entities\\[0\\]: unknown key 'wait'"),
         ("profile: profile.json", "profile: missing.json", "jobs\\[0\\].profile: .*no such file"),
         ("throughputs: {V100: 15, K80: 5}, ", "", "jobs\\[1\\]: expected `throughputs`, `profile` or `profiles`"),

@@ -16,7 +16,7 @@ from typing import Any, assert_never
 from penstock.arguments import Entries, FieldRules, check_fields, entries, instance, integer, is_number, number, text_of
 from penstock.errors import PlanError
 from penstock.values.device_kinds import DeviceKind, read_kinds, write_kinds
-from penstock.values.documents import YamlNode, number_text, read_yaml, write_text
+from penstock.values.documents import YamlNode, number_text, read_known, read_yaml, write_text
 from penstock.values.link_tables import (
     COST_KEYS,
     FREE,
@@ -27,7 +27,9 @@ from penstock.values.link_tables import (
     read_cost,
     read_costs,
     write_costs,
+    write_rows,
 )
+from penstock.values.quantities import MOST
 
 _FORMAT = "penstock-cluster/1"
 
@@ -37,10 +39,10 @@ _RULES: FieldRules = {
         "LinkLevels or a LinkMatrix",
         "build the cluster with Cluster.uniform, Cluster.hierarchical or Cluster.from_matrix",
     ),
-    "memory_bytes": number(above=0)
+    "memory_bytes": number(above=0, most=MOST)
     .but("give the memory of one device in bytes, or leave it out if it is no limit")
     .optional,
-    "action_seconds": number(0).but("give the seconds that every action takes beyond its layers' (`penstock probe`)"),
+    "action_seconds": number(0, most=MOST).but("give the seconds of an action beside its layers (`penstock probe`)"),
     "kinds": Entries(instance(DeviceKind, "a penstock.DeviceKind", "build it: penstock.DeviceKind(name, speed=0.5)")),
 }
 
@@ -265,11 +267,9 @@ class Cluster:
                     more += cost.text()
                     lines.append(f"- {{count: {count}, bytes_per_second: {number_text(speed)}{more}}}")
             case LinkMatrix(rows, latencies, cost_rows):
-                lines.append("matrix: # row a, column b: bytes per second from rank a to rank b")
-                lines += [f"- [{', '.join(number_text(value) for value in row)}]" for row in rows]
+                lines += write_rows("matrix", "bytes per second from rank a to rank b", rows)
                 if any(map(any, latencies)):
-                    lines.append("latency_seconds: # row a, column b: of the smallest message from rank a to rank b")
-                    lines += [f"- [{', '.join(number_text(value) for value in row)}]" for row in latencies]
+                    lines += write_rows("latency_seconds", "of the smallest message from rank a to rank b", latencies)
                 lines += write_costs(cost_rows)
             case _:
                 assert_never(self.links)
@@ -308,14 +308,13 @@ class Cluster:
         if ("levels" in places) == ("matrix" in places):
             found = "both" if "levels" in places else "neither"
             raise PlanError(f"{path}: expected either `levels` or `matrix`, found {found}: describe the links once")
-        memory = places["memory_bytes"].number() if "memory_bytes" in places else None
-        action = places["action_seconds"].number() if "action_seconds" in places else 0.0
+        known = read_known(places, dict.fromkeys(("memory_bytes", "action_seconds"), YamlNode.number))
         if "levels" in places:
             for key in {"latency_seconds", *COST_KEYS} & places.keys():
                 places[key].fail("no such key beside `levels`", f"write {key} inside each level")
             read = [_read_level(level) for level in places["levels"].items()]
             levels, latencies, costs = zip(*read, strict=True) if read else ((), (), ())
-            return place.build(lambda: cls(LinkLevels(levels, latencies, costs), memory, action))
+            return place.build(lambda: cls(LinkLevels(levels, latencies, costs), **known))
         rows = _read_rows(places["matrix"])
         cost_rows = read_costs(place, places, len(rows))
         latency_rows: tuple[tuple[float, ...], ...] = ()
@@ -323,7 +322,7 @@ class Cluster:
             latency = places["latency_seconds"]
             one = () if isinstance(latency.value, list) else (latency.number(),) * len(rows)
             latency_rows = (one,) * len(rows) if one else _read_rows(latency)
-        return place.build(lambda: cls(LinkMatrix(rows, latency_rows, cost_rows), memory, action))
+        return place.build(lambda: cls(LinkMatrix(rows, latency_rows, cost_rows), **known))
 
     def _pick_links(self, ranks: tuple[int, ...]) -> Links:
         match self.links:

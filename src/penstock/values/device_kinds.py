@@ -10,14 +10,14 @@ from itertools import groupby
 
 from penstock.arguments import TEXT, check_fields, number
 from penstock.errors import PlanError
-from penstock.values.documents import YamlNode, number_text, quoted_text
+from penstock.values.documents import YamlNode, number_text, quoted_text, read_known
+from penstock.values.quantities import LEAST, MOST
 
-_MEMORY = number(above=0).but("give the memory of one device in bytes, or leave it out if it is no limit").optional
 _RULES = {
     "name": TEXT.but("give the name of the device, as Profile.device has it"),
-    "speed": number(above=0).but("give how many times as fast as the device that was profiled it is"),
-    "memory_bytes": _MEMORY,
-    "price_per_hour": number(0).but("give the price of one device for an hour, or leave it out"),
+    "speed": number(above=LEAST, most=MOST).but("give how many times as fast as the device that was profiled it is"),
+    "memory_bytes": number(above=0, most=MOST).but("give the memory of one device in bytes, or leave it out").optional,
+    "price_per_hour": number(0, most=MOST).but("give the price of one device for an hour, or leave it out"),
 }
 
 
@@ -51,15 +51,17 @@ def write_kinds(kinds: Sequence[DeviceKind]) -> list[str]:
     return lines
 
 
+_READERS = {"name": YamlNode.text, **dict.fromkeys(("speed", "memory_bytes", "price_per_hour"), YamlNode.number)}
+
+
 def read_kinds(place: YamlNode) -> tuple[DeviceKind, ...]:
     """The kind of every device, from the list that `write_kinds` writes."""
     kinds: list[DeviceKind] = []
     for row in place.items():
-        places = row.mapping(("devices",), ("name", "speed", "memory_bytes", "price_per_hour"))
+        places = row.mapping(("devices",), tuple(_READERS))
         count = places["devices"].integer()
         if count < 1:
             places["devices"].fail("1 or more devices", "give how many devices of this kind follow each other")
-        name = places["name"].text() if "name" in places else ""
-        numbers = {key: node.number() for key, node in places.items() if key not in ("devices", "name")}
-        kinds += [row.build(lambda name=name, numbers=numbers: DeviceKind(name, **numbers))] * count  # type: ignore[misc]
+        known = read_known(places, _READERS)
+        kinds += [row.build(lambda known=known: DeviceKind(**known))] * count  # type: ignore[misc]
     return tuple(kinds)

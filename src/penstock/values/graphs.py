@@ -40,6 +40,7 @@ from penstock.arguments import text_of
 from penstock.errors import ProfileError
 from penstock.progress import progress_line
 from penstock.values.documents import read_text
+from penstock.values.quantities import MOST
 
 _WIDTH = 4096
 """The most down-sets of one size that the search keeps. It is exact up to this width, and a beam search beyond."""
@@ -373,9 +374,10 @@ def _read_numbers(where: str, text: str) -> tuple[float, ...]:
             number = float(part)
         except ValueError:
             number = math.nan
-        if not 0 <= number < math.inf:
+        if not 0 <= number <= MOST:
             raise ProfileError(
-                f"{where}: expected a number, 0 or more, or a list like [1.0; 2.0], found {text_of(text)}: correct it"
+                f"{where}: expected a number from 0 to {MOST}, or a list like [1.0; 2.0], found "
+                f"{text_of(text)}: correct it"
             )
         numbers.append(int(number) if number.is_integer() else number)
     return tuple(numbers)

@@ -13,9 +13,10 @@ from typing import TypeAlias
 from penstock.arguments import Rule, check_fields, entries, instance, integer, number, text_of
 from penstock.errors import PlanError
 from penstock.values.documents import YamlNode, number_text
+from penstock.values.quantities import LEAST, MOST
 
 _HINT = "give what `penstock probe` measures, or leave it out"
-_RULES = {"seconds": number(0).but(_HINT), "seconds_per_byte": number(0).but(_HINT)}
+_RULES = dict.fromkeys(("seconds", "seconds_per_byte"), number(0, most=MOST).but(_HINT))
 COST_KEYS = ("message_seconds", "message_seconds_per_byte")
 """The keys of the two fields in a file of a cluster."""
 
@@ -49,9 +50,13 @@ def write_costs(rows: Sequence[Sequence[MessageCosts]]) -> list[str]:
         (COST_KEYS[1], [[cost.seconds_per_byte for cost in row] for row in rows]),
     ):
         if any(map(any, values)):
-            lines.append(f"{key}: # row a, column b: of a message from rank a to rank b, at each end")
-            lines += [f"- [{', '.join(map(number_text, row))}]" for row in values]
+            lines += write_rows(key, "of a message from rank a to rank b, at each end", values)
     return lines
+
+
+def write_rows(key: str, meaning: str, rows: Sequence[Sequence[float]]) -> list[str]:
+    """The lines of a matrix of numbers."""
+    return [f"{key}: # row a, column b: {meaning}", *(f"- [{', '.join(map(number_text, row))}]" for row in rows)]
 
 
 def read_cost(place: YamlNode, places: Mapping[str, YamlNode]) -> MessageCosts:
@@ -81,10 +86,10 @@ def read_costs(place: YamlNode, places: Mapping[str, YamlNode], size: int) -> tu
     )
 
 
-_BANDWIDTH = number(above=0, infinite=True).but(
+_BANDWIDTH = number(above=LEAST, infinite=True).but(
     "give the measured bytes per second of the link (`penstock probe` measures it)"
 )
-_LATENCY = number(0).but(
+_LATENCY = number(0, most=MOST).but(
     "give the seconds that the smallest message takes (`penstock probe` measures it), or leave it out"
 )
 

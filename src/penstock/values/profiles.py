@@ -16,9 +16,10 @@ from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.documents import YamlNode, read_json, read_known, write_text
 from penstock.values.graphs import linearize, read_graph
+from penstock.values.quantities import MOST
 
 _MEASURE = "measure it again, or write 0 if there is none"
-_SECONDS, _BYTES = (number(0, unit=unit).but(_MEASURE) for unit in ("seconds", "bytes"))
+_SECONDS, _BYTES = (number(0, most=MOST, unit=unit).but(_MEASURE) for unit in ("seconds", "bytes"))
 _COLUMNS = ("forward_seconds", "backward_seconds", "weight_seconds")
 
 
@@ -134,10 +135,10 @@ _RULES: FieldRules = {
     "microbatch_size": integer(1, unit="samples").but("give the number of samples that the times were measured with"),
     "name": TEXT,
     "device": TEXT,
-    "library_bytes": number(0).but("measure it again, or leave it out"),
-    "fragmentation": number(1).but("measure it again, or leave it out"),
+    "library_bytes": number(0, most=MOST).but("measure it again, or leave it out"),
+    "fragmentation": number(1, most=MOST).but("measure it again, or leave it out"),
     "tensor_parallel": integer(1).but("give the number of devices that share every layer, or leave it out"),
-    "split_share": number(0).but("measure it again, or leave it out").optional,
+    "split_share": number(0, most=MOST).but("measure it again, or leave it out").optional,
 }
 
 
@@ -401,9 +402,8 @@ def _check_crossing(where: str, crossing: Crossing, layers: int) -> None:
             f"{where}: expected a value that one layer makes and one or more later ones of 0 to {layers - 1} read, "
             f"ascending, found made {text_of(crossing.made)} and read {text_of(crossing.read)}: measure it again"
         )
-    size = number(0, unit="bytes").but("measure it again")
-    size.check(f"{where}: size_bytes", crossing.size_bytes, ProfileError)
-    size.optional.check(f"{where}: wire_bytes", crossing.wire_bytes, ProfileError)
+    _BYTES.check(f"{where}: size_bytes", crossing.size_bytes, ProfileError)
+    _BYTES.optional.check(f"{where}: wire_bytes", crossing.wire_bytes, ProfileError)
 
 
 def _list(name: str, rows: Sequence[str]) -> str:
@@ -412,9 +412,9 @@ def _list(name: str, rows: Sequence[str]) -> str:
 
 def _read_crossing(place: YamlNode) -> Crossing:
     places = place.mapping(("name", "made", "read", "size_bytes"), ("wire_bytes",))
-    read = places["read"].integers()
-    wire_bytes = places["wire_bytes"].number() if "wire_bytes" in places else None
-    return Crossing(places["name"].text(), places["made"].integer(), read, places["size_bytes"].number(), wire_bytes)
+    numbers = dict.fromkeys(("size_bytes", "wire_bytes"), YamlNode.number)
+    readers = {"name": YamlNode.text, "made": YamlNode.integer, "read": YamlNode.integers, **numbers}
+    return Crossing(**read_known(places, readers))
 
 
 def _read_times(place: YamlNode) -> DeviceTimes:

@@ -5,6 +5,9 @@ Inside Penstock all numbers are seconds, bytes, and bytes per second; only print
 
 from collections.abc import Collection, Sequence
 
+LEAST, MOST = 1e-30, 1e30
+"""No measurement is beyond these. Sums, squares and quotients of larger or smaller numbers overflow."""
+
 
 def seconds_text(seconds: float) -> str:
     """``1.23 ms``: three digits and a unit."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.arguments import TEXT, check_fields, integer, number
 from penstock.errors import PlanError
-from penstock.values.documents import quoted_text, read_yaml, write_text
+from penstock.values.documents import YamlNode, quoted_text, read_known, read_yaml, write_text
 
 _DAY_SECONDS = 86400.0
 _FORMAT = "penstock-transformer/1"
@@ -49,9 +49,8 @@ class Transformer:
         place.check_format(_FORMAT)
         numbers = [field.name for field in fields(cls)[:-1]]
         nodes = place.mapping(("format", *numbers[:3]), (*numbers[3:], "name"))
-        known = {name: nodes[name].integer() for name in numbers if name in nodes}
-        name = nodes["name"].text() if "name" in nodes else ""
-        return place.build(lambda: cls(**known, name=name))
+        known = read_known(nodes, {**dict.fromkeys(numbers, YamlNode.integer), "name": YamlNode.text})
+        return place.build(lambda: cls(**known))
 
     @property
     def layer_parameters(self) -> int:
