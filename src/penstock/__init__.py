@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
     from penstock.planning.cluster_comparisons import compare_clusters
     from penstock.planning.planners import plan
+    from penstock.profiling.devices import Subject
     from penstock.profiling.links import probe
     from penstock.profiling.profiler import profile
-    from penstock.profiling.subjects import Subject
     from penstock.rehearsing import rehearse
     from penstock.rendering.pictures import render
     from penstock.reporting.stats import Stats, log_stats
@@ -130,7 +130,7 @@ _NAMES = {
     "planning.planners": "plan",
     "profiling.links": "probe",
     "profiling.profiler": "profile",
-    "profiling.subjects": "Subject",
+    "profiling.devices": "Subject",
     "rehearsing": "rehearse",
     "rendering.pictures": "render",
     "reporting.stats": "Stats log_stats",

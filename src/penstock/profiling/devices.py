@@ -1,7 +1,8 @@
-"""The device that a model is on, and the device that it is measured on."""
+"""A model to measure with its sample, the device that it is on, and the device that it is measured on."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -14,6 +15,25 @@ from penstock.torch_internals import pytrees as pytree
 Model: TypeAlias = nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
 Sample: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A model to profile, the sample to profile it on, and what to call it, as a file gives them to the command."""
+
+    model: Model
+    sample: Sample
+    """Example inputs of one microbatch: the positional arguments, the keyword arguments, or the only argument."""
+    name: str = ""
+    """If empty, the function's name in the file."""
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    """As in `Pipeline`; with it the last layer's numbers include the loss for `target`."""
+    target: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "sample"):
+            if getattr(self, name) is None:
+                raise ProfileError(f"Subject({name}=): expected one, found nothing: give a {name}")
 
 
 def modules_of(model: Model) -> list[nn.Module]:
