@@ -8,7 +8,7 @@ from typing import Any
 from penstock.arguments import TEXT, instance
 from penstock.errors import PlanError
 from penstock.planning.planners import join_profiles, plan
-from penstock.planning.prices import cost_per_million
+from penstock.planning.predictions import cost_per_million
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE
 from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.explanations import shape_text

@@ -13,8 +13,7 @@ from typing import cast
 from penstock.arguments import FLAG, Entries, check_arguments, instance, integer, number
 from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.predictions import speed_of
-from penstock.planning.prices import cost_of
+from penstock.planning.predictions import cost_of, speed_of
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
 from penstock.planning.search.explanations import explain_infeasibility, explain_search, wire_note

@@ -12,6 +12,8 @@ instead of p, and the last round of a stage may not be full: ``(r ceil(m / r) + 
 such stage; for d equal pipelines that is ``(m / d + p - 1) d t``. Replicas that split every microbatch are as fast as
 one rank that takes t. All stages are assumed to be as slow as the slowest, so the prediction is pessimistic, except
 that it ignores the transfers of the first microbatch. `penstock.simulate` is more exact.
+
+Where the prices of devices are known, a prediction also says what samples cost.
 """
 
 from collections.abc import Sequence
@@ -133,3 +135,17 @@ def slowest_part(
 def _slowest_link(cluster: Cluster, one: Stage, other: Stage) -> float:
     """The least bandwidth between two different ranks of the two stages; infinite if there are none."""
     return min(slowest_link(cluster, *ends)[0] for ends in ((one.ranks, other.ranks), (other.ranks, one.ranks)))
+
+
+def cost_per_million(plan: Plan, cluster: Cluster) -> float | None:
+    """What a million samples cost under `plan`: the price of its devices for the time; None if no price is known."""
+    if plan.predicted is None or not plan.predicted.samples_per_second:
+        return None
+    price = cluster.price_per_hour(plan.devices or range(plan.ranks))
+    return price / 3600 / plan.predicted.samples_per_second * 1e6 if price else None
+
+
+def cost_of(samples: float, plan: Plan, cluster: Cluster) -> float | None:
+    """What this number of samples costs under `plan`; None if no price is known."""
+    million = cost_per_million(plan, cluster)
+    return None if million is None else million * samples / 1e6

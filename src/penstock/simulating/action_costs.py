@@ -7,7 +7,6 @@ layers are the same computation with different costs.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
-from typing import assert_never
 
 from penstock.errors import PlanError
 from penstock.scheduling.placements import Placement, Skip
@@ -274,14 +273,13 @@ def reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, al
     if replicas == 1:
         return 0.0
     bandwidth, latency = slowest_link(cluster, ranks, ranks)
-    match allreduce:
-        case "ring":
-            share = 2 * (replicas - 1) / replicas
-        case "shared":
-            share = 2.0 * (replicas - 1)
-        case _:
-            assert_never(allreduce)
-    return share * size_bytes / bandwidth + 2 * (replicas - 1) * latency
+    rounds = reduce_rounds(replicas, shared=allreduce == "shared")
+    return rounds * size_bytes / bandwidth + 2 * (replicas - 1) * latency
+
+
+def reduce_rounds(replicas: int, *, shared: bool) -> float:
+    """How many times the weights cross each link in an all-reduce: in a ring, or through one medium that all share."""
+    return 2 * (replicas - 1) / (1 if shared else replicas)
 
 
 def reduce_handling_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:

@@ -9,12 +9,12 @@ which that rank waits even without any communication. So the parts add up to the
 
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import Any, Unpack, assert_never
+from typing import Any, Unpack
 
 from penstock.simulating.assumptions import Options
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
-from penstock.values.link_tables import LinkLevels, LinkMatrix
+from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import seconds_text
@@ -70,9 +70,11 @@ def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpac
     silent = replace(
         profile, layers=tuple(replace(layer, cut_bytes=0.0, wire_bytes=None) for layer in profile.layers), crossings=()
     )
-    free = _with_links(cluster, costs=())
-    prompt = _with_links(free, latency=0.0)
-    instant = _with_links(prompt, bandwidth=inf)
+    free = cluster.with_costs(action_seconds=cluster.action_seconds)
+    links: Any = free.links
+    none = {"latency_seconds": ()} if isinstance(links, LinkLevels) else {"latency_rows": ()}
+    prompt = replace(free, links=replace(links, **none))
+    instant = replace(prompt, links=Cluster.uniform(cluster.devices, inf).links)
     alone = evaluate(plan, silent, instant, **options)
     computation = alone.minibatch_seconds * (1 - alone.bubble)
     busiest = alone.bottleneck_seconds * plan.microbatches
@@ -89,29 +91,3 @@ def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpac
         latency=without_handling - without_latency,
         handling=whole - without_handling,
     )
-
-
-def _with_links(
-    cluster: Cluster, *, costs: Any = None, latency: float | None = None, bandwidth: float | None = None
-) -> Cluster:
-    """`cluster` with these numbers for every link; None keeps them."""
-    links = cluster.links
-    match links:
-        case LinkLevels(levels=levels):
-            if bandwidth is not None:
-                links = replace(links, levels=tuple((count, bandwidth) for count, _ in levels))
-            if latency is not None:
-                links = replace(links, latency_seconds=(latency,) * len(levels))
-            if costs is not None:
-                links = replace(links, message_costs=costs)
-        case LinkMatrix(rows=rows):
-            size = len(rows)
-            if bandwidth is not None:
-                links = replace(links, rows=((bandwidth,) * size,) * size)
-            if latency is not None:
-                links = replace(links, latency_rows=((latency,) * size,) * size)
-            if costs is not None:
-                links = replace(links, cost_rows=costs)
-        case _:
-            assert_never(links)
-    return replace(cluster, links=links)

@@ -94,47 +94,24 @@ class Sizes:
     def _message(self, effect: MemoryEffect) -> tuple[float, ...]:
         return self.output if effect in (MemoryEffect.SEND_ACTIVATION, MemoryEffect.RECEIVE_GRADIENT) else self.input
 
-    def kept_from_start(self) -> _Numbers:
-        """By effect: how many bytes more are held from the start of an action on."""
-        backward = self.saved if self.recompute else (0.0,) * len(self.saved)
-        return self._table(
-            {
-                MemoryEffect.FORWARD: _sums(self._kept(), self.workspace),
-                MemoryEffect.FORWARD_KEPT: _sums(self._whole(), self.workspace),
-                MemoryEffect.BACKWARD: _sums(backward, self.workspace),
-                MemoryEffect.BACKWARD_KEPT: self.workspace,
-                MemoryEffect.BACKWARD_INPUT: _sums(backward, self.workspace),
-                MemoryEffect.BACKWARD_INPUT_KEPT: self.workspace,
-                MemoryEffect.BACKWARD_WEIGHT: self.workspace,
-            }
-        )
-
-    def dropped_at_stop(self) -> _Numbers:
-        """By effect: how many bytes fewer are held from the stop of an action on."""
-        backward = _sums(self._whole(), self.workspace)
-        return self._table(
-            {
-                MemoryEffect.FORWARD: self.workspace,
-                MemoryEffect.FORWARD_KEPT: self.workspace,
-                MemoryEffect.BACKWARD: backward,
-                MemoryEffect.BACKWARD_KEPT: backward,
-                MemoryEffect.BACKWARD_INPUT: self.workspace,
-                MemoryEffect.BACKWARD_INPUT_KEPT: self.workspace,
-                MemoryEffect.BACKWARD_WEIGHT: backward,
-            }
-        )
-
-    def _kept(self) -> tuple[float, ...]:
-        """The bytes that a microbatch in flight keeps."""
-        return self._received() if self.recompute else self.saved
-
-    def _received(self) -> tuple[float, ...]:
-        into = [sum(size for (_, there), size in self.skips if there == stage) for stage in range(len(self.saved))]
-        return _sums(self.input, tuple(into))
-
-    def _whole(self) -> tuple[float, ...]:
-        """The bytes that a microbatch keeps when its backward can start."""
-        return _sums(self.saved, self._received()) if self.recompute else self.saved
+    def held(self) -> tuple[_Numbers, _Numbers]:
+        """By effect: how many bytes more are held from the start of an action on, and how many fewer from its stop."""
+        direct = [sum(size for (_, there), size in self.skips if there == stage) for stage in range(len(self.saved))]
+        # What a microbatch keeps in flight, and when its backward can start.
+        kept = _sums(self.input, tuple(direct)) if self.recompute else self.saved
+        whole = _sums(self.saved, kept) if self.recompute else self.saved
+        work, recomputed = self.workspace, _sums(self.saved, self.workspace) if self.recompute else self.workspace
+        changes = {
+            MemoryEffect.FORWARD: (_sums(kept, work), work),
+            MemoryEffect.FORWARD_KEPT: (_sums(whole, work), work),
+            MemoryEffect.BACKWARD: (recomputed, _sums(whole, work)),
+            MemoryEffect.BACKWARD_KEPT: (work, _sums(whole, work)),
+            MemoryEffect.BACKWARD_INPUT: (recomputed, work),
+            MemoryEffect.BACKWARD_INPUT_KEPT: (work, work),
+            MemoryEffect.BACKWARD_WEIGHT: (work, _sums(whole, work)),
+        }
+        more = self._table({effect: begun for effect, (begun, _) in changes.items()})
+        return more, self._table({effect: ended for effect, (_, ended) in changes.items()})
 
     def _table(self, entries: dict[MemoryEffect, tuple[float, ...]]) -> _Numbers:
         stages = len(self.saved)
@@ -180,7 +157,7 @@ def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, 
     instant = (stops[updates] == stops[last_backwards]) & (weights[updates] > 0)
     freed[last_backwards[instant]] = np.nextafter(stops[updates[instant]], -np.inf)
 
-    more, fewer = sizes.kept_from_start()[effects], sizes.dropped_at_stop()[effects]
+    more, fewer = (held[effects] for held in sizes.held())
     if not backward.any():  # an evaluation keeps nothing
         more = fewer = np.zeros_like(more)
     kept = _without_zeros(np.stack([starts, freed], axis=1).ravel(), np.stack([more, -fewer], axis=1).ravel())

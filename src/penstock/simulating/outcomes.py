@@ -127,34 +127,8 @@ _LONGEST_PERIOD = 64
 """In minibatches; a longer period of unequal replicas is cut to this for the steady state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The performance of a plan in its steady state, without fill and drain of an asynchronous schedule."""
-
-    minibatch_seconds: float
-    samples_per_second: float
-    bubble: float
-    """The share of all ranks' wall time without forward, backward or update."""
-    peak_bytes: tuple[float, ...]
-    """Per rank."""
-    bottleneck_seconds: float
-    """How long a microbatch occupies the busiest rank, link or all-reduce."""
-    limit: str
-    """The limit of the speed, in words."""
-    stage_seconds: tuple[float, ...]
-    """Forward and backward of one microbatch in each stage, on the slowest of its replicas."""
-
-    def prediction(self) -> Prediction:
-        """This outcome as `Plan.predicted`."""
-        return Prediction(
-            minibatch_seconds=self.minibatch_seconds,
-            samples_per_second=self.samples_per_second,
-            bottleneck_seconds=self.bottleneck_seconds,
-            peak_bytes=self.peak_bytes,
-            bubble=self.bubble,
-            limit=self.limit,
-            stage_seconds=self.stage_seconds,
-        )
+Outcome: TypeAlias = Prediction
+"""The performance of a plan in its steady state, without fill and drain of an asynchronous schedule."""
 
 
 def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[Options]) -> Outcome:

@@ -7,7 +7,7 @@ decides [SPP 2022, section III].
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -32,10 +32,6 @@ class Route:
     """How long each end is busy with the message whatever its size; the busiest end where there are several."""
     copying_seconds: float = 0.0
     """And with its bytes."""
-
-
-_INSTANT = (inf, 0.0)
-"""The bandwidth and latency of a link that takes no time."""
 
 
 def find_route(
@@ -97,48 +93,34 @@ def _server_size(cluster: Cluster) -> int:
 
 
 def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> tuple[float, float]:
-    """(Least bandwidth, largest latency) from any of `senders` to any other rank of `receivers`; `_INSTANT` if none.
+    """(Least bandwidth, largest latency) from any of `senders` to any other rank of `receivers`; (inf, 0.0) if none.
 
     In a hierarchy the cost is proportional to the number of ranks, not of pairs.
     """
-    links = cluster.links
     if len(senders) == len(receivers) == 1:
-        pairs = [(senders[0], receivers[0])] if senders[0] != receivers[0] else []
-    else:
-        match links:
-            case LinkLevels():
-                pairs = list(_one_pair_per_level(links, senders, receivers))
-            case LinkMatrix():
-                pairs = [(a, b) for a, b in product(senders, receivers) if a != b]
-            case _:
-                assert_never(links)
-    if not pairs:
-        return _INSTANT
-    return min(cluster.bandwidth(a, b) for a, b in pairs), max(cluster.latency(a, b) for a, b in pairs)
+        return cluster.bandwidth(senders[0], receivers[0]), cluster.latency(senders[0], receivers[0])
+    links = cluster.links
+    match links:
+        case LinkLevels(levels, latencies):
+            joining = list(_levels_between(links, senders, receivers))
+            found = [(levels[level][1], latencies[level]) for level in joining]
+        case LinkMatrix():
+            pairs = [(a, b) for a, b in product(senders, receivers) if a != b]
+            found = [(cluster.bandwidth(a, b), cluster.latency(a, b)) for a, b in pairs]
+        case _:
+            assert_never(links)
+    return min((bandwidth for bandwidth, _ in found), default=inf), max((latency for _, latency in found), default=0.0)
 
 
-def _one_pair_per_level(
-    links: LinkLevels, senders: Sequence[int], receivers: Sequence[int]
-) -> Iterable[tuple[int, int]]:
-    """One pair for each level that connects a sender to a receiver."""
-    size, inner = 1, 1
-    for count, _ in links.levels:
-        size, inner = size * count, size
-        # For each component: up to two senders and two receivers from different parts of it.
-        sending, receiving = _multicast(senders, size, inner), _multicast(receivers, size, inner)
-        for component in sending.keys() & receiving.keys():
-            pairs = product(sending[component], receiving[component])
-            apart = next(((a, b) for a, b in pairs if a // inner != b // inner), None)
-            if apart is not None:
-                yield apart
-                break
-
-
-def _multicast(ranks: Sequence[int], size: int, inner: int) -> dict[int, list[int]]:
-    """Up to two of `ranks` in each component of `size` ranks, from different groups of `inner` ranks."""
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        members = found.setdefault(rank // size, [])
-        if not members or (len(members) == 1 and members[0] // inner != rank // inner):
-            members.append(rank)
-    return found
+def _levels_between(links: LinkLevels, senders: Sequence[int], receivers: Sequence[int]) -> Iterator[int]:
+    """The levels that join a sender to another rank that receives."""
+    size = 1
+    for level, (count, _) in enumerate(links.levels):
+        inner, size = size, size * count
+        # By component of this level: the parts of it that have a sender, and those that have a receiver.
+        sending, receiving = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        for ranks, parts in ((senders, sending), (receivers, receiving)):
+            for rank in ranks:
+                parts[rank // size].add(rank // inner)
+        if any(len(sending[component] | receiving[component]) > 1 for component in sending.keys() & receiving.keys()):
+            yield level

@@ -63,12 +63,12 @@ _SEVERAL = ("peak_bytes", "stage_seconds")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Holds a planner's predictions for its plan, by the closed form of the schedule; `simulate` is more exact."""
+    """Holds what a plan is predicted to take: by the simulator, or by the closed form of its schedule."""
 
     minibatch_seconds: float
     samples_per_second: float
     bottleneck_seconds: float
-    """Time per microbatch of the slowest stage or link."""
+    """Time per microbatch of the slowest rank, link or all-reduce."""
     peak_bytes: tuple[float, ...]
     """One number per rank."""
     bubble: float
@@ -76,7 +76,7 @@ class Prediction:
     limit: str = ""
     """The bottleneck in words: a stage, a link, the memory."""
     stage_seconds: tuple[float, ...] = ()
-    """Forward and backward of one microbatch in each stage, if they are known."""
+    """Forward and backward of one microbatch in each stage, on the slowest of its replicas, if they are known."""
 
     def __post_init__(self) -> None:
         rule = number(0, infinite=True).but("leave `predicted` out of a plan made by hand")

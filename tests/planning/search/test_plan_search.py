@@ -55,7 +55,7 @@ def test_what_is_ranked_verifies_and_is_predicted_as_simulated_and_nothing_by_ha
     for made in found.ranked:
         verify(schedule(made))
         outcome = evaluate(made, profile, cluster)
-        assert made.predicted == outcome.prediction()
+        assert made.predicted == outcome
         assert made.planner
         assert made.predicted.samples_per_second <= best[0].predicted.samples_per_second * 1.001 + 1e-9
         assert cluster.memory_bytes is None or max(made.predicted.peak_bytes) <= cluster.memory_bytes

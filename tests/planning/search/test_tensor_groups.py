@@ -80,7 +80,7 @@ def test_groups_are_taken_where_only_they_fit() -> None:
     assert chosen.tensor_parallel == 2
     assert ", t=2" in chosen.explain()
     assert chosen.predicted is not None
-    assert evaluate(chosen, halves, cluster).prediction() == chosen.predicted
+    assert evaluate(chosen, halves, cluster) == chosen.predicted
     assert max(chosen.predicted.peak_bytes) <= 30e6
     assert len(chosen.predicted.peak_bytes) == chosen.ranks
 
@@ -164,7 +164,7 @@ def test_a_second_profile_never_makes_the_answer_slower(
         for found in ranked:
             verify(schedule(found))
             profile = both[found.tensor_parallel - 1]
-            assert evaluate(found, profile, cluster).prediction() == found.predicted
+            assert evaluate(found, profile, cluster) == found.predicted
     rates = [found.predicted.samples_per_second for ranked in alone for found in ranked if found.predicted]
     if best:
         assert best[0].predicted is not None

@@ -175,7 +175,7 @@ class _FlatMachine:
         for after in reversed(layers[:-1]):
             stops = furthest[:workers, start]
             if self.memory is not None:
-                rooms = [self.memory.of(workers - count, count)[-1, start] for count in _up_to(workers)]
+                rooms = [self.memory.of(workers - count, count)[-1, start] for count in range(1, workers + 1)]
                 stops = np.minimum(stops, rooms)
             positions = np.arange(self.costs.layers + 1)
             allowed = (positions > start) & (positions <= stops[:, None])
@@ -263,10 +263,6 @@ def _largest(shape: tuple[int, int], allowed: Callable[[Counts], Flags]) -> Coun
         inside = allowed(middle) | (middle == low)
         low, high = np.where(inside, middle, low), np.where(inside, high, middle - 1)
     return low
-
-
-def _up_to(count: int) -> range:
-    return range(1, count + 1)
 
 
 def _bits(value: float) -> int:

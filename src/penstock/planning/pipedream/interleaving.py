@@ -211,18 +211,22 @@ def _positions(cuts: Counts, cut: int) -> Counts:
 
 def _shifts(cuts: Counts) -> Counts:
     """The given cuts, then those with adjacent cuts moved up or down by one layer; all without the last cut."""
-    moved = cuts + _steps(len(cuts) - 2)
+    count = len(cuts) - 2
+    lengths = tuple(sorted({*(2**power for power in range(1, count.bit_length())), count} - {0, 1}))
+    moved = cuts + joint_moves(count, lengths, (-1, 1))
     every = np.concatenate([cuts[None], moved])
     return every[(np.diff(every, axis=1) > 0).all(axis=1), :-1]
 
 
 @cache
-def _steps(count: int) -> npt.NDArray[np.int8]:
-    """(K, count + 2): by how many layers each of `count` cuts moves, and the ends of the chain, which do not."""
+def joint_moves(count: int, lengths: tuple[int, ...], steps: tuple[int, ...]) -> npt.NDArray[np.int8]:
+    """(K, count + 2): by how many layers each of `count` cuts moves, and the ends of the chain, which do not. Every row
+    moves adjacent cuts, as many as one of `lengths`, by one of `steps`.
+    """
     rows = []
-    for length in sorted({*(2**power for power in range(1, count.bit_length())), count} - {0, 1}):
+    for length in lengths:
         for first in range(1, count - length + 2):
             row = np.zeros(count + 2, dtype=np.int8)
             row[first : first + length] = 1
-            rows += [-row, row]
+            rows += [step * row for step in steps]
     return np.array(rows, dtype=np.int8).reshape(len(rows), count + 2)

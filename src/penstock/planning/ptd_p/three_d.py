@@ -30,7 +30,7 @@ from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import LayerProfile, Profile
-from penstock.values.quantities import bytes_text, seconds_text
+from penstock.values.quantities import bytes_text, seconds_text, table_lines
 from penstock.values.transformers import Transformer
 
 _LARGEST_BATCH = 10**8
@@ -361,9 +361,10 @@ _FIXABLE = ("pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", 
 
 
 _SHOWN = 10
-_SIZES = ("p", "t", "d", "b", "v", "recompute")
-_MEASURES = ("seconds", "samples/s", "TFLOP/s", "tensor", "messages", "bubble", "gradients", "peak", "by")
-_HEAD = _SIZES + _MEASURES
+_HEAD = (
+    *("p", "t", "d", "b", "v", "recompute"),
+    *("seconds", "samples/s", "TFLOP/s", "tensor", "messages", "bubble", "gradients", "peak", "by"),
+)
 
 
 def ranking_text(ranked: Sequence[ConfigEstimate]) -> str:
@@ -371,9 +372,7 @@ def ranking_text(ranked: Sequence[ConfigEstimate]) -> str:
 
     TFLOP/s are per device, by [Narayanan 2021, equation 4.2], including recomputation.
     """
-    rows = [_HEAD, *(_row(one) for one in ranked[:_SHOWN])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = table_lines([_HEAD, *(_row(one) for one in ranked[:_SHOWN])], left=())
     if len(ranked) > _SHOWN:
         lines.append(f"and {len(ranked) - _SHOWN} slower ones that fit")
     lines.append(_difference(ranked[0], ranked[1]) if len(ranked) > 1 else "No other configuration fits.")

@@ -112,7 +112,7 @@ class PlanConstraints:
             and (not self.synchronous or each.flushes)
             and (not self.vertical_sync or each.has_vertical_sync)
             and not (self.whole_backwards and each.splits_backward)
-            and self._takes_stages_per_rank(each)
+            and (self.stages_per_rank is None or each.layout.accepts(self.stages_per_rank))
         )
 
     def trials(
@@ -273,9 +273,6 @@ class PlanConstraints:
         if planner in (PlannerName.UNIFORM, PlannerName.INTERLEAVED):
             return planner == PlannerName.UNIFORM
         return self.straight or schedule.layout.has_several or schedule not in METHODS
-
-    def _takes_stages_per_rank(self, schedule: ScheduleDefinition) -> bool:
-        return self.stages_per_rank is None or schedule.layout.accepts(self.stages_per_rank)
 
     def _stages_per_rank(self, schedule: ScheduleDefinition) -> tuple[int, ...]:
         if schedule.layout is not StageLayout.ROUND_ROBIN:

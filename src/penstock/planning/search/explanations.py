@@ -9,8 +9,7 @@ from typing import Unpack
 
 from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
-from penstock.planning.predictions import prediction_of
-from penstock.planning.prices import cost_of, cost_per_million
+from penstock.planning.predictions import cost_of, cost_per_million, prediction_of
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult

@@ -14,13 +14,12 @@ The result is the same in every run: effort is counted in simulated actions, not
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import islice, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import PlanError, ScheduleError
+from penstock.planning.pipedream.interleaving import joint_moves
 from penstock.planning.predictions import count_rounds
 from penstock.planning.search.lower_bounds import LowerBounds
 from penstock.planning.stage_costs import ChainCosts, Counts
@@ -382,21 +381,10 @@ def _moves(cuts: Counts) -> Counts:
     other = places != cuts[moved]
     rows = np.repeat(cuts[None], other.sum(), axis=0)
     rows[np.arange(len(rows)), moved[other]] = places[other]
-    shifted = cuts + _shifts(count)
-    return np.concatenate([rows, shifted[(np.diff(shifted, axis=1) > 0).all(axis=1)]])
-
-
-@cache
-def _shifts(count: int) -> npt.NDArray[np.int8]:
-    """(K, count + 2): by how many layers each of `count` cuts moves, and the ends of the chain, which do not."""
-    rows = []
     lengths = range(2, count + 1)
-    for length in lengths if count <= _ALL_LENGTHS else (length for length in lengths if length & (length - 1) == 0):
-        for first in range(1, count - length + 2):
-            row = np.zeros(count + 2, dtype=np.int8)
-            row[first : first + length] = 1
-            rows += [step * row for step in (-2, -1, 1, 2)]
-    return np.array(rows, dtype=np.int8).reshape(len(rows), count + 2)
+    some = tuple(lengths) if count <= _ALL_LENGTHS else tuple(each for each in lengths if each.bit_count() == 1)
+    shifted = cuts + joint_moves(count, some, (-2, -1, 1, 2))
+    return np.concatenate([rows, shifted[(np.diff(shifted, axis=1) > 0).all(axis=1)]])
 
 
 def _structure_of(plan: Plan) -> object:

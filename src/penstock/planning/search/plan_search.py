@@ -225,7 +225,7 @@ def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: P
             f"rank {worst} needs {bytes_text(outcome.peak_bytes[worst])} with its message buffers: expected at most "
             f"{bytes_text(used.memory_of(worst) or 0)}"
         )
-    return replace(plan, predicted=outcome.prediction())
+    return replace(plan, predicted=outcome)
 
 
 def simulated_with(constraints: PlanConstraints) -> Options:

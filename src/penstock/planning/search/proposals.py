@@ -7,9 +7,8 @@ its schedules in `constraints`.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import assert_never
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import peak_bytes, require_fit
@@ -24,7 +23,6 @@ from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
-from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
@@ -59,7 +57,8 @@ class Proposer:
         )
         if uses_all and not query.named and self._cluster.is_equal:
             if self._parts is None:
-                self._parts = tuple(map(Proposer, _parts(self._cluster)))
+                counts = [count for count in (self._cluster.devices // 2, self._cluster.devices // 4) if count > 1]
+                self._parts = tuple(Proposer(self._cluster.pick(range(count))) for count in counts)
             for part in self._parts:
                 with suppress(PlanError, ScheduleError):
                     yield from part._propose(query)
@@ -171,30 +170,6 @@ class Proposer:
             if max(peak_bytes(plan, buffered, request.optimizer_copies)) > self._limit:
                 other = find(replace(request, buffers=_BUFFERS))
                 yield from () if other is None else (other,)
-
-
-def _parts(cluster: Cluster) -> Iterator[Cluster]:
-    """The first half and the first quarter of the devices, if those are two or more."""
-    for count in (cluster.devices // 2, cluster.devices // 4):
-        if count < 2:
-            return
-        match cluster.links:
-            case LinkLevels(levels):
-                kept, left = [], count
-                for size, bandwidth in levels:
-                    kept.append((min(size, left), bandwidth))
-                    left //= kept[-1][0]
-                links: LinkLevels | LinkMatrix = replace(cluster.links, levels=tuple(kept))
-            case LinkMatrix():
-                corner = {
-                    each.name: tuple(row[:count] for row in getattr(cluster.links, each.name)[:count])
-                    for each in fields(LinkMatrix)
-                }
-                links = LinkMatrix(**corner)
-            case _:
-                assert_never(cluster.links)
-        if links.devices <= cluster.devices // 2:
-            yield replace(cluster, links=links)
 
 
 def _require(found: Plan | None) -> tuple[Plan]:

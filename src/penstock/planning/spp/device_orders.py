@@ -18,6 +18,7 @@ is:
 
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
+from itertools import groupby
 
 import numpy as np
 
@@ -146,33 +147,24 @@ def _cut_of_the_phase(weights: Matrix) -> tuple[int, int, float]:
 def _linked(speeds: Matrix) -> Iterator[np.ndarray[tuple[int], np.dtype[np.bool_]]]:
     """The connected components of the links of at least some speed, for every speed: two or more devices, not all.
 
-    Every group is among them. They are read from a maximum spanning tree (Prim).
+    Every group is among them. The fastest links are added first (Kruskal).
     """
-    devices = len(speeds)
-    reached = speeds[0].copy()
-    parents = np.zeros(devices, dtype=np.intp)
-    waiting = np.ones(devices, dtype=bool)
-    waiting[0] = False
-    edges = []
-    for _ in range(devices - 1):
-        node = int(np.where(waiting, reached, -np.inf).argmax())
-        edges.append((float(reached[node]), int(parents[node]), node))
-        waiting[node] = False
-        closer = waiting & (speeds[node] > reached)
-        reached[closer] = speeds[node][closer]
-        parents[closer] = node
-    edges.sort(key=lambda edge: -edge[0])
-    labels = np.arange(devices)
-    for index, (speed, one, other) in enumerate(edges):
-        labels[labels == labels[other]] = labels[one]
-        if index == devices - 2:
-            return
-        if edges[index + 1][0] < speed:
-            tied = index
-            while tied and edges[tied - 1][0] == speed:
-                tied -= 1
-            for label in sorted({int(labels[node]) for _, node, _ in edges[tied : index + 1]}):
-                yield labels == label
+    ones, others = np.triu_indices(len(speeds), 1)
+    between = speeds[ones, others]
+    labels, apart = np.arange(len(speeds)), len(speeds)
+    fastest_first = np.argsort(-between, kind="stable").tolist()
+    for _, equal in groupby(fastest_first, key=between.tolist().__getitem__):
+        joined = set[int]()
+        for link in equal:
+            one, other = int(ones[link]), int(others[link])
+            if labels[one] != labels[other]:
+                labels[labels == labels[other]] = labels[one]
+                joined.add(one)
+                apart -= 1
+                if apart == 1:
+                    return
+        for label in sorted({int(labels[device]) for device in joined}):
+            yield labels == label
 
 
 def _subgroups(members: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

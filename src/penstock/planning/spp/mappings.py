@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.planning.stage_costs import ChainCosts, Flags, Matrix
+from penstock.simulating.action_costs import reduce_rounds
 from penstock.values.plans import Stage
 
 _Choices: TypeAlias = npt.NDArray[np.int32]
@@ -163,7 +164,7 @@ def _table(
         r = front.replicas
         if r not in counts:
             continue
-        rounds = 2 * (r - 1) / (1 if machine.shared_medium else r)
+        rounds = reduce_rounds(r, shared=machine.shared_medium)
         reduced = rounds / front.inner_speed * costs.parameter_bytes + 2 * (r - 1) * front.inner_latency
         allowed = None if fitting is None else fitting[r]
         leading = machine.ranks[machine.devices - devices :][:r]

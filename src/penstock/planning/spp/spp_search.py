@@ -67,7 +67,7 @@ def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samp
         if overfull_rank(outcome.peak_bytes, cluster) is None:
             own = outcome.minibatch_seconds, len(plans[index].stages), index, outcome
             found = own if found is None else min(found, own, key=lambda each: each[:3])
-    return None if found is None else replace(plans[found[2]], predicted=found[3].prediction())
+    return None if found is None else replace(plans[found[2]], predicted=found[3])
 
 
 def _least_seconds(plan: Plan, costs: ChainCosts, cluster: Cluster) -> float:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from penstock.planning.memory import interval_bytes, live_counts
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Matrix, chain_costs
 from penstock.planning.two_bw.orientations import Orientation
-from penstock.planning.two_bw.parallel_pipelines import reduce_rounds
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.simulating.action_costs import reduce_rounds
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
@@ -232,7 +232,8 @@ class BlockChain:
         """
         hop = orientation.hop_seconds_per_byte.max(initial=0.0), orientation.hop_latency_seconds.max(initial=0.0)
         replicas = orientation.ranks.shape[1]
-        per_byte = reduce_rounds(replicas, allreduce) * orientation.ring_seconds_per_byte.max() / microbatches
+        rounds = reduce_rounds(replicas, shared=allreduce == "shared")
+        per_byte = rounds * orientation.ring_seconds_per_byte.max() / microbatches
         constant = 2 * (replicas - 1) * orientation.ring_latency_seconds.max() / microbatches
 
         # The all-reduce is usually hidden: then the cuts without it, the same for any number of replicas, are best.

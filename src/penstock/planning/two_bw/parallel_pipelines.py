@@ -27,6 +27,7 @@ import numpy.typing as npt
 from penstock.planning.stage_costs import AllReduce, ChainCosts
 from penstock.planning.two_bw.orientations import ConsecutiveRanks, LinkTable, Orientation
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.simulating.action_costs import reduce_rounds
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage, require_schedule
 
@@ -113,11 +114,6 @@ def filling(schedule: ScheduleDefinition | str, stages: int) -> int:
     return stages - 1 if require_schedule(schedule).flushes else 0
 
 
-def reduce_rounds(replicas: int, allreduce: AllReduce) -> float:
-    """How many times the weights of a stage cross one link in the all-reduce of its `replicas` gradients."""
-    return 2.0 * (replicas - 1) if allreduce == "shared" else 2 * (replicas - 1) / replicas
-
-
 def slowest_stage(
     costs: ChainCosts, cuts: Sequence[int], orientation: Orientation, microbatches: int, allreduce: AllReduce
 ) -> tuple[float, str]:
@@ -135,7 +131,7 @@ def slowest_stage(
     sent = np.concatenate([[0.0], hops])
     passed = np.concatenate([hops, [0.0]])
     work = compute + sent + passed
-    reduced = reduce_rounds(replicas, allreduce) * costs.parameter_bytes[starts, stops]
+    reduced = reduce_rounds(replicas, shared=allreduce == "shared") * costs.parameter_bytes[starts, stops]
     rings = reduced[:, None] * orientation.ring_seconds_per_byte
     rings = rings + 2 * (replicas - 1) * orientation.ring_latency_seconds
     reduced = rings.max(axis=1) / microbatches

@@ -23,7 +23,7 @@ from math import inf
 
 from penstock.errors import PlanError
 from penstock.planning.requests import Request
-from penstock.planning.two_bw.block_chains import BlockChain, StageCounts, cut_positions, find_blocks, stage_counts
+from penstock.planning.two_bw.block_chains import BlockChain, cut_positions, find_blocks, stage_counts
 from penstock.planning.two_bw.orientations import CONSECUTIVE_RANKS, LinkTable, Orientation
 from penstock.planning.two_bw.parallel_pipelines import PipelineCandidate, filling, slowest_stage
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH, TWO_BW
@@ -124,9 +124,10 @@ class _PipelineSearch:
         counts = stage_counts(self.request.schedule, microbatches, stages)
         options = []
         for orientation in orientations:
-            cuts = blocks if equal else self._balance(chain, orientation, microbatches, counts)
+            allreduce = self.request.allreduce
+            cuts = blocks if equal else chain.balanced_cuts(counts, orientation, microbatches, allreduce)
             if cuts is not None:
-                time = slowest_stage(chain.costs, cuts, orientation, microbatches, self.request.allreduce)
+                time = slowest_stage(chain.costs, cuts, orientation, microbatches, allreduce)
                 options.append((time, cuts, orientation))
         if not options:
             return None
@@ -148,11 +149,6 @@ class _PipelineSearch:
             stage_bytes=chain.stage_bytes(cuts, counts),
             limit=limit,
         )
-
-    def _balance(
-        self, chain: BlockChain, orientation: Orientation, microbatches: int, counts: StageCounts
-    ) -> tuple[int, ...] | None:
-        return chain.balanced_cuts(counts, orientation, microbatches, self.request.allreduce)
 
     def _most_microbatches(self, chain: BlockChain, replicas: int, stages: int, cuts: tuple[int, ...] | None) -> int:
         """The largest m that request and memory allow with these cuts (None: with any cuts); 0 if there is none.

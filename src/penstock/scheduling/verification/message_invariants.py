@@ -248,29 +248,11 @@ def _require_matches(staged: StagedPrograms) -> None:
                     report(staged, invariant, rank, index, expected=f"{other} on rank {there}", fix=fix)
 
 
-def _require_fifo(staged: StagedPrograms) -> None:
-    invariant = "messages are received in the order in which they were sent, on each edge between two ranks"
-    placement = staged.placement
-    sends: defaultdict[tuple[int, int], list[Sending]] = defaultdict(list)
-    receives: defaultdict[tuple[int, int], list[tuple[int, Receiving]]] = defaultdict(list)
-    for rank, row in enumerate(staged.programs):
-        for index, action in enumerate(row):
-            if isinstance(action, Sending):
-                for there in peers(action, rank, placement):
-                    sends[rank, there].append(action)
-            elif isinstance(action, Receiving):
-                receives[peer(action, rank, placement), rank].append((index, action))
-    for (source_rank, rank), queue in receives.items():
-        for send, (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
-            if counterpart(send) != receive:
-                expected = f"{counterpart(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
-                fix = "order the two ranks alike"
-                report(staged, invariant, rank, index, expected=expected, fix=fix)
-
-
 _Edge: TypeAlias = tuple[int, int]
 _Stops: TypeAlias = list[list[tuple[int, Message | Reduce, tuple[_Edge, ...]]]]
 """By rank: the messages and all-reduces of its row, each with its place and the edges that it passes."""
+_Queues: TypeAlias = defaultdict[_Edge, list[tuple[int, Message]]]
+"""By edge: messages with their places in the row, in its order."""
 
 
 def _find_stops(staged: StagedPrograms) -> _Stops:
@@ -289,24 +271,40 @@ def _find_stops(staged: StagedPrograms) -> _Stops:
     return stops
 
 
+def _find_queues(stops: _Stops) -> tuple[_Queues, _Queues]:
+    """The sends and the receives."""
+    sends: _Queues = defaultdict(list)
+    receives: _Queues = defaultdict(list)
+    for own in stops:
+        for index, action, edges in own:
+            if not isinstance(action, Reduce):
+                for edge in edges:
+                    (sends if isinstance(action, Sending) else receives)[edge].append((index, action))
+    return sends, receives
+
+
+def _require_fifo(staged: StagedPrograms) -> None:
+    invariant = "messages are received in the order in which they were sent, on each edge between two ranks"
+    sends, receives = _find_queues(_find_stops(staged))
+    for (source_rank, rank), queue in receives.items():
+        for (_, send), (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
+            if counterpart(send) != receive:
+                expected = f"{counterpart(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
+                fix = "order the two ranks alike"
+                report(staged, invariant, rank, index, expected=expected, fix=fix)
+
+
 def are_delivered(staged: StagedPrograms) -> bool:
     """Whether every message is sent once and received once, in order, and no rank waits forever.
 
     This is what the last invariants of `MESSAGE_INVARIANTS` say, in less time, of rows that keep the others.
     """
     stops = _find_stops(staged)
-    sent: defaultdict[_Edge, list[Message]] = defaultdict(list)
-    received: defaultdict[_Edge, list[Message]] = defaultdict(list)
-    for own in stops:
-        if len({action for _, action, _ in own}) < len(own):
-            return False
-        for _, action, edges in own:
-            if isinstance(action, Sending):
-                other = counterpart(action)
-                for edge in edges:
-                    sent[edge].append(other)
-            elif isinstance(action, Receiving):
-                received[edges[0]].append(action)
+    if any(len({action for _, action, _ in own}) < len(own) for own in stops):
+        return False
+    sends, receives = _find_queues(stops)
+    sent = {edge: [counterpart(action) for _, action in queue] for edge, queue in sends.items()}
+    received = {edge: [action for _, action in queue] for edge, queue in receives.items()}
     return sent == received and not any(_find_waiting(staged, stops))
 
 
