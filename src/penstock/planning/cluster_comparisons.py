@@ -5,19 +5,17 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from penstock.arguments import TEXT, instance
+from penstock.arguments import TEXT
 from penstock.errors import PlanError
 from penstock.planning.planners import join_profiles, plan
 from penstock.planning.predictions import cost_per_million
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE
 from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.explanations import shape_text
-from penstock.values.clusters import Cluster
+from penstock.values.clusters import CLUSTER, Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
-
-_CLUSTER = instance(Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def compare_clusters(
         raise PlanError("clusters: expected a mapping of names to clusters, found none: give one cluster or more")
     for name, cluster in clusters.items():
         TEXT.check("clusters", name, PlanError)
-        _CLUSTER.check(f"clusters[{name!r}]", cluster, PlanError)
+        CLUSTER.check(f"clusters[{name!r}]", cluster, PlanError)
     joined = join_profiles(profile)
     first = joined[0]
     single = next((each for each in joined if each.tensor_parallel == 1), None)

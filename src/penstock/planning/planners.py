@@ -22,16 +22,14 @@ from penstock.planning.search.tensor_groups import compare_plans, profile_of_pla
 from penstock.planning.stage_costs import AllReduce
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.simulating.losses import find_losses
-from penstock.values.clusters import Cluster
+from penstock.values.clusters import CLUSTER, Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import seconds_text, table_lines
 from penstock.values.transformers import Transformer
 
 _RULES = {
-    "cluster": instance(
-        Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load"
-    ),
+    "cluster": CLUSTER,
     "progress": FLAG.optional,
     "epoch_samples": number(above=0, unit="samples").but("give the samples of an epoch, or leave it out").optional,
     "deadline_seconds": number(above=0, unit="seconds").but("give the time of an epoch, or leave it out").optional,

@@ -4,6 +4,7 @@ All planners share them. One checked value holds them, so that no option is chec
 every call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,3 +149,13 @@ def can_run(
     except ScheduleError:
         return False
     return True
+
+
+def if_runnable(make: Callable[[], Plan]) -> Plan | None:
+    """The plan that `make` makes; None if there is none, or if its schedule cannot run it."""
+    try:
+        plan = make()
+        plan.definition.check(PipelineShape(plan.placement, plan.microbatches, plan.vertical_sync))
+    except (PlanError, ScheduleError):
+        return None
+    return plan

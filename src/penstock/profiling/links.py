@@ -106,18 +106,19 @@ def measure_links(
             "a probe measures the links between processes, and this process is alone: start one for each device, as in "
             "`torchrun --nproc-per-node 2 --no-python penstock probe -o cluster.yaml`"
         )
-    found = gather_results(world, "while it looked for its device", lambda: _locate(device).fields())
-    locations = [_RankLocation(host, torch.device(name), memory) for host, name, memory in found]
+    found = gather_results(world, "while it looked for its device", lambda: (*_locate(device),))
+    locations = [_RankLocation(*each) for each in found]
+    own = torch.device(locations[world.rank].device)
     mine: dict[RankPair, _Link] = {}
-    hosts_compute = all(location.device.type == "cpu" for location in locations)
+    hosts_compute = all(torch.device(location.device).type == "cpu" for location in locations)
     rounds = arrange_rounds([location.host for location in locations])
     for pairs in progress_line(rounds, str, "probing", progress if world.rank == 0 else False):
         # Each round makes its own connections: all of them at once would need too much of a GPU's memory and streams.
         edges = [Edge(*way, Channel.PROBE) for pair in pairs for way in (pair, pair[::-1])]
-        transport = world.connect(edges, locations[world.rank].device, timeout_seconds)
+        transport = world.connect(edges, own, timeout_seconds)
         for pair in pairs:
             if world.rank in pair:
-                side = _Side(transport, locations[world.rank].device, world.rank, sum(pair) - world.rank)
+                side = _Side(transport, own, world.rank, sum(pair) - world.rank)
                 mine.update(_measure(pair, side, hosts_compute))
         transport.close()
         # All processes end this round before any begins the next.
@@ -325,23 +326,18 @@ class _Side:
         return list(tensor.tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class _RankLocation:
+class _RankLocation(NamedTuple):
     """The host and the device of a rank."""
 
     host: str
-    device: torch.device
+    device: str
     memory_bytes: float | None
-
-    def fields(self) -> tuple[str, str, float | None]:
-        """The fields, as a plain value."""
-        return self.host, str(self.device), self.memory_bytes
 
 
 def _locate(device: torch.device | str | None) -> _RankLocation:
-    resolved = _resolve_device(device)
+    resolved = local_device() if device is None else read_device("probe(device=)", device, ProfileError)
     memory = float(torch.cuda.get_device_properties(resolved).total_memory) if resolved.type == "cuda" else None
-    return _RankLocation(socket.gethostname(), resolved, memory)
+    return _RankLocation(socket.gethostname(), str(resolved), memory)
 
 
 def _least_memory(locations: Sequence[_RankLocation]) -> float | None:
@@ -353,7 +349,3 @@ def _least_memory(locations: Sequence[_RankLocation]) -> float | None:
         if location.memory_bytes is not None
     ]
     return min(shares) if len(shares) == len(locations) else None
-
-
-def _resolve_device(device: torch.device | str | None) -> torch.device:
-    return local_device() if device is None else read_device("probe(device=)", device, ProfileError)

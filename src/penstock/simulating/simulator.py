@@ -28,7 +28,7 @@ from penstock.simulating.replica_symmetry import ReplicaSymmetry, find_symmetry
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
-from penstock.values.clusters import Cluster
+from penstock.values.clusters import CLUSTER, Cluster
 from penstock.values.crossings import find_hops
 from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import Profile
@@ -40,9 +40,7 @@ _RULES = {
     "profile": instance(
         Profile, "a penstock.Profile", "measure the model with penstock.profile, or read a file with Profile.load"
     ),
-    "cluster": instance(
-        Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load"
-    ),
+    "cluster": CLUSTER,
 }
 
 

@@ -367,3 +367,7 @@ def _plain_rows(where: str, matrix: object) -> tuple[tuple[float, ...], ...]:
     rule = Entries(number(infinite=True))
     rows = enumerate(entries(where, matrix, PlanError))
     return tuple(rule.check(f"{where}[{a}]", row, PlanError) for a, row in rows)
+
+
+CLUSTER = instance(Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load")
+"""The rule of an argument that is a cluster."""

@@ -42,7 +42,7 @@ from penstock.values.documents import (
     write_text,
 )
 from penstock.values.plan_stages import STAGES, Stage, check_stages, ranks_text
-from penstock.values.quantities import bytes_text
+from penstock.values.quantities import bytes_text, table_lines
 
 __all__ = ["MICROBATCHES", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
 
@@ -305,8 +305,7 @@ class Plan:
         lines = [f"{self.schedule}{options}: {self.microbatches} microbatches{size}, ranks: {self.ranks}{used}"]
         rows = [("stage", "layers", "ranks")]
         rows += [(str(i), f"[{s.start}, {s.stop})", ranks_text(s.ranks)) for i, s in enumerate(self.stages)]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines += [f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
+        lines += table_lines(rows, left={1, 2})
         if self.predicted is not None:
             expected = self.predicted
             lines += [

@@ -21,6 +21,7 @@ Bytes of a position are its parameters' state and, for F stages in flight,
 from dataclasses import dataclass
 from math import ceil, isqrt
 
+from penstock.planning.memory import chunks_in_flight
 from penstock.planning.ptd_p.accelerator_models import AcceleratorModel, Precision
 from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.transformer_costs import TransformerCosts
@@ -113,14 +114,9 @@ def checkpoint_count(layers: int, input_bytes: float, layer_bytes: float, in_fli
 
 
 def stages_in_flight(pipeline: int, stages_per_rank: int, microbatches: int, position: int) -> int:
-    """The most forwards of stages whose backward has not run yet, on one position of a pipeline.
-
-    min(m, p - i) under 1f1b-flush; min(2 (p - i - 1) + (v - 1) p + 1, m v) under interleaved (Megatron-LM's order).
-    """
-    if stages_per_rank == 1:
-        return min(microbatches, pipeline - position)
-    warm = 2 * (pipeline - position - 1) + (stages_per_rank - 1) * pipeline
-    return min(warm + 1, microbatches * stages_per_rank)
+    """The most forwards of stages whose backward has not run yet, on one position of a pipeline."""
+    schedule = INTERLEAVED if stages_per_rank > 1 else ONE_F_ONE_B_FLUSH
+    return chunks_in_flight(pipeline, stages_per_rank, microbatches, schedule)[position]
 
 
 def activation_bytes(costs: TransformerCosts, layers: int, in_flight: int, checkpoints: int | None) -> float:

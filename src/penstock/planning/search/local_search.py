@@ -21,6 +21,7 @@ import numpy as np
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.pipedream.interleaving import joint_moves
 from penstock.planning.predictions import count_rounds
+from penstock.planning.requests import if_runnable
 from penstock.planning.search.lower_bounds import LowerBounds
 from penstock.planning.stage_costs import ChainCosts, Counts
 from penstock.scheduling.definitions import PipelineShape
@@ -320,12 +321,7 @@ class LocalSearch:
             return None
         stages = tuple(Stage(index, index + 1, own) for index, own in enumerate(ranks))
         stages = (*stages[:-1], replace(stages[-1], stop=len(self._profile)))
-        try:
-            changed = replace(plan, stages=stages, predicted=None)
-            changed.definition.check(PipelineShape(changed.placement, plan.microbatches, plan.vertical_sync))
-        except (PlanError, ScheduleError):
-            return None
-        return changed
+        return if_runnable(lambda: replace(plan, stages=stages, predicted=None))
 
 
 def _neighbors(replicas: tuple[int, ...], devices: int, straight: bool) -> Iterator[tuple[int, ...]]:

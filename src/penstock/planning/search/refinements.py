@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
-from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import peak_bytes
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import predict, slowest_seconds
+from penstock.planning.requests import if_runnable
 from penstock.planning.search.constraints import PlanConstraints, plans_for
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed, cuts_of, shape_of
 from penstock.planning.stage_costs import AllReduce, ChainCosts, chain_costs, simulator_options
 from penstock.progress import progress_line
-from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import METHODS
 from penstock.simulating.assumptions import Assumptions
 from penstock.values.clusters import Cluster
@@ -100,8 +100,8 @@ def _arrange(plan: Plan, definition: ScheduleDefinition, microbatches: int, prof
     split = plans_for(PlannerName.SPP, definition)
     if split and any(profile.microbatch_size % count for count in plan.replicas):
         return None
-    try:
-        made = Plan(
+    return if_runnable(
+        lambda: Plan(
             plan.stages,
             definition.name,
             microbatches,
@@ -109,10 +109,7 @@ def _arrange(plan: Plan, definition: ScheduleDefinition, microbatches: int, prof
             recompute=plan.recompute,
             routing="split" if split else "round-robin",
         )
-        definition.check(PipelineShape(made.placement, microbatches))
-    except (PlanError, ScheduleError):
-        return None
-    return made
+    )
 
 
 def fastest(plans: Sequence[Plan], count: int) -> list[Plan]:
