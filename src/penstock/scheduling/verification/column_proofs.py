@@ -11,8 +11,7 @@ waits forever, is proved there, too.
 A proof that does not succeed says nothing: the verifier then walks along the actions and reports what it finds.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, compress
 from operator import attrgetter, call
 from typing import Final, TypeAlias, assert_never
@@ -44,28 +43,18 @@ from penstock.scheduling.verification.violations import Peaks, StagedPrograms
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 _F, _B, _I, _W, _S, _R, _U, _A = range(8)
-_READERS: Final[dict[type[Action], tuple[int, Callable[[Action], tuple[int, int, int]]]]] = {
-    kind: (number, attrgetter("stage", *names))
-    for number, (kind, names) in enumerate(
-        {
-            Forward: ("microbatch", "version"),
-            Backward: ("microbatch", "version"),
-            BackwardInput: ("microbatch", "version"),
-            BackwardWeight: ("microbatch", "version"),
-            Send: ("microbatch", "target"),
-            Receive: ("microbatch", "source"),
-            Update: ("version", "gradient_version"),
-            Reduce: ("version", "version"),
-            SendTied: ("version", "target"),
-            ReceiveTied: ("version", "source"),
-            SendNorms: ("version", "target"),
-            ReceiveNorms: ("version", "source"),
-        }.items()
+_KINDS: Final[dict[type[Action], int]] = {
+    kind: number
+    for number, kind in enumerate(
+        (
+            *(Forward, Backward, BackwardInput, BackwardWeight, Send, Receive, Update, Reduce),
+            *(SendTied, ReceiveTied, SendNorms, ReceiveNorms),
+        )
     )
 }
-"""Of each kind its number in a column, and what reads its three fields."""
-_KINDS = {kind: number for kind, (number, _) in _READERS.items()}
-_FIELDS = {kind: reader for kind, (_, reader) in _READERS.items()}
+"""Of each kind its number in a column."""
+_FIELDS = {kind: attrgetter(*([field.name for field in fields(kind)] + ["version"])[:3]) for kind in _KINDS}
+"""Of each kind, what reads its three fields; the version of an all-reduce, which has two, counts twice."""
 
 
 class _Unproved(Exception):
@@ -97,8 +86,8 @@ class _Row:
         self.actions = staged.programs[rank]
         types = list(map(type, self.actions))
         self.kinds = np.fromiter(map(_KINDS.__getitem__, types), np.int64, len(types))
-        fields = chain.from_iterable(map(call, map(_FIELDS.__getitem__, types), self.actions))
-        columns = np.fromiter(fields, np.int64, 3 * len(types)).reshape(-1, 3)
+        numbers = chain.from_iterable(map(call, map(_FIELDS.__getitem__, types), self.actions))
+        columns = np.fromiter(numbers, np.int64, 3 * len(types)).reshape(-1, 3)
         self.stages, self.numbers, self.others = np.ascontiguousarray(columns.T)
         ends = [segment[rank] for segment in staged.ends]
         self.segments = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
