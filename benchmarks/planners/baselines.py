@@ -136,4 +136,4 @@ def _predicted(plan: Plan, profile: Profile, cluster: Cluster, request: Request)
     """`plan` with what the simulator says of it; `PlanError` if it does not fit in memory."""
     outcome = evaluate_for(request, plan, profile, cluster)
     require_fit(plan, outcome.peak_bytes, cluster)
-    return replace(plan, predicted=outcome.prediction())
+    return replace(plan, predicted=outcome)
