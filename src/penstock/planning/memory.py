@@ -63,7 +63,6 @@ def live_counts(
 def _guarantees_of(
     definition: ScheduleDefinition, microbatches: int, replicas: tuple[int, ...], vertical_sync: bool
 ) -> Guarantees:
-    """The guarantees of `definition` for stages with these `replicas`."""
     ranks = iter(range(sum(replicas)))
     placement = Placement(tuple(tuple(next(ranks) for _ in range(count)) for count in replicas))
     return definition.guarantees(PipelineShape(placement, microbatches, vertical_sync))

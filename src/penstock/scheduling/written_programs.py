@@ -103,12 +103,10 @@ class _Written:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return 1 + max((action.stage for row in self.rows for action in row), default=-1)
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of the step."""
         return 1 + max(
             (action.microbatch for row in self.rows for action in row if not isinstance(action, Update)), default=-1
         )

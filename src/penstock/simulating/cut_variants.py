@@ -432,7 +432,6 @@ class _Clocks:
 
     @classmethod
     def at_zero(cls, tracks: int, links: int, variants: int) -> "_Clocks":
-        """All at the beginning."""
         zero = np.zeros(variants)
         return cls([zero] * tracks, [zero] * links, [zero] * tracks, {}, {})
 

@@ -83,7 +83,6 @@ def measure_loads(run: SimulatedRun, minibatches: int, shorter: SimulatedRun | N
 
 
 def _measure(run: SimulatedRun) -> Loads:
-    """The loads of a whole run."""
     events = run.events
     return Loads(
         wall=run.seconds,

@@ -90,7 +90,6 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
 
 
 def _is_unreplicated(request: Request) -> bool:
-    """Whether the plans of `request` have no replicas."""
     return request.straight or request.stages is not None or request.definition.layout.has_several
 
 

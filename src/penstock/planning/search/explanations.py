@@ -276,7 +276,6 @@ def _least_memory(
 
 
 def _three_digits_up(number: float) -> float:
-    """`number` rounded up to three digits."""
     unit = 10.0 ** (floor(log10(number)) - 2) if number > 0 else 1.0
     return ceil(number / unit * (1 - 1e-12)) * unit
 

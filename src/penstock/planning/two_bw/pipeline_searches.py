@@ -91,7 +91,6 @@ class _PipelineSearch:
 
     @property
     def most_stages(self) -> int:
-        """The most stages of a pipeline."""
         return min(self.cluster.devices, self.units)
 
     def candidates(self) -> Iterator[PipelineCandidate]:

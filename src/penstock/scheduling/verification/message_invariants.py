@@ -272,7 +272,6 @@ def _find_stops(staged: StagedPrograms) -> _Stops:
 
 
 def _find_queues(stops: _Stops) -> tuple[_Queues, _Queues]:
-    """The sends and the receives."""
     sends: _Queues = defaultdict(list)
     receives: _Queues = defaultdict(list)
     for own in stops:
