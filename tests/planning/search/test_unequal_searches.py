@@ -11,6 +11,7 @@ import penstock
 from penstock.errors import PlanError
 from penstock.planning.requests import number_ranks
 from penstock.planning.search.arrangements import arrange_cluster
+from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.simulating import evaluate
 from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile, Stage
@@ -39,6 +40,15 @@ def fastest(profile, cluster, schedule, microbatches):
                         plan = Plan(stages, schedule, microbatches, profile.microbatch_size, devices=devices)
                         best = max(best, evaluate(plan, profile, cluster).samples_per_second)
     return best
+
+
+def test_half_of_the_devices_of_one_kind_is_planned_too():
+    cluster = Cluster.uniform(6, 1.0).with_kinds([FAST] * 4 + [HALF] * 2)
+    (alone,) = (each for each in arrange_cluster(cluster, EQUAL) if each.devices == (0, 1, 2, 3))
+    queries = alone.queries([EQUAL], PlanConstraints(schedule="spp"))
+    plans = [plan for query in queries if query.planner == "spp" for plan in alone.propose(query)]
+
+    assert {plan.ranks for plan in plans} == {2, 4}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
