@@ -117,10 +117,8 @@ def _levels_between(links: LinkLevels, senders: Sequence[int], receivers: Sequen
     size = 1
     for level, (count, _) in enumerate(links.levels):
         inner, size = size, size * count
-        # By component of this level: the parts of it that have a sender, and those that have a receiver.
-        sending, receiving = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
-        for ranks, parts in ((senders, sending), (receivers, receiving)):
-            for rank in ranks:
-                parts[rank // size].add(rank // inner)
-        if any(len(sending[component] | receiving[component]) > 1 for component in sending.keys() & receiving.keys()):
+        both = {rank // size for rank in senders} & {rank // size for rank in receivers}
+        # A component with a sender and a receiver joins them if they are in two parts of it.
+        parts = {rank // inner for rank in (*senders, *receivers) if rank // size in both}
+        if len(parts) > len(both):
             yield level
