@@ -158,7 +158,10 @@ PIPELINES = [
     refused("two hooks predict", partial(make, update_hooks=TWO_PREDICTIONS), PenstockError, "both predict weights"),
     option(scale_learning_rates=1)("True or False", "found 1"),
     option(scale_learning_rates=True, error=PlanError)("found True under 'gpipe'", "Leave it out"),
-    *(option(timeout_seconds=wrong)("of seconds above 0") for wrong in (0, -5.0, NAN, INF, None, "60", True)),
+    *(
+        refused(f"Pipeline({wrong} seconds)", partial(make, timeout_seconds=wrong), PenstockError, "of seconds above 0")
+        for wrong in (0, -5.0, NAN, INF, None, "60", True)
+    ),
 ]
 
 
