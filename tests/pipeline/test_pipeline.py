@@ -1,6 +1,7 @@
-"""What a user of `Pipeline` relies on, beyond the numbers of a training step."""
+"""What a user of `Pipeline` relies on, beyond the numbers of a training step: states that are copies, and no leftovers."""
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.torch_internals.pytrees import tree_leaves
 from support import models
+from support.jobs.trust_jobs import open_and_close
 from support.processes import Pool
 
 
@@ -381,3 +384,69 @@ def test_a_scheduler_of_the_learning_rate() -> None:
     train(pipe, start=1)
 
     assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())
+
+
+def equal(first: Any, second: Any) -> bool:
+    pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
+    return all(torch.equal(one, two) if isinstance(one, Tensor) else one == two for one, two in pairs)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
+def test_later_steps_leave_a_state_dict_as_it_is(schedule: str) -> None:
+    """Under pipedream and 2bw, updates write later versions of the weights to other memory, in turn."""
+    pipe = penstock.Pipeline(
+        SUBJECT.build(),
+        sample=SUBJECT.sample,
+        loss_fn=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.01)),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        update_hooks=penstock.WeightAverage(0.9),
+        schedule=schedule,
+        stages=2,
+        microbatches=2,
+    )
+    pipe.step(*SUBJECT.batches[0])
+    state = pipe.state_dict()
+    expected = copy.deepcopy(state)
+    losses = []
+    for _ in range(2):
+        losses.append([float(pipe.step(x, y).loss) for x, y in SUBJECT.batches[1:4]])
+        pipe.drain()
+        assert equal(state, expected)
+        pipe.load_state_dict(state)
+
+    assert losses[0] == losses[1]
+
+
+def test_weights_that_are_tied_share_memory_in_a_state_dict() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    x = torch.ones(2, 4)
+    pipe = penstock.Pipeline(model, (x,), F.mse_loss, models.plain, stages=2)
+    state = pipe.state_dict()["model"]
+
+    assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr() != model[0].weight.data_ptr()
+
+
+PIPELINES = int(os.environ.get("PENSTOCK_TEST_PIPELINES", "10"))
+"""How many are opened. Two hundred take two minutes."""
+BOTH = pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
+
+
+@BOTH
+@pytest.mark.parametrize("end", ["closed", "in flight", "failed", "dropped"])
+def test_pipelines_leave_nothing_behind(pool: Pool, shared: bool, end: str) -> None:
+    for before, after in pool.run(2, open_and_close, PIPELINES // (2 if end == "failed" else 1), shared, end, False):
+        assert after == before
+
+
+def test_replicas_leave_nothing_behind(pool: Pool) -> None:
+    for before, after in pool.run(2, open_and_close, PIPELINES, False, "closed", True):
+        assert after == before
+
+
+@pytest.mark.parametrize("end", ["closed", "in flight", "dropped"])
+def test_pipelines_of_one_process_leave_nothing_behind(end: str) -> None:
+    before, after = open_and_close(PIPELINES, True, end, False)
+
+    assert after == before
