@@ -1,4 +1,4 @@
-"""What a user of `Pipeline` relies on, beyond the numbers of a training step: states that are copies, and no leftovers."""
+"""What a user of `Pipeline` relies on beyond the numbers of a step: states that are copies, and no leftovers."""
 
 import copy
 import os
