@@ -6,6 +6,7 @@ rule has one row, or one for each bound: `tests/test_arguments.py` has what a ru
 """
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ def option(error: type[PenstockError] = PenstockError, **wrong: Any) -> Callable
     """A row for `Pipeline` with the one option `wrong`; it can be called with other options."""
     ((name, value),) = wrong.items()
     # An address in a name would be another one in every process.
-    shown = "a function" if callable(value) else " ".join(repr(value).split())[:40]
+    shown = " ".join(re.sub(r"<(\w+) .* at 0x\w+>", r"a \1", repr(value)).split())[:40]
 
     def row(*says: str) -> Any:
         wrongly = partial(make, **wrong)
