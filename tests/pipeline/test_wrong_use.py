@@ -174,6 +174,10 @@ def batch(x: Any, y: Any = Y) -> Callable[[Any], object]:
     return lambda pipe: pipe.step(x, y)
 
 
+def stats(pipe: Any, **given: Any) -> object:
+    return pipe.stats(**given)
+
+
 # Without types, so that wrong arguments can be passed.
 Microbatches: Any = penstock.Microbatches
 log_stats: Any = penstock.log_stats
@@ -212,10 +216,11 @@ METHODS = [
     method(lambda pipe: pipe.predict(torch.randn(4, 7)), "predict(wrong width)", "predict:", *WIDTH),
     method(lambda pipe: pipe.timeline(0), "timeline(0)", "timeline(minibatches=)", "from 1 to 8", "found 0"),
     method(lambda pipe: pipe.timeline(100), "timeline(100)", "from 1 to 8", "found 100", "not kept"),
-    method(lambda pipe: pipe.stats(peak_flops=0), "stats(peak_flops=0)", "stats(peak_flops=)", "above 0", "leave it"),
-    method(lambda pipe: pipe.stats(peak_flops=INF), "stats(peak_flops=inf)", "stats(peak_flops=)", "found inf"),
-    method(lambda pipe: pipe.stats(tokens_per_sample=-1.0), "stats(tokens_per_sample=)", "above 0", "found -1.0"),
-    method(lambda pipe: pipe.stats(flops_per_sample=NAN), "stats(flops_per_sample=)", "above 0", "found nan"),
+    *(
+        method(partial(stats, **{name: wrong}), f"stats({name}={wrong})", f"stats({name}=)", "above 0", f"{wrong}")
+        for name in ("peak_flops", "tokens_per_sample", "flops_per_sample")
+        for wrong in (0, INF)
+    ),
     method(lambda pipe: pipe.stats(all_ranks=1), "stats(all_ranks=1)", "True or False"),
     method(lambda pipe: pipe.measure(iterations=0), "measure(iterations=0)", "iterations", COUNT, error=ProfileError),
     method(lambda pipe: pipe.full_state_dict(rank=1), "full_state_dict(rank=1)", "from 0 to 0", "found 1"),
