@@ -48,6 +48,7 @@ class WeightSource(ABC):
         """Writes `tensor`, as every `InitFn`."""
 
 
+_MODEL_RESET = "_init_weights"
 _RULES: Mapping[str, Rule[Any]] = {
     "init_fn": function(
         ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
@@ -221,7 +222,7 @@ def _reset(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Non
         own()
     while path:
         path = path.rpartition(".")[0]
-        reset = getattr(modules[path], "_init_weights", None)
+        reset = getattr(modules[path], _MODEL_RESET, None)
         if callable(reset) and _takes_a_module(reset, alone):
             reset(alone)
             return
