@@ -10,6 +10,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -104,13 +105,18 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
     check_model(model, "reset_parameters")
     modules = dict(rooted(model).named_modules(remove_duplicate=False))
 
+    @lru_cache(maxsize=1)
+    def stand_ins(*tensors: Tensor) -> dict[int, Tensor]:
+        """A tensor on the meta device by the id of each: one set for all tensors of a module that has many."""
+        return {id(other): bare(other) for other in tensors}
+
     def init_fn(name: str, tensor: Tensor) -> None:
         path, _, attribute = name.rpartition(".")
         if path not in modules or getattr(modules[path], attribute, None) is None:
             raise PenstockError(f"reset_parameters(model) was made for a model that has no {name!r}: pass this model")
         # A copy that has `tensor` as this attribute, and everything else on the meta device.
         owner = modules[path]
-        memo: dict[int, Any] = {id(other): bare(other) for other in (*owner.parameters(), *owner.buffers())}
+        memo: dict[int, Any] = {**stand_ins(*owner.parameters(), *owner.buffers())}
         memo[id(getattr(owner, attribute))] = tensor
         alone = copy.deepcopy(owner, memo)
         _reset(modules, path, alone)
