@@ -21,6 +21,7 @@ from penstock.capturing.device_names import read_device
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
+from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.modules import own_reset
 from penstock.torch_internals.tensors import share_hooks, times_written
 
@@ -50,6 +51,8 @@ class WeightSource(ABC):
 
 
 _MODEL_RESET = "_init_weights"
+
+
 _RULES: Mapping[str, Rule[Any]] = {
     "init_fn": function(
         ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
@@ -119,7 +122,9 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
         memo: dict[int, Any] = {**stand_ins(*owner.parameters(), *owner.buffers())}
         memo[id(getattr(owner, attribute))] = tensor
         alone = copy.deepcopy(owner, memo)
-        _reset(modules, path, alone)
+        with _MetaDraws():  # type: ignore[no-untyped-call]
+            for reset in _resets(modules, path, alone):
+                reset()
         found = getattr(alone, attribute)
         if found is not tensor and not found.is_meta:
             # The module has made itself another tensor.
@@ -222,15 +227,27 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} of shape {tuple(tensor.shape)}"
 
 
-def _reset(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> None:
-    """Has `alone`, the copy of the module at `path`, initialize itself, and then a module around it initialize it."""
-    if (own := own_reset(alone)) is not None:
-        own()
-    while path:
-        path = path.rpartition(".")[0]
-        reset = getattr(modules[path], _MODEL_RESET, None)
+class _MetaDraws(OperatorMode):  # type: ignore[no-untyped-call]
+    """Leaves out `normal_` on the meta device, where it does nothing and is slow: a reset for one tensor runs it on all
+    others of the module.
+    """
+
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        skipped = func is torch.ops.aten.normal_.default and args[0].is_meta
+        return args[0] if skipped else func(*args, **kwargs)
+
+
+def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:
+    """What initializes `alone`, the copy of the module at `path`, in the order of its construction."""
+    own = own_reset(alone)
+    if own is not None:
+        yield own
+    around = path
+    while around:
+        around = around.rpartition(".")[0]
+        reset = getattr(modules[around], _MODEL_RESET, None)
         if callable(reset) and _takes_a_module(reset, alone):
-            reset(alone)
+            yield lambda reset=reset: reset(alone)  # type: ignore[misc]
             return
 
 
