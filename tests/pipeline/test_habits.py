@@ -74,9 +74,9 @@ def test_the_oracle_takes_sparse_gradients() -> None:
         ("ReversalOutside", r"calls Reversal\.apply, a torch\.autograd\.Function"),
         ("RandomOutside", r"Python's random"),
         ("a new nn.Parameter", r"another tensor was assigned"),
-        ("a new block", r"blocks.\w+ was replaced"),
+        ("a new block", r"blocks.\w+ was changed or replaced"),
         ("model.temperature", r"temperature was 1.0 and is"),
-        ("a hook on the model", r"hooks were registered"),
+        ("a hook on the model", r"hooks was changed or replaced"),
         ("requires_grad_(False)", r"requires_grad is False and was True"),
     ],
 )
