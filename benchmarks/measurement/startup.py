@@ -21,7 +21,7 @@ PARTS: dict[tuple[ModuleType, str], str] = {
     (scheduled_plans, "verify"): "verify",
     (pipeline, "check_agreement"): "agreement",
     (started_engines, "buffered_stages"): "buffers",
-    (started_engines, "connect"): "connections",
+    (started_engines, "connect_tensor_parallel"): "connections",
     (started_engines, "build_stages"): "stages",
     (started_engines, "make_workers"): "workers",
 }
