@@ -109,6 +109,8 @@ class Trained:
     evaluations: list[float] = field(default_factory=list)
     predictions: list[Tensor] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
+    """The parameters without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class DrawnLoop:
             model.train()
             found.predictions.append(prediction)
         found.state.update(model.state_dict())
+        found.unread.update(name for name, parameter in model.named_parameters() if parameter.grad is None)
         return found
 
     def train_in_stages(self) -> tuple[Trained, Sequence[str]]:
@@ -271,7 +274,9 @@ def outcome_of(loop: DrawnLoop) -> str:
     for actual, wanted in zip(found.predictions, expected.predictions, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-13)
     for name, tensor in expected.state.items():
-        torch.testing.assert_close(found.state[name], tensor, rtol=1e-11, atol=1e-13)
+        # A parameter that no layer reads is in no stage, so that no optimizer of the pipeline can clamp it.
+        if loop.optimizer != "clamped" or name not in expected.unread:
+            torch.testing.assert_close(found.state[name], tensor, rtol=1e-11, atol=1e-13)
     return "trained"
 
 
