@@ -66,6 +66,26 @@ def test_nothing_is_much_faster_than_what_the_search_finds(schedule, seed):
     assert found.predicted.samples_per_second >= 0.94 * fastest(profile, cluster, schedule, 8)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_pipeline_of_two_stages_is_much_faster(seed):
+    """On long chains a cut that costs little may be far from the one that a planner proposes."""
+    draw = random.Random(seed)
+    layers = [(draw.uniform(0.5, 2), draw.choice([0.1, 2, 5]), draw.uniform(0, 2)) for _ in range(40)]
+    profile = Profile(tuple(LayerProfile("", t, 2 * t, cut, 1.0, weights) for t, cut, weights in layers), 12)
+    slow = DeviceKind("slow", speed=draw.choice([0.3, 0.5, 0.7, 0.85]))
+    cluster = Cluster.uniform(4, draw.choice([0.2, 1.0, 5.0])).with_kinds([FAST, FAST, slow, slow])
+
+    found = penstock.plan(profile, cluster, schedule="spp", microbatches=8)
+
+    best = 0.0
+    for one, two in (((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0, 1), (2,)), ((2,), (0, 1)), ((0, 2), (1, 3))):
+        for cut in range(1, 40):
+            stages, devices = number_ranks((Stage(0, cut, one), Stage(cut, 40, two)))
+            plan = Plan(stages, "spp", 8, 12, devices=devices, routing="split")
+            best = max(best, evaluate(plan, profile, cluster).samples_per_second)
+    assert found.predicted.samples_per_second >= 0.98 * best
+
+
 def test_a_slow_device_gets_its_share_and_a_very_slow_one_none():
     links = Cluster.uniform(2, 1e9)
     half = penstock.plan(EQUAL, links.with_kinds([HALF, FAST]), schedule="1f1b-flush", microbatches=32)

@@ -8,14 +8,15 @@ fastest device first, the slowest first, and the same without the slowest kinds 
 The kind of a device matters to a planner only where devices differ. So a cluster of equal devices is planned without
 kinds, for the profile as it is on them.
 
-Around the best of the plans for different devices a local search (`climb`) moves cuts, swaps devices between stages,
-moves a replica to another stage, takes devices in or leaves them out, and joins or divides stages. In each round the
-moves that are best by the closed form are simulated, and the first that is faster is taken.
+Around the best of the plans for different devices a local search (`climb`) moves each cut to every place, with the
+devices of its two stages as they are or swapped. It swaps devices between stages, moves a replica to another stage,
+takes devices in or leaves them out, and joins or divides stages. In each round the moves that are best by the closed
+form are simulated, and the first that is faster is taken.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, islice
+from itertools import combinations
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planner_names import PlannerName
@@ -114,13 +115,10 @@ def _chooses_devices(query: PlannerQuery) -> bool:
     return query.planner == PlannerName.PIPEDREAM and not query.request.definition.layout.has_several
 
 
-_TRIED = 16
+_TRIED = 32
 """Moves that are simulated in a round."""
 
 _ROUNDS = 12
-
-_STEPS = (1, 2, 4)
-"""By how many layers a cut moves."""
 
 _Block = tuple[int, int, frozenset[int]]
 """A stage: its first layer, where it stops, and its devices."""
@@ -150,19 +148,24 @@ def climb(
         plain = plain and stages in (None, len(blocks)) and devices in (None, sum(widths))
         return plain and not any((whole or width) % width for width in widths)
 
-    seen = {_signature(_blocks(plan), cluster)}
+    prices: dict[object, float] = {}
+    tried = {_signature(_blocks(plan), cluster)}
     for _ in range(_ROUNDS):
-        fresh: list[tuple[float, tuple[_Block, ...]]] = []
+        fresh: dict[object, tuple[_Block, ...]] = {}
         for blocks in moved_stages(_blocks(plan), cluster, costs):
             signature = _signature(blocks, cluster)
-            if signature not in seen and allowed(blocks):
-                seen.add(signature)
-                fresh.append((_price(plan, blocks, costs, cluster, allreduce), blocks))
-        fresh.sort(key=lambda move: move[0])
-        better = next(islice(_faster(plan, [blocks for _, blocks in fresh[:_TRIED]], simulate), 1), None)
-        if better is None:
+            if signature not in tried and allowed(blocks):
+                fresh[signature] = blocks
+                if signature not in prices:
+                    prices[signature] = _price(plan, blocks, costs, cluster, allreduce)
+        for each in sorted(fresh, key=prices.__getitem__)[:_TRIED]:
+            tried.add(each)
+            better = _faster(plan, fresh[each], simulate)
+            if better is not None:
+                plan = better
+                break
+        else:
             return plan
-        plan = better
     return plan
 
 
@@ -174,22 +177,22 @@ def moved_stages(blocks: tuple[_Block, ...], cluster: Cluster, costs: ChainCosts
     yield from _divided(blocks, costs)
 
 
-def _faster(plan: Plan, moves: Sequence[tuple[_Block, ...]], simulate: Callable[[Plan], Plan]) -> Iterator[Plan]:
-    for blocks in moves:
-        try:
-            found = simulate(_placed(plan, blocks))
-        except (PlanError, ScheduleError):
-            continue
-        if speed_of(found) > speed_of(plan) * (1 + 1e-6):
-            yield found
+def _faster(plan: Plan, blocks: tuple[_Block, ...], simulate: Callable[[Plan], Plan]) -> Plan | None:
+    """`plan` with these stages if that is faster."""
+    try:
+        found = simulate(_placed(plan, blocks))
+    except (PlanError, ScheduleError):
+        return None
+    return found if speed_of(found) > speed_of(plan) * (1 + 1e-6) else None
 
 
 def _moved_cuts(blocks: tuple[_Block, ...]) -> Iterator[tuple[_Block, ...]]:
+    """A cut at any place between its neighbors, with the devices of the two stages as they are or swapped."""
     for index in range(len(blocks) - 1):
-        (start, cut, one), (_, stop, two) = blocks[index : index + 2]
-        for step in (*_STEPS, *(-step for step in _STEPS)):
-            if start < cut + step < stop:
-                yield (*blocks[:index], (start, cut + step, one), (cut + step, stop, two), *blocks[index + 2 :])
+        (start, _, one), (_, stop, two) = blocks[index : index + 2]
+        for place in range(start + 1, stop):
+            yield (*blocks[:index], (start, place, one), (place, stop, two), *blocks[index + 2 :])
+            yield (*blocks[:index], (start, place, two), (place, stop, one), *blocks[index + 2 :])
 
 
 def _moved_devices(blocks: tuple[_Block, ...], every: frozenset[int]) -> Iterator[tuple[_Block, ...]]:
