@@ -91,6 +91,28 @@ def las(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, flo
             yield name, baseline.mean_seconds / aware.mean_seconds, published
 
 
+def long_las(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
+    """Figure 5.9 at its own load: single workers, 5.6 jobs an hour, 6,500 jobs for `jobs` of 500, exact shares."""
+    count = 13 * jobs
+    workload, watched = poisson_workload(thesis_types(), count, 5.6, seed=seed), range(8 * jobs, 10 * jobs)
+    aware, baseline = (
+        simulate_fleet(workload, KINDS, policy, watched=watched, ideal=True)
+        for policy in (max_min_fairness, blind(max_min_fairness))
+    )
+    name = f"LAS, single workers, 5.6 jobs per hour, {count} jobs"
+    yield f"{name}: mean hours, aware", aware.mean_seconds / 3600, "not given"
+    yield f"{name}: mean completion time", baseline.mean_seconds / aware.mean_seconds, "3.5"
+
+
+def ftf(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
+    """Finish-time fairness."""
+    for load in loads:
+        aware, baseline = _both(finish_time_fairness, True, jobs, seed, load)
+        name = f"finish-time fairness, gangs, load {load:g}"
+        yield f"{name}: mean completion time", baseline.mean_seconds / aware.mean_seconds, "3"
+        yield f"{name}: mean rho", baseline.fairness / aware.fairness, "2.8"
+
+
 def first_come(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
     """FIFO, with the printed weights."""
     for load in loads:
@@ -192,6 +214,8 @@ COMPARISONS: dict[str, Callable[[int, int, Sequence[float]], Iterator[tuple[str,
     "cost": cost,
     "scaling": scaling,
     "las": las,
+    "ftf": ftf,
+    "long-las": long_las,
     "fifo": first_come,
     "makespan": makespan,
 }
