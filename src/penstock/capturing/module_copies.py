@@ -1,9 +1,8 @@
 """Copies of modules with all that they hold, and of objects that a model makes anew in every forward.
 
 `copy.deepcopy` refuses some of what modules hold. Results of computations are such: `torch.nn.utils.weight_norm`, for
-example, keeps the weight of its last forward in an attribute. It copies others in another way than the rest, as
-scripted modules: their memory is copied without a look at what has been copied before, and parameters come out as plain
-tensors.
+example, keeps the weight of its last forward in an attribute. It copies scripted modules differently: their memory is
+copied without a look at what has been copied before, and parameters come out as plain tensors.
 """
 
 import copy
@@ -39,9 +38,9 @@ def copied(model: _Copied) -> _Copied:
 class Copies:
     """Copies of `values`, modules or lists of them, with all that they hold: a run of a copy changes nothing in these.
 
-    What cannot be copied, such as a lock or a group of processes, is not; nor are parameters, unless `parameters` says
-    so. Of functions in attributes and hooks, closures and default arguments are copied. Raises `CaptureError` for a
-    generator.
+    Objects that cannot be copied, such as a lock or a group of processes, are shared. So are parameters, unless
+    `parameters` says otherwise. Of functions in attributes and hooks, closures and default arguments are copied.
+    Raises `CaptureError` for a generator.
     """
 
     def __init__(self, values: Iterable[Any], *, parameters: bool = False) -> None:
@@ -200,7 +199,7 @@ class _Unusual(Exception):
 
 
 def _maker(value: Any, seen: set[int]) -> _Make | None:
-    """What makes a copy of `value`; None if it is its own. `seen`: the ids of the objects around it and before it.
+    """What makes a copy of `value`; None if it needs no copy. `seen`: the ids of the objects around it and before it.
 
     Raises `_Unusual` for an object with rules of its own, and for one in two places, which are to have one copy.
     """
@@ -254,7 +253,7 @@ def _identity(value: Any) -> int:
 
 
 def _is_shared(kind: type) -> bool:
-    """Whether objects of this class are known by which they are, are code, or hold what ``torch.compile`` needs."""
+    """Whether objects of this class are compared by identity, are code, or hold what ``torch.compile`` needs."""
     return kind in (object, torch.jit.ScriptFunction) or kind.__module__.startswith("torch._dynamo.")
 
 

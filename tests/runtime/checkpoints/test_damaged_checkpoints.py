@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import penstock
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.manifests import write_manifest
+from penstock.runtime.checkpoints.manifests import manifest_text
 from support import models
 
 SUBJECT = models.LAYERED
@@ -125,7 +125,7 @@ def test_a_manifest_of_an_unknown_author_is_only_data(run: Path, attack: str) ->
     content = json.loads(path.read_text())["content"]
     HOSTILE[attack](content)
     # With a right checksum.
-    path.write_text(write_manifest(path, content))
+    path.write_text(manifest_text(path, content))
     pipe = make()
     before = state(pipe)
     with pytest.raises(CheckpointError, match="step-000002"):

@@ -1,4 +1,6 @@
-"""Local search: small changes of a proposed plan, judged by the simulator's times.
+"""Local search on equal devices: small changes of a proposed plan, judged by the simulator's times.
+
+On devices that differ `climb` in ``arrangements.py`` follows.
 
 A planner's closed form leaves out what only the whole schedule shows, so its best plan is seldom the best of its
 neighborhood. The moves are:

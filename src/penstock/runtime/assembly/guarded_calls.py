@@ -79,7 +79,7 @@ class FailureGuard:
         self._world = world
         self._process = os.getpid()
         self._failed = ""
-        """By what the pipeline failed, and where."""
+        """The error that ended the pipeline, and its place."""
         self._running = threading.Lock()
         """Held while a call uses the stages."""
         self._place = ""
@@ -108,8 +108,8 @@ class FailureGuard:
 
     @contextmanager
     def closing(self, opened: ExitStack, hint: Callable[[], object]) -> Iterator[bool]:
-        """Around a drain before the pipeline is closed: whether to drain. Then gives the `hint`, unless the pipeline
-        has failed, and closes what is `opened`. In a child that was forked it does nothing.
+        """Yields whether the caller should drain before the pipeline is closed. Then gives the `hint`, unless the
+        pipeline has failed, and closes what is `opened`. In a child that was forked it does nothing.
         """
         if self.forked:
             yield False
@@ -125,7 +125,8 @@ class FailureGuard:
 
     @contextmanager
     def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:
-        """Reports an error in this block to the other processes. The pipeline is of no use after it.
+        """Reports an error in this block to the other processes. The error ends the pipeline, unless one process can
+        undo the call.
 
         A `harmless` block uses no stage. The pipeline stays as it was if all processes raise a `PenstockError` in it,
         or any error if there is one process. `PenstockError` if the pipeline has failed or was closed before, or is
@@ -238,12 +239,12 @@ class FailureGuard:
 
 
 def open_resources(owner: object, world: World) -> ExitStack:
-    """Returns the stack for what `owner` opens in `world`, which it leaves at last. The stack is closed by its `close`,
-    or on a thread of its own after `owner` has been collected.
+    """Returns the stack for what `owner` opens in `world`. `owner.close` closes the stack, which leaves `world` last.
+    Or a thread of its own closes it after `owner` has been collected.
 
     Closing delivers what was sent, which takes time, and a collection may come at any place of a program, also where it
     holds a lock. So the collection only puts the stack into a queue, which takes no lock of Python's. The process ends
-    when all stacks in the queue are closed. What is collected later is not: the transport ends itself then.
+    when all stacks in the queue are closed. Stacks that are collected later stay open: the transport ends itself then.
     """
     opened = ExitStack()
     opened.callback(world.leave)

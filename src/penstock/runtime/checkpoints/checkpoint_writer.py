@@ -25,7 +25,7 @@ from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index, write_through
 from penstock.runtime.checkpoints.agreement import Ranks, explained
-from penstock.runtime.checkpoints.manifests import bytes_of, write_manifest
+from penstock.runtime.checkpoints.manifests import bytes_of, manifest_text
 from penstock.runtime.checkpoints.step_directories import (
     MANIFEST,
     Retention,
@@ -221,7 +221,7 @@ def _finish(
     try:
         write_index(written, homes, [_entry(key, (entry["shape"], entry["dtype"])) for key, entry in model.items()])
         path = written / MANIFEST
-        path.write_text(write_manifest(path, content), encoding="utf-8")
+        path.write_text(manifest_text(path, content), encoding="utf-8")
     except OSError as error:
         # A disk that is full is found by a write, whose error has no file.
         raise explained(error, path) from error

@@ -165,7 +165,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(values)
 
 
-def write_manifest(path: Path, content: Mapping[str, Any]) -> str:
+def manifest_text(path: Path, content: Mapping[str, Any]) -> str:
     """The text of the manifest of `content`, for `path`. `CheckpointError` if it cannot be JSON."""
     try:
         text = _text(content)

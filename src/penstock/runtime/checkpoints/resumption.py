@@ -61,8 +61,8 @@ class Resumption:
     batches since the checkpoint do not come again: loaders keep their positions. The training then has the numbers of
     one that has never seen these batches.
 
-    When all ranks are asked to stop it saves and leaves. It watches for signals not without a directory and not where
-    process hooks are forbidden, and for no signal for which the process has a handler of its own.
+    When all ranks are asked to stop it saves and leaves. It watches for signals if it has a directory and process hooks
+    are allowed, except for signals for which the process has a handler of its own.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Resumption:
             for number in _SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._replaced[number] = signal.signal(number, self._note)
-            # What runs at the exit of the process, such as the wait for a child, must not be kept from ending.
+            # Handlers are given back first, so that a signal can end other exit functions, such as a wait for a child.
             atexit.register(self._give_back)
             give_back = weakref.WeakMethod(self._give_back)
             os.register_at_fork(after_in_child=lambda: (own := give_back()) and own())
@@ -145,7 +145,7 @@ class Resumption:
         self.rollbacks += 1
         if self._rank == 0:
             _LOG.warning(
-                "%s: went back from step %d to step %d in %s, and leave out the batches since",
+                "%s: went back from step %d to step %d in %s; the batches since then are skipped",
                 where,
                 failed,
                 now,
@@ -213,7 +213,7 @@ def resume_training(
 
 
 def _tidy(run: Path) -> None:
-    """Removes what a kill has left in `run`: after the last save of a training no other one does."""
+    """Removes what a kill has left in `run`, which no later save would remove if the training saves no more."""
     try:
         recover(run)
     except OSError as error:

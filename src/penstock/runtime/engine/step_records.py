@@ -2,8 +2,8 @@
 
 A step lasts from its start to the start of the next step, so that the time between steps (loading data, logging)
 counts. Where something else was done in between (an evaluation, a drain), the step is left out. If no two steps follow
-each other, a step lasts from its start to the end of its last action. So it does beside a prediction, which has no time
-between steps.
+each other, a step lasts from its start to the end of its last action. A comparison with a prediction uses this length,
+since predictions contain no time between steps.
 """
 
 import logging
@@ -57,7 +57,7 @@ class Speed:
 
     steps: int
     seconds: float
-    """Of all of them together; so are the next two."""
+    """The sum over these steps; so are `samples` and `items`."""
     samples: int
     items: float | None
     """None if this process does not count them."""
