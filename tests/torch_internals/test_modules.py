@@ -17,6 +17,7 @@ from penstock.torch_internals.modules import (
     is_persistent,
     own_reset,
     registered_buffers,
+    runs_plainly,
     tensor_tables,
 )
 
@@ -173,3 +174,16 @@ def test_the_module_inside_of_a_compiled_wrapper_is_found() -> None:
 
     assert compiled_from(torch.compile(module)) is module  # type: ignore[arg-type]
     assert compiled_from(module) is None
+
+
+def test_a_module_with_a_hook_or_a_compiled_call_does_not_run_plainly() -> None:
+    assert runs_plainly(nn.Linear(2, 2))
+    hooked = [nn.Linear(2, 2) for _ in range(4)]
+    hooked[0].register_forward_hook(lambda *_: None)
+    hooked[1].register_forward_pre_hook(lambda *_: None)
+    hooked[2].register_full_backward_hook(lambda *_: None)
+    hooked[3].register_full_backward_pre_hook(lambda *_: None)
+    assert not any(runs_plainly(module) for module in hooked)
+    compiled = nn.Linear(2, 2)
+    compiled.compile(backend="eager")
+    assert not runs_plainly(compiled)

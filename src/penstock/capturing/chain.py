@@ -24,6 +24,7 @@ from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
 from penstock.errors import PlanError
+from penstock.torch_internals.modules import runs_plainly
 from penstock.values.crossings import Crossing
 
 LayerRunner: TypeAlias = Callable[
@@ -111,6 +112,9 @@ class StageModule(nn.Module):
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
         self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
         self._dead = _last_reads(self.reads, keep=frozenset(sent))
+        self._calls: tuple[Results, ...] | None = None
+        """What the first forward found to call for each layer: these are modules of ours around the user's, and one
+        without hooks need not look for them."""
         self._lay_out()
 
     def reroute(self, sources: Mapping[str, int], targets: Mapping[str, int]) -> None:
@@ -144,6 +148,9 @@ class StageModule(nn.Module):
         self._results = tuple(places[name] for name in self.sent)
         self._copied = tuple(places[name] for name in self.sent if name in self._volatile)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs) if runs_plainly(self) else super().__call__(*args, **kwargs)
+
     def forward(
         self,
         received: Sequence[Tensor],
@@ -160,15 +167,20 @@ class StageModule(nn.Module):
         for place in self._cloned:
             # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
             values[place] = values[place].clone()
-        for index, (layer, (reads, changes, dead, returned)) in enumerate(zip(self.layers, self._steps, strict=True)):
+        calls = self._calls
+        if calls is None:
+            calls = self._calls = tuple([layer.forward if runs_plainly(layer) else layer for layer in self.layers])
+        for index, (call, (reads, changes, dead, returned)) in enumerate(zip(calls, self._steps, strict=True)):
             arguments = [values[place] for place in reads]
             if layer_runner is not None:
-                results = layer_runner(layer, partial(self._run_apart, index, layer, seed), arguments)
+                results = layer_runner(self.layers[index], partial(self._run_apart, index, call, seed), arguments)
                 for place, tensor in zip(changes, results[returned:], strict=True):
                     values[place] = tensor
                 results = results[:returned]
+            elif seed is None or not self.random[index]:
+                results = call(*arguments)
             else:
-                results = self._run(index, layer, seed, arguments)
+                results = self._run(index, call, seed, arguments)
             for place in dead:
                 values[place] = None
             values += results
