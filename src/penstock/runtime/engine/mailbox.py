@@ -42,6 +42,8 @@ class Mailbox:
         self._schedule, self._placement = schedule, schedule.placement
         self._transport, self._coded = transport, coded
         self._microbatches: Mapping[int, Microbatch] = {}
+        self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
+        """By stage and direction; looked up at every forward and backward."""
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._awaited: dict[Action, tuple[Edge, ...]] = {}
         """By receive, the edges that its pieces come on, in the order of their rows."""
@@ -57,6 +59,8 @@ class Mailbox:
         """Prepares for `program`, a segment of `schedule`, and posts its first receives. `microbatches`: this
         rank's.
         """
+        if schedule is not self._schedule:
+            self._known_nexts.clear()
         self._schedule, self._placement = schedule, schedule.placement
         self._microbatches = microbatches
         self._transport.begin_segment()
@@ -182,7 +186,12 @@ class Mailbox:
         return ("tied", source, target, self._schedule.last_microbatch(self.rank, own, version) is None)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
-        return nexts(stage, self._schedule.stages, self._schedule.skips, later=later)
+        known = self._known_nexts.get((stage, later))
+        if known is None:
+            known = self._known_nexts[stage, later] = nexts(
+                stage, self._schedule.stages, self._schedule.skips, later=later
+            )
+        return known
 
     def _joins(self, action: Receive) -> bool:
         """Whether the pieces of this message are joined on some replica, and then on all.
