@@ -19,13 +19,11 @@ from typing import Any
 
 from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PenstockError, PlanError
-from penstock.fleet.allocations import Allocation
 from penstock.fleet.fleet_files import FleetFile
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
-from penstock.fleet.linear_programs import OutOfReach
-from penstock.fleet.policies import Policy
-from penstock.fleet.problems import Problem
+from penstock.fleet.policies import Policy, decide
+from penstock.fleet.problems import Problem, budget_left
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.values.documents import read_json
 
@@ -200,7 +198,8 @@ class FleetExecutor:
         active = self._active()
         if active:
             if active != self._known:
-                self._scheduler.begin(self._decide(self._problem(active)))
+                begun = bool(self._state.leases)
+                self._scheduler.begin(decide(self._policy, self._problem(active), begun, self._report))
                 self._known = active
             leases = self._scheduler.next_round(active, kept=[name for name in self._processes if self._is_young(name)])
             kept = {lease.jobs[0] for lease in leases if lease.renewed and lease.jobs[0] in self._processes}
@@ -229,23 +228,11 @@ class FleetExecutor:
             now = replace(job, steps=left, elapsed_seconds=age, isolated_seconds=state.isolated_seconds)
             jobs.append(replace(now, deadline_seconds=deadline))
         rows = self._table.throughputs()
-        budget = self._fleet.budget
-        if budget is not None:
-            budget = max(budget - self._cost(self._held(self._now())), budget * 1e-6)
+        budget = budget_left(self._fleet.budget, self._cost(self._held(self._now())))
         speeds = tuple(rows[i] for i in numbers)
         problem = Problem(tuple(jobs), self._fleet.kinds, speeds, entities=self._fleet.entities, budget=budget)
         self._isolated = dict(zip(active, problem.isolated_speeds().tolist(), strict=True))
         return problem
-
-    def _decide(self, problem: Problem) -> Allocation:
-        """The policy's allocation. Where it cannot keep its promise any more, the nearest one: trainings go on."""
-        try:
-            return self._policy(problem)
-        except OutOfReach as error:
-            if not self._state.leases:
-                raise
-            self._report(f"{error}. The nearest allocation is taken")
-            return error.nearest()
 
     def _steps_made(self, name: str) -> float:
         """The steps that a job has made, of which its training tells about once a second; those in its newest

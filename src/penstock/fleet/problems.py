@@ -23,6 +23,11 @@ _SPEED = number(0, unit="steps per second").but("give 0 or None where the job ca
 _BUDGET = number(above=0).but("give the most that all jobs together may cost, or leave it out").optional
 
 
+def budget_left(budget: float | None, paid: float) -> float | None:
+    """What is left of `budget` after `paid`, a little where delays have used it up; None if there is no budget."""
+    return None if budget is None else max(budget - paid, 1e-6 * budget)
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two jobs that share the same devices at the same time (space sharing)."""

@@ -19,9 +19,8 @@ from penstock.fleet.allocations import Allocation
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.jobs import Entity
 from penstock.fleet.kinds import Kind, moving_cost
-from penstock.fleet.linear_programs import OutOfReach
-from penstock.fleet.policies import Policy
-from penstock.fleet.problems import Pair, Problem
+from penstock.fleet.policies import Policy, decide
+from penstock.fleet.problems import Pair, Problem, budget_left
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.workloads import Arrival
 from penstock.values.documents import read_text
@@ -77,7 +76,7 @@ _RULES = {
 }
 
 _ROUNDING = 1e-6
-"""The part of a job's steps, or of a budget, that the tolerances of linear programs may leave."""
+"""The part of a job's steps that the tolerances of linear programs may leave."""
 _RESTART = number(0, unit="seconds").but("give the time to save a checkpoint and load it elsewhere")
 
 Shared = Mapping[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]]
@@ -267,12 +266,7 @@ class _Fleet:
 
     def _decide(self, problem: Problem) -> Allocation:
         self.allocations += 1
-        try:
-            return self.policy(problem)
-        except OutOfReach as error:
-            if self.allocations == 1:
-                raise
-            return error.nearest()
+        return decide(self.policy, problem, begun=self.allocations > 1)
 
     def _problem(self) -> Problem:
         """What the policy sees now. A deadline that has passed, or that no kind is fast enough for, is one no more."""
@@ -301,7 +295,7 @@ class _Fleet:
                 (m, one), (n, two) = sorted([(numbers[first], one), (numbers[second], two)])
                 pairs.append(Pair((m, n), (one, two)))
         paid = self.spent + sum(running.cost for running in self.running.values())
-        budget = None if self.budget is None else max(self.budget - paid, _ROUNDING * self.budget)
+        budget = budget_left(self.budget, paid)
         return Problem(
             tuple(jobs), self._priced_kinds(), rows, pairs=tuple(pairs), entities=self.entities, budget=budget
         )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from penstock.fleet.allocations import Allocation
+from penstock.fleet.linear_programs import OutOfReach
 from penstock.fleet.policies.blindness import blind, isolated_shares
 from penstock.fleet.policies.completion_times import finish_time_fairness, min_makespan, min_makespan_within_budget
 from penstock.fleet.policies.costs import max_throughput, min_cost, min_cost_near_deadlines, min_cost_with_deadlines
@@ -19,6 +20,7 @@ __all__ = [
     "POLICIES",
     "Policy",
     "blind",
+    "decide",
     "fifo",
     "finish_time_fairness",
     "hierarchical",
@@ -36,6 +38,20 @@ __all__ = [
 ]
 
 Policy: TypeAlias = Callable[[Problem], Allocation]
+
+
+def decide(
+    policy: Policy, problem: Problem, begun: bool, report: Callable[[str], object] = lambda text: None
+) -> Allocation:
+    """The allocation of `policy`; in a run that has `begun`, the nearest one where it cannot keep its promise."""
+    try:
+        return policy(problem)
+    except OutOfReach as error:
+        if not begun:
+            raise
+        report(f"{error}. The nearest allocation is taken")
+        return error.nearest()
+
 
 _AWARE: dict[str, Policy] = {
     "max-min-fairness": max_min_fairness,
