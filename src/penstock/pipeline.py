@@ -489,9 +489,9 @@ class Pipeline(Advised):
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
 
         It compares the median of 8 steps on rank 0, after the first steps, without the time between steps, with
-        microbatches of the plan's size. None for a plan without a prediction, and until all ranks have measured. It
-        does not wait, so one rank may have it before another. When rank 0 has it, it logs both numbers to ``penstock``
-        at level INFO. In a single process, where the ranks run in turn, the prediction is the work of all ranks.
+        microbatches of the plan's size. None for a plan without a prediction, and until these steps are made; all ranks
+        have it after the same step. Rank 0 then logs both numbers to ``penstock`` at level INFO. In a single process,
+        where the ranks run in turn, the prediction is the work of all ranks.
         """
         return self._engine.prediction_error()
 

@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ def listening() -> Iterator[list[str]]:
         logger.setLevel(before)
 
 
-def run_automatically(subject: str, steps: int, options: dict[str, Any], awaits_comparison: bool = False) -> Automatic:
+def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Automatic:
     """Trains `subject` for `steps` steps under a plan of Penstock's own."""
     chosen = models.SUBJECTS[subject]
     with listening() as lines:
@@ -86,14 +85,6 @@ def run_automatically(subject: str, steps: int, options: dict[str, Any], awaits_
         pipe.drain()
         numbers = tuple(float(loss) for loss in losses)
         error = pipe.prediction_error()
-        # A thread of each process writes and reads the measurements.
-        deadline = time.monotonic() + 60.0
-        while awaits_comparison and error is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-            error = pipe.prediction_error()
-        if dist.is_initialized():
-            # No process closes before the others have read.
-            dist.barrier()
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     pipe.close()
     auto = pipe.auto_plan
@@ -265,7 +256,7 @@ def planned(seconds: float, ranks: int, bubble: float, size: int | None = 4) -> 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_learns_how_far_the_prediction_is_off_and_one_says_it(pool: Pool, ranks: int) -> None:
-    first, *rest = pool.run(ranks, run_automatically, "normalized", STEPS, {"plan": planned(1e3, ranks, 0.25)}, True)
+    first, *rest = pool.run(ranks, run_automatically, "normalized", STEPS, {"plan": planned(1e3, ranks, 0.25)})
 
     assert first.error is not None
     assert -1 < first.error < -0.5

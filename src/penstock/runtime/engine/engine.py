@@ -368,7 +368,7 @@ class Engine:
         return measure_speed(self._records, self._context.timer, self._ranks)
 
     def prediction_error(self) -> float | None:
-        """How much longer steps take than predicted; None without a prediction, or until all have measured."""
+        """How much longer steps take than predicted; None without a prediction, or until it is compared."""
         return self._check.error if self._check else None
 
     def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> Callable[[], None] | None:

@@ -120,9 +120,10 @@ class PredictionCheck:
         """Compares the last `records` after the first `steps` of a run, if microbatches have the plan's size. Rank 0
         logs the comparison once. Collective then: the processes come to it at the end of the same step.
         """
-        size, samples = self._plan.microbatch_size, [record.samples for record in records]
-        fits = size is None or set(samples) == {size * self._plan.microbatches}
-        if self.error is None and fits and steps >= self._skipped + KEPT_MINIBATCHES:
+        if self.error is not None or steps < self._skipped + KEPT_MINIBATCHES:
+            return
+        size = self._plan.microbatch_size
+        if size is None or {record.samples for record in records} == {size * self._plan.microbatches}:
             measured = self._world.gather(self._measure(records), "comparing steps with their prediction")
             self.error = self._conclude([(seconds, busy) for seconds, busy in measured])
 
