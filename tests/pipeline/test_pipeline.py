@@ -437,16 +437,16 @@ BOTH = pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "g
 @pytest.mark.parametrize("end", ["closed", "in flight", "failed", "dropped"])
 def test_pipelines_leave_nothing_behind(pool: Pool, shared: bool, end: str) -> None:
     for before, after in pool.run(2, open_and_close, PIPELINES // (2 if end == "failed" else 1), shared, end, False):
-        assert after == before
+        assert after.is_within(before), (before, after)
 
 
 def test_replicas_leave_nothing_behind(pool: Pool) -> None:
     for before, after in pool.run(2, open_and_close, PIPELINES, False, "closed", True):
-        assert after == before
+        assert after.is_within(before), (before, after)
 
 
 @pytest.mark.parametrize("end", ["closed", "in flight", "dropped"])
 def test_pipelines_of_one_process_leave_nothing_behind(end: str) -> None:
     before, after = open_and_close(PIPELINES, True, end, False)
 
-    assert after == before
+    assert after.is_within(before), (before, after)

@@ -33,11 +33,13 @@ def run_compiled_aside(tried: Case, compile: Mapping[str, Any]) -> Outcome:
 
 
 def run_without_waiting(tried: Case, options: dict[str, Any]) -> None:
-    """After two steps, which agree on shapes, PyTorch raises an error where a step would wait for the device."""
+    """After six steps, of which the first four compare batches and replicas on the host, PyTorch raises an error where
+    a step would wait for the device.
+    """
     # To copy them to the device waits for it.
     batches = tried.batches[:2]
     pipe = penstock.Pipeline(tried.build(), **tried.options, **options)
-    losses = [pipe.step(x, y).loss for x, y in batches]
+    losses = [pipe.step(x, y).loss for x, y in batches * 3]
     float(losses[-1])
     with refusing_to_wait(torch.device(tried.device)):
         for x, y in batches:

@@ -102,11 +102,14 @@ class Accelerator(Protocol):
 class _Cuda:
     """An NVIDIA GPU, through ``torch.cuda``."""
 
-    _lent: ClassVar[WeakSet[Any]] = WeakSet()
-    """The streams that are in use in this process."""
+    _all: ClassVar[WeakSet["_Cuda"]] = WeakSet()
+    """Those of this process, whose streams are in use. The streams themselves are not kept in a `WeakSet`: PyTorch 2.11
+    frees a ``torch.cuda.Stream`` without clearing weak references to it, so that they point to other objects later.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._lent = device, list[Any]()
+        self._all.add(self)
 
     @property
     def name(self) -> str:
@@ -133,7 +136,7 @@ class _Cuda:
 
     def stream(self) -> Stream:
         # PyTorch hands out the streams of a fixed pool round-robin, and does not look whether one is still in use.
-        used = {(stream.device, stream.cuda_stream) for stream in self._lent}
+        used = {(stream.device, stream.cuda_stream) for one in self._all for stream in one._lent}
         for _ in range(_POOL_STREAMS):
             made = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             if (made.device, made.cuda_stream) not in used:
@@ -146,7 +149,7 @@ class _Cuda:
                 _POOL_STREAMS,
                 self._device,
             )
-        self._lent.add(made)
+        self._lent.append(made)
         return made
 
     def current(self) -> Stream:

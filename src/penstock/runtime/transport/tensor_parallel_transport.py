@@ -186,8 +186,9 @@ class TensorParallelTransport:
                     "ranks. End the stage with a layer whose parallel style has output_layouts=Replicate() and "
                     "use_local_output=True"
                 )
-        mine = torch.stack([_fingerprint(tensor) for tensor in message]) if message else torch.zeros(0, 4)
-        mine = mine.to(next((tensor.device for tensor in message if tensor is not None), torch.device("cpu")))
+        mine = torch.zeros(len(message), 4, dtype=torch.float64, device=self._device)
+        for row, tensor in zip(mine, message, strict=True):
+            _write_fingerprint(tensor, row)
         found = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(found, mine, group=self._tp_group)
         for tp_rank, other in enumerate(found):
@@ -256,16 +257,17 @@ def _slice_size(elements: int, size: int) -> int:
     return -(-elements // size)
 
 
-def _fingerprint(tensor: Tensor | None) -> Tensor:
-    """Four numbers that identify a tensor: the number of its elements, and three sums over them."""
+def _write_fingerprint(tensor: Tensor | None, row: Tensor) -> None:
+    """Writes four numbers that identify a tensor into `row`: the number of its elements, and three sums over them."""
     if tensor is None:
-        return torch.full((4,), -1.0, dtype=torch.float64)
+        row.fill_(-1.0)
+        return
     values = tensor.detach().reshape(-1)
     values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
     values = values.to(torch.float64)
     ramp = torch.linspace(0.5, 1.5, values.numel(), dtype=values.dtype, device=values.device)
-    numbers = [values.new_tensor(float(tensor.numel())), values.sum(), values.abs().sum(), (values * ramp).sum()]
-    return torch.stack(numbers)
+    for index, number in enumerate((tensor.numel(), values.sum(), values.abs().sum(), (values * ramp).sum())):
+        row[index] = number
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
