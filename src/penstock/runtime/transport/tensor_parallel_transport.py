@@ -266,8 +266,8 @@ def _write_fingerprint(tensor: Tensor | None, row: Tensor) -> None:
     values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
     values = values.to(torch.float64)
     ramp = torch.linspace(0.5, 1.5, values.numel(), dtype=values.dtype, device=values.device)
-    for index, number in enumerate((tensor.numel(), values.sum(), values.abs().sum(), (values * ramp).sum())):
-        row[index] = number
+    row[0] = tensor.numel()
+    torch.stack([values.sum(), values.abs().sum(), (values * ramp).sum()], out=row[1:])
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
