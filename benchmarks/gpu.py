@@ -67,6 +67,7 @@ class Size:
 
 SIZES = {
     "gpt-350m": Size(Language(width=1024, heads=16, blocks=28, context=1024), 4, 4),
+    "gpt-620m": Size(Language(width=2048, heads=16, blocks=12, context=1024), 8, 4),
     "gpt-85m": Size(Language(width=768, heads=12, blocks=12, context=1024), 4, 4),
     "nano": Size(Language(width=16, heads=2, blocks=4, context=8), 2, 2),
 }

@@ -190,7 +190,9 @@ class _Cuda:
             target.copy_(source, non_blocking=True)
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        tensor.record_stream(stream)
+        # A buffer of the user's layers may be on the CPU, where copies are made at once.
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": _Cuda}
