@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.capturing import capture, checking
 from penstock.capturing.checking import check_chain, parts_of
@@ -130,3 +131,39 @@ def test_the_checks_take_half_of_the_weights_as_memory(fork_server: ForkServer) 
     peak, weights = map(int, process.communicate()[0].split())
 
     assert peak < weights / 2
+
+
+class Exponential(nn.Module):
+    """Autograd keeps its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        PASSES.append(sum(not each.expired() for each in KEPT))
+        result = x.exp()
+        KEPT.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+
+KEPT: list[StorageWeakRef] = []
+PASSES: list[int] = []
+"""How many results were there at the beginning of each forward."""
+
+
+def test_what_autograd_keeps_for_two_passes_is_held_at_once() -> None:
+    """One of the model, and one of the chain: a model that fits on its device fits when it is captured."""
+    capture(Exponentials(nn.Linear(2, 2), Exponential()), (torch.ones(2, 2),))
+
+    assert len(PASSES) >= 6
+    assert max(PASSES) == 1
+
+
+class Exponentials(nn.Module):
+    """Traced, since it is no ``nn.Sequential``."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x

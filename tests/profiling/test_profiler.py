@@ -404,7 +404,8 @@ def test_on_a_gpu_the_allocator_measures_the_workspaces(autocast: torch.dtype | 
 
     for here, there in zip(on_cpu.layers, first.layers, strict=True):
         assert there.saved_bytes == here.saved_bytes
-        assert there.workspace_bytes == pytest.approx(here.workspace_bytes, rel=0.3)
+        # The sum over rows of a bias's gradient has a workspace of 8 MiB on an H200.
+        assert here.workspace_bytes <= there.workspace_bytes <= here.workspace_bytes + 2**25
     # cuBLAS has its workspaces from the first profile on, and they are no layer's.
     assert first.library_bytes == second.library_bytes > 0
     assert 1 <= first.fragmentation < 100

@@ -119,7 +119,9 @@ def _run(sampled: SampledModel, copies: Copies, function: Callable[[Call], Any],
     passes = _Passes(copies.of(sampled.model), [], [], [])
     with torch.set_grad_enabled(trains):
         for run in range(_RUNS):
-            passes.last[:] = _outputs(function, sampled.call, run)
+            # What autograd keeps for one pass is gone before the next one.
+            passes.last.clear()
+            passes.last.extend(_outputs(function, sampled.call, run))
             passes.outputs.append([output.detach().clone() for output in passes.last])
             passes.buffers.append({name: each.detach().clone() for name, each in passes.model.named_buffers()})
     return passes

@@ -53,4 +53,7 @@ def capture_for_training(world: World, options: PipelineOptions) -> CapturedMode
         if recipe.reads_model_loss:
             # It raises if the output has none.
             model_loss(chain.output.build([torch.empty(()) for _ in chain.output.values]))
+    if device.type == "cuda":
+        # Ranks compute on streams of their own, which cannot use what the allocator keeps for this thread's stream.
+        torch.cuda.empty_cache()
     return CapturedModel(chain, device, weightless, compilation)
