@@ -161,7 +161,8 @@ class SimulatedDevice:
         self.do(stream, run)
 
     def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
-        self._block(tensor).kept.append(stream)
+        if tensor.nbytes:
+            self._block(tensor).kept.append(stream)
 
     def fill(self, tensor: Tensor, value: float) -> None:
         """Queues, in the current stream, that every element of `tensor` becomes `value`."""

@@ -211,6 +211,22 @@ def test_a_receive_is_enqueued_when_it_is_wanted() -> None:
     assert not pair.device.is_stuck()
 
 
+def test_a_message_arrives_while_its_receiver_computes() -> None:
+    pair, computed = Pair(SimulatedDevice(0)), SimulatedEvent(SimulatedDevice(0))
+    with pair.device.on(pair.streams[1]):
+        # Nothing in the stream behind this computation is done before it is.
+        pair.device.wait(pair.streams[1], computed)
+        pair.send(FORWARD, "small", pair.made(0, 1.0, LAYOUTS["small"]), None)
+        tensor, _ = pair.inboxes[FORWARD].post("small").wait()
+        assert tensor is not None
+        found = pair.device.read(tensor)
+    assert pair.device.is_stuck()
+    assert pair.outboxes[FORWARD].pending.oldest() is None and found == []
+    computed.passed = True
+    pair.device.finish()
+    assert found == [1.0] * 3
+
+
 def test_in_the_first_steps_a_receive_is_enqueued_when_its_message_is_announced() -> None:
     pair, receives = pile_up(announcing=True)
     assert pair.device.is_stuck()

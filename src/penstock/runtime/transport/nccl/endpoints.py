@@ -1,7 +1,9 @@
 """The two endpoints of an edge between processes with one GPU each, over an NCCL communicator of its own.
 
-A send or a receive of NCCL is work of the GPU, in a stream of the communicator. It starts when the computing stream has
-reached the point at which it was enqueued, and the computing stream can wait for its end. NCCL has no tags, so order
+A send or a receive of NCCL is work of the GPU, in a stream of the communicator. It starts when the stream that was
+current as it was enqueued has reached that point, and the computing stream can wait for its end. So a send is enqueued
+from the computing stream, which makes the message, and a receive from a stream without work: the message arrives while
+the device computes. NCCL has no tags, so order
 alone matches receives with sends. Each direction has a communicator of its own. If two ranks shared one and both sent
 first, each rank's receive would wait behind its own send, and both sends would wait forever.
 
@@ -9,7 +11,7 @@ While an operation waits for the other rank, it occupies a part of the GPU. What
 CUDA when it loads a kernel at its first use, then waits for that rank as well. So a receive is enqueued when its
 message is wanted, or in the first steps when its message has been announced (see send_notices.py), and never before.
 
-A message is received into memory of the computing stream, which uses and releases it.
+A message is received into memory of that stream. The allocator is told that the computing stream uses it.
 
 Invariants of this file:
   1. Memory that NCCL reads is kept until it has been read, and memory that NCCL writes until the computing stream waits
@@ -158,6 +160,8 @@ class NcclInbox(_NcclEndpoint):
     def __init__(self, options: EndpointOptions) -> None:
         super().__init__(options, options.edge.source)
         self._kinds = ReceivedKinds(options.edge)
+        self._receiving = options.accelerator.stream()
+        """Has no work."""
         self._unposted: deque[_NcclReceive] = deque()
         """Receives that are not enqueued yet, oldest first."""
         self._number = 0
@@ -223,17 +227,19 @@ class NcclInbox(_NcclEndpoint):
                 return False
             specs = self._kinds.read(receive.kind, header)
         known = [spec for spec in specs if spec is not None]
-        current = self._accelerator.current()
         receive.specs = specs
-        receive.tensors = [self._accelerator.device_memory(spec.layout, current) for spec in known]
+        receive.tensors = [self._accelerator.device_memory(spec.layout, self._receiving) for spec in known]
         buffers = [tensor for tensor in receive.tensors if tensor.nbytes]
-        receive.works = self._enqueue(self._group.recv, buffers) if buffers else ()
+        with self._accelerator.on(self._receiving):
+            receive.works = self._enqueue(self._group.recv, buffers) if buffers else ()
         self._unposted.popleft()
         return True
 
     def _finish(self, receive: _NcclReceive) -> None:
         assert receive.works is not None
         self._wait_on_stream(receive.works)
+        for tensor in receive.tensors:
+            self._accelerator.record_stream(tensor, self._accelerator.current())
         receive.message = assemble(receive.specs, receive.tensors)
         receive.tensors, receive.works = (), ()
 
