@@ -118,11 +118,15 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
     options.group_name = members.name  # type: ignore[assignment]  # a string by another name
     options.global_ranks_in_group = list(members.ranks)
     options.config.max_ctas = ctas
-    # By default a thread of PyTorch ends the process at the first error, before any rank could say what went wrong. Our
-    # own watchdog looks for errors instead. The other two variables turn off blocking waits on the host and a warning
-    # about messages between two ranks, which are intended here.
+    # By default threads of PyTorch end the process at the first error, or minutes after it, before any rank could say
+    # what went wrong. Our own watchdog looks for errors instead. Nor shall PyTorch dump its record of all ranks then,
+    # for which its thread would wait for a minute with a lock that every send takes. The last two variables turn off
+    # blocking waits on the host and a warning about messages between two ranks, which are intended here.
     with _environment(
         TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+        TORCH_NCCL_ENABLE_MONITORING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",
         TORCH_NCCL_BLOCKING_WAIT="0",
         TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING="false",
     ):

@@ -268,11 +268,28 @@ class DistributedTransport:
 
     def _gloo(self, members: Members) -> Communicator:
         """Makes a communicator on the host. That waits for all members."""
-        peers, connecting = [member for member in members.ranks if member != self._rank], f"connecting {members.name}"
-        self._timeout.run(partial(require_descriptors, len(peers)), connecting, peers)
-        group = self._timeout.run(lambda: connect_gloo(members), connecting, peers)
-        self._breaks.append(partial(break_gloo, group, members.group_rank(peers[0])))
+        self._connecting(members, partial(require_descriptors, len(members.ranks) - 1))
+        group = self._connecting(members, partial(connect_gloo, members))
+        peer = next(member for member in members.ranks if member != self._rank)
+        self._breaks.append(partial(break_gloo, group, members.group_rank(peer)))
         return group
+
+    def _nccl(self, members: Members, ctas: int) -> Communicator:
+        """Makes a communicator between devices. That waits for all members."""
+        accelerator = self._accelerator
+        assert accelerator is not None
+        return self._connecting(members, lambda: accelerator.communicator(members, ctas))
+
+    def _connecting(self, members: Members, connect: Callable[[], T]) -> T:
+        """Returns what `connect` does, which waits for all members: it makes a communicator, or is its first use."""
+
+        def work() -> T:
+            if self._accelerator is not None:
+                self._accelerator.enter_thread()
+            return connect()
+
+        peers = [member for member in members.ranks if member != self._rank]
+        return self._timeout.run(work, f"connecting {members.name}", peers)
 
     def _connect(self, edge: Edge, backend: Backend) -> None:
         """Makes this process's endpoint of `edge`."""
@@ -292,7 +309,7 @@ class DistributedTransport:
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self._accelerator is not None, "NCCL was chosen without a GPU"
-        group = self._accelerator.communicator(members, ctas_per_message())
+        group = self._nccl(members, ctas_per_message())
         options = EndpointOptions(
             edge=edge,
             group=group,
@@ -307,7 +324,7 @@ class DistributedTransport:
             endpoint = self._outboxes[edge] = NcclOutbox(options)
         else:
             endpoint = self._inboxes[edge] = NcclInbox(options)
-        endpoint.rehearse(torch.zeros(1, device=self._device))
+        self._connecting(members, partial(endpoint.rehearse, torch.zeros(1, device=self._device)))
         self._watch(str(edge), endpoint, group)
 
     def _watch(self, context: str, endpoint: NcclOutbox | NcclInbox | NcclSum, group: Communicator) -> None:
@@ -331,7 +348,7 @@ class DistributedTransport:
         if not over_nccl or self._accelerator is None:
             ordered_sum = OrderedSum(ranks, self._gloo(members), self._rank)
             return GlooSum(ordered_sum, agreement, self._staging, self._timeout)
-        group = self._accelerator.communicator(members, 2 * ctas_per_message())
+        group = self._nccl(members, 2 * ctas_per_message())
         made = NcclSum(
             OrderedSum(ranks, group, self._rank),
             agreement,
@@ -341,7 +358,7 @@ class DistributedTransport:
             self._watchdog.check,
             partial(self._wait_in_first_steps, agreement.context, agreement.peers),
         )
-        made.rehearse()
+        self._connecting(members, made.rehearse)
         self._watch(agreement.context, made, group)
         return made
 

@@ -1,6 +1,7 @@
 """Messages between GPUs: ordered correctly in whatever order the streams progress, and ended when a rank fails."""
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -13,14 +14,18 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from penstock.errors import TransportError
-from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
+from penstock.runtime.devices.communicators import Communicator, Members
 from penstock.runtime.transport.backend_selection import (
+    NCCL,
+    SHARED_MEMORY,
     Backend,
     DeviceInfo,
     select_backends,
     sums_over_nccl,
     warn_of_shared_gpus,
 )
+from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.endpoints import AHEAD, EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
@@ -79,16 +84,20 @@ class Pair:
             )
             self.outboxes[edge], self.inboxes[edge] = NcclOutbox(sending), NcclInbox(receiving)
         if not announcing:
-            self._end_first_steps()
+            self._send_all_kinds()
 
-    def _end_first_steps(self) -> None:
-        """Sends all kinds of messages, and then ends the first steps."""
+    def _send_all_kinds(self) -> None:
+        """Ends the first steps, in which all kinds of messages are sent."""
         for edge in () if self.communicators[FORWARD] is self.communicators[BACKWARD] else (FORWARD, BACKWARD):
             for kind, layout in LAYOUTS.items():
                 self.send(edge, kind, self.made(edge.source, 0.0, layout), None)
                 with self.device.on(self.streams[edge.target]):
                     self.inboxes[edge].post(kind).wait()
         self.device.finish()
+        self.end_first_steps()
+
+    def end_first_steps(self) -> None:
+        """Begins steps until nothing is announced."""
         for notices in self.notices:
             while notices.announcing:
                 notices.begin_segment()
@@ -222,6 +231,23 @@ def test_a_message_arrives_while_its_receiver_computes() -> None:
         found = pair.device.read(tensor)
     assert pair.device.is_stuck()
     assert pair.outboxes[FORWARD].pending.oldest() is None and found == []
+    computed.passed = True
+    pair.device.finish()
+    assert found == [1.0] * 3
+
+
+def test_a_device_waits_for_a_message_without_tensors() -> None:
+    """Such as the gradients for a stage whose weights are frozen."""
+    pair, computed = Pair(SimulatedDevice(0)), SimulatedEvent(SimulatedDevice(0))
+    for _ in range(2):
+        pair.end_first_steps()
+        pair.send(BACKWARD, "gradients", None)
+        with pair.device.on(pair.streams[0]):
+            assert pair.inboxes[BACKWARD].post("gradients").wait() == (None,)
+        pair.device.wait(pair.streams[1], computed)
+    with pair.device.on(pair.streams[0]):
+        found = pair.device.read(pair.made(0, 1.0, LAYOUTS["small"]))
+    assert pair.device.is_stuck() and found == []
     computed.passed = True
     pair.device.finish()
     assert found == [1.0] * 3
@@ -455,3 +481,26 @@ def test_ranks_that_share_a_gpu_beside_an_idle_one_are_warned(caplog: pytest.Log
     assert not warnings_of([DeviceInfo(gpu, "", "here", 2) for gpu in "abab"], caplog)
     assert not warnings_of([DeviceInfo(gpu, "", "here", 4) for gpu in "abc"], caplog)
     assert not warnings_of([DeviceInfo("", "", "here", 0)] * 2, caplog)
+
+
+class Unconnected(SimulatedDevice):
+    """A device whose communicators wait for a member that never comes."""
+
+    backend = "nccl"
+
+    def communicator(self, members: Members, ctas: int) -> Communicator:
+        threading.Event().wait()
+        raise AssertionError
+
+
+def test_connecting_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARED_MEMORY, "0")
+    monkeypatch.setenv(NCCL, "1")
+    monkeypatch.setitem(ACCELERATORS, "cpu", lambda device: Unconnected(0))
+    store = HashStore()
+    board = FailureBoard(store, 0, 2)
+
+    with pytest.raises(TransportError, match=r"rank 1 for 0.3 s \(connecting penstock rank 0 -> rank 1"):
+        DistributedTransport(
+            (FORWARD,), 0, 2, torch.device("cpu"), store, "one", board, 0.3, lambda value: [value, value]
+        )

@@ -17,7 +17,9 @@ Invariants of this file:
   1. Memory that NCCL reads is kept until it has been read, and memory that NCCL writes until the computing stream waits
      for it. Neither is kept longer. The pending work of an endpoint is the work in which a peer takes part; of
      receives, only those that the computing stream waits for.
-  2. The host blocks in three cases. It waits for the header of the first message of a kind. It waits for its own device
+  2. Every message has a byte at least, so that the device of a receiver waits for its sender. A stage that gets no
+     gradients would otherwise run ahead without a bound, and keep all of its outputs.
+  3. The host blocks in three cases. It waits for the header of the first message of a kind. It waits for its own device
      when it is some messages ahead, since enqueued work keeps its memory until it is done. And in the first steps only,
      it waits for messages, and polls announcements meanwhile.
 """
@@ -30,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.devices.accelerators import Accelerator, Event
+from penstock.runtime.devices.accelerators import Accelerator, Event, Layout
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork, coalesce
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, Specs, assemble
 from penstock.runtime.transport.nccl.send_notices import SendNotices
@@ -43,6 +45,8 @@ AHEAD = 4
 """How many messages of an edge the host may be ahead of its device. With fewer, a host that pauses for a moment would
 leave its device idle. With more, messages would occupy memory that the computation could use.
 """
+
+_BYTE: Layout = (torch.Size((1,)), (1,), torch.uint8)
 
 
 class EndpointOptions(NamedTuple):
@@ -68,6 +72,8 @@ class _NcclEndpoint:
         self._group, self._peer = options.group, options.peer
         self._accelerator, self._notices = options.accelerator, options.notices
         self._timeout, self._check = options.timeout, options.check
+        self._byte = self._accelerator.device_memory(_BYTE, self._accelerator.current())
+        """What a message without tensors sends."""
 
     def _enqueue(
         self, operation: Callable[[list[Tensor], int, int], CommunicatorWork], tensors: Sequence[Tensor]
@@ -106,7 +112,7 @@ class NcclOutbox(_NcclEndpoint):
         self._check()
         self._release()
         header, tensors = self._kinds.agree(kind, message)
-        self._send([tensor for tensor in tensors if tensor.nbytes])
+        self._send([tensor for tensor in tensors if tensor.nbytes] or [self._byte])
         self._notices.announce(self.edge, self._number, header)
         self._number += 1
         if len(self._enqueued) > AHEAD:
@@ -123,8 +129,6 @@ class NcclOutbox(_NcclEndpoint):
         return self.flushed(seconds)
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
-        if not tensors:
-            return
         works = self._enqueue(self._group.send, tensors)
         for work in works:
             self.pending.add(work.is_completed)
@@ -229,9 +233,9 @@ class NcclInbox(_NcclEndpoint):
         known = [spec for spec in specs if spec is not None]
         receive.specs = specs
         receive.tensors = [self._accelerator.device_memory(spec.layout, self._receiving) for spec in known]
-        buffers = [tensor for tensor in receive.tensors if tensor.nbytes]
+        buffers = [tensor for tensor in receive.tensors if tensor.nbytes] or [self._byte]
         with self._accelerator.on(self._receiving):
-            receive.works = self._enqueue(self._group.recv, buffers) if buffers else ()
+            receive.works = self._enqueue(self._group.recv, buffers)
         self._unposted.popleft()
         return True
 
