@@ -75,7 +75,9 @@ class GradientNorms:
     def overflown(self, stage: int, version: int) -> list[Norm]:
         """The norms that are not finite, among those that `stage` has at its update to `version`."""
         known = known_norms(self._schedule, stage, version)
-        return [norm for norm in known if not bool(self._vectors[norm].isfinite().all())]
+        # One read, for which the host waits for the device.
+        finite = torch.stack([self._vectors[norm].isfinite().all() for norm in known]).tolist() if known else ()
+        return [norm for norm, fine in zip(known, finite, strict=True) if not fine]
 
     def vectors_for(self, stage: int, version: int, target: int) -> tuple[Tensor, ...]:
         """The vectors that `stage` sends its neighbour `target`."""
