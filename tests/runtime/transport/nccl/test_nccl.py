@@ -341,6 +341,22 @@ def test_a_gpu_that_waits_too_long_is_released_and_the_peer_is_named() -> None:
         go_on()
 
 
+def test_a_send_may_be_pending_while_the_user_does_something_else() -> None:
+    """Under `2bw` the other rank receives it in its next step, and both may evaluate the model for an hour before."""
+    pair = Pair(SimulatedDevice(0), seconds=0.3)
+    watchdog, board = pair.watchdogs[0], pair.boards[0]
+    watchdog.watch(str(FORWARD), pair.outboxes[FORWARD], pair.communicators[FORWARD].abort)
+    pair.send(FORWARD, "small", pair.made(0, 1.0, LAYOUTS["small"]), None)
+    assert pair.device.is_stuck()
+    watchdog.start()
+    time.sleep(1.0)
+    watchdog.check()
+    board.watch.doing = "in a step", time.monotonic()
+
+    assert "nothing came from rank 1 for 0.3 s (rank 0 -> rank 1 (stages))" in str(ended(watchdog))
+    watchdog.close()
+
+
 def test_all_aborts_are_started_before_any_is_waited_for() -> None:
     """NCCL ends a communicator when its device is idle, and so only when the others are being aborted as well."""
     pair = Pair(SimulatedDevice(0), seconds=0.2)

@@ -46,6 +46,8 @@ class NcclSum:
     blocks until the condition that it is passed holds.
     """
 
+    waits_between_steps = False
+
     def __init__(
         self,
         ordered_sum: OrderedSum,

@@ -91,6 +91,9 @@ class _NcclEndpoint:
 class NcclOutbox(_NcclEndpoint):
     """The sending end."""
 
+    waits_between_steps = True
+    """Under `pipedream` and `2bw` the next step of the other rank receives messages of this one."""
+
     def __init__(self, options: EndpointOptions) -> None:
         super().__init__(options, options.edge.target)
         self.error: Exception | None = None
@@ -160,6 +163,8 @@ class _NcclReceive(PostedReceive):
 
 class NcclInbox(_NcclEndpoint):
     """The receiving end, into memory of the device."""
+
+    waits_between_steps = False
 
     def __init__(self, options: EndpointOptions) -> None:
         super().__init__(options, options.edge.source)

@@ -75,6 +75,10 @@ class _WatchedEndpoint(Protocol):
     def pending(self) -> PendingWork:
         """The operations in which they take part."""
 
+    @property
+    def waits_between_steps(self) -> bool:
+        """Whether operations may be pending for as long as this process is outside of the pipeline's calls."""
+
 
 class _Watched(NamedTuple):
     endpoint: _WatchedEndpoint
@@ -172,7 +176,12 @@ class Watchdog:
         while not self._closed.wait(POLL_SECONDS):
             self._check_connections()
             waits = {context: watched.endpoint.pending.oldest() for context, watched in self._watched.items()}
-            now = {context: oldest for context, oldest in waits.items() if oldest is not None}
+            outside = not self._timeout.board.watch.doing[0]
+            now = {
+                context: oldest
+                for context, oldest in waits.items()
+                if oldest is not None and not (outside and self._watched[context].endpoint.waits_between_steps)
+            }
             if not now or any(now.get(context) is not oldest for context, oldest in before.items()):
                 # An operation that starts or ends shows that the ranks are at work.
                 deadline = self._timeout.deadline()
