@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -45,6 +46,17 @@ def _gloo_devices(process: int, interfaces: str) -> tuple[Any, ...]:
     return tuple(made.create_device(interface=name) for name in interfaces.split(",") if name) or (
         made.create_default_device(),
     )
+
+
+def device_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend of `group` for tensors of `device`.
+
+    Public: `dist.get_backend` returns its name only.
+    """
+    try:
+        return group._get_backend(device)
+    except AttributeError as error:
+        raise missing("torch.distributed.ProcessGroup._get_backend", "to end the collectives of a mesh") from error
 
 
 def start_coalescing(backend: Any) -> None:

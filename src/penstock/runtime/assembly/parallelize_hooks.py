@@ -51,6 +51,8 @@ class ParallelStages:
     """By stage; empty if there was no hook."""
     tp_group: dist.ProcessGroup | None = None
     """The processes of this rank; None if it is one process."""
+    mesh_groups: Sequence[dist.ProcessGroup] = ()
+    """All groups of the mesh that the hook was given."""
     in_step: int = 1
     """The number of replicas that gather weights together, and so must do equally many forwards in every stage."""
 
@@ -117,7 +119,8 @@ def _parallelize(options: PipelineOptions, world: World, chain: LayerChain, plan
                 "precision, too"
             )
     in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
-    return ParallelStages(result, modules, mesh.get_group("tp") if tensor_parallel_size > 1 else None, in_step)
+    tp_group = mesh.get_group("tp") if tensor_parallel_size > 1 else None
+    return ParallelStages(result, modules, tp_group, mesh.get_all_groups(), in_step)
 
 
 def _apply(

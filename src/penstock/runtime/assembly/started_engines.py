@@ -61,6 +61,7 @@ def start_engine(
         # For each replicated stage its ranks in replica order, which sum gradients. Each group once.
         groups=tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1)),
         tp_group=own.tp_group,
+        mesh_groups=own.mesh_groups,
     )
     opened.callback(transport.close)
     opened.callback(world.announce_leave)

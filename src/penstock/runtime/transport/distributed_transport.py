@@ -17,9 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -46,7 +47,7 @@ from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
-from penstock.runtime.transport.nccl.watchdog import Watchdog
+from penstock.runtime.transport.nccl.watchdog import PendingWork, Watchdog
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.shared_memory.endpoints import SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.local_peers import Gather, LocalPeers
@@ -54,6 +55,7 @@ from penstock.runtime.transport.shared_memory.ring_buffers import can_share
 from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.timeouts import GRACE_SECONDS, POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import ALL_RECEIVES, Channel, Edge, PendingMessage, SumKinds
+from penstock.torch_internals.distributed import device_backend
 
 T = TypeVar("T")
 _AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
@@ -64,6 +66,14 @@ _WAKE_SECONDS = 2.0
 """How long a thread may take to end whose connection is broken."""
 _SHUTDOWN_SECONDS = 30.0
 """How long the other ranks may take to reach the shutdown."""
+
+
+class _MeshGroup(NamedTuple):
+    """A group of a mesh, as the watchdog knows endpoints. What is pending in it, only its layers know."""
+
+    peers: Sequence[int]
+    pending: PendingWork = PendingWork()
+    waits_between_steps: bool = False
 
 
 class DistributedTransport:
@@ -86,6 +96,7 @@ class DistributedTransport:
         timeout_seconds: float,
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
+        mesh_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._rank, self._device, self._store, self._name = rank, device, store, name
         self._timeout = Timeout(board, timeout_seconds)
@@ -102,6 +113,8 @@ class DistributedTransport:
         self._shutdowns: list[Callable[[], None]] = []
         """Releases the communicators between devices, in the order in which they were made."""
         self._connect_all(tuple(edges), tuple(groups), gather)
+        self._watch_groups(mesh_groups)
+        self._watchdog.start()
         if hooks_allowed():
             atexit.register(self._leave)
 
@@ -207,7 +220,6 @@ class DistributedTransport:
                 if rank in ranks:
                     self._sums[ranks] = self._sum(ranks, sums_over_nccl(ranks, devices))
         warn_of_many_communicators(len(self._shutdowns), rank)
-        self._watchdog.start()
 
     def _share_memory(self, edges: Sequence[Edge], gather: Gather) -> set[Edge]:
         """Makes this process's endpoints of the edges whose processes share memory. Returns these edges, of all ranks.
@@ -332,6 +344,23 @@ class DistributedTransport:
         failure = self._accelerator.failure
         self._watchdog.watch(context, endpoint, group.abort, lambda: failure(group))
         self._shutdowns.append(group.shutdown)
+
+    def _watch_groups(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Has `groups` end as well when a rank fails: their operations would wait until the timeout of PyTorch, which
+        then ends the process.
+        """
+        if self._accelerator is None:
+            return
+        failure = self._accelerator.failure
+        for group in groups:
+            backend = device_backend(group, self._device)
+            peers = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+            self._watchdog.watch(
+                f"a collective of ranks {sorted((*peers, self._rank))}",
+                _MeshGroup(peers),
+                backend.abort,
+                partial(failure, backend),
+            )
 
     def _wait_in_first_steps(self, context: str, peers: Sequence[int], is_done: Callable[[], bool]) -> None:
         """In the first steps, waits until an operation that was started with `peers` is done."""

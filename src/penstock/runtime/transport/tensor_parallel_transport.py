@@ -77,17 +77,19 @@ def connect_tensor_parallel(
     timeout_seconds: float,
     groups: Iterable[tuple[int, ...]],
     tp_group: dist.ProcessGroup | None,
+    mesh_groups: Sequence[dist.ProcessGroup] = (),
 ) -> Transport:
     """Makes a transport between ranks of one or more processes each. All processes must call it.
 
-    `tp_group`: the processes of this rank; None if a rank is one process.
+    `tp_group`: the processes of this rank; None if a rank is one process. `mesh_groups`: those in which its layers
+    communicate.
     """
     if tp_group is None:
-        return world.connect(edges, device, timeout_seconds, tuple(groups))
+        return world.connect(edges, device, timeout_seconds, tuple(groups), mesh_groups=mesh_groups)
     size = dist.get_world_size(tp_group)
     all_edges = [_edge_of(edge, tp_rank, size) for edge in edges for tp_rank in range(size)]
     all_groups = [_group_of(ranks, tp_rank, size) for ranks in groups for tp_rank in range(size)]
-    inner = world.connect(all_edges, device, timeout_seconds, tuple(all_groups))
+    inner = world.connect(all_edges, device, timeout_seconds, tuple(all_groups), mesh_groups=mesh_groups)
     return TensorParallelTransport(inner, tp_group, device)
 
 

@@ -60,7 +60,13 @@ class SingleProcess:
         return tuple(range(ranks))
 
     def connect(
-        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+        self,
+        edges: Iterable[Edge],
+        device: torch.device,
+        timeout_seconds: float,
+        groups: Groups = (),
+        *,
+        mesh_groups: Sequence[dist.ProcessGroup] = (),
     ) -> Transport:
         return LoopbackTransport(staging_for(device))
 
@@ -153,9 +159,19 @@ class Processes:
         return (self.rank // tensor_parallel_size,)
 
     def connect(
-        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+        self,
+        edges: Iterable[Edge],
+        device: torch.device,
+        timeout_seconds: float,
+        groups: Groups = (),
+        *,
+        mesh_groups: Sequence[dist.ProcessGroup] = (),
     ) -> Transport:
-        """Makes a transport along `edges`, with sums over `groups` of ranks. Collective."""
+        """Makes a transport along `edges`, with sums over `groups` of ranks. Collective.
+
+        `mesh_groups`: groups in which this process's layers communicate. They end with the transport's connections if
+        a rank fails.
+        """
         name, self._transports = f"transport {self._transports}", self._transports + 1
         return DistributedTransport(
             edges,
@@ -168,6 +184,7 @@ class Processes:
             timeout_seconds,
             partial(self.gather, context="connecting the ranks"),
             groups,
+            mesh_groups,
         )
 
     def gather(self, value: T, context: str = "") -> Sequence[T]:
