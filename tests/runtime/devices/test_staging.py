@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.devices.staging import DeviceStaging
+from penstock.runtime.devices.host_copies import HostCopier
+from penstock.runtime.devices.staging import DeviceStaging, HostStaging
 from support.jobs.staging_jobs import exchange_over_gloo, sum_over_gloo
 from support.processes import Pool
 from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
@@ -109,3 +110,25 @@ def test_messages_of_a_device_over_gloo(pool: Pool, seed: int) -> None:
 def test_sums_of_a_device_over_gloo(pool: Pool, ranks: int) -> None:
     for found in pool.run(ranks, sum_over_gloo, 4):
         assert found == [[float(ranks * number + sum(range(ranks)))] * 7 for number in range(4)]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_the_memory_of_copies_is_used_again(on_device: bool) -> None:
+    """To pin new memory would hold the training up at every save."""
+    device = SimulatedDevice(0)
+    copier = HostCopier(DeviceStaging(device) if on_device else HostStaging(), torch.device("cpu"))
+    tensor = device.device_memory(LAYOUT, device.current())
+    places = []
+    for value in (1.0, 2.0):
+        device.fill(tensor, value)
+        if not on_device:
+            device.finish()
+        copies = copier.start([tensor])
+        copier.order_after(copies)
+        copies.wait()
+        assert copies.tensors[0].tolist() == torch.full((3, 5), value).tolist()
+        places.append(copies.tensors[0].data_ptr())
+        copier.recycle(copies.tensors)
+    copier.close()
+
+    assert places[0] == places[1]

@@ -23,6 +23,8 @@ from penstock.runtime.devices.accelerators import Accelerator, Event, Layout, St
 
 Staged: TypeAlias = tuple[Sequence[Tensor], Event]
 """Tensors, and the event after which they hold their values."""
+Memory: TypeAlias = Callable[[Layout], Tensor]
+"""Returns host memory of a layout."""
 
 
 class _CompletedEvent:
@@ -58,7 +60,7 @@ class HostStaging:
         shape, strides, dtype = layout
         return torch.empty_strided(shape, strides, dtype=dtype)
 
-    def to_host(self, tensors: Sequence[Tensor]) -> Staged:
+    def to_host(self, tensors: Sequence[Tensor], memory: Memory | None = None) -> Staged:
         return on_host(tensors)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
@@ -113,13 +115,13 @@ class DeviceStaging:
         """Allocates host memory to receive in."""
         return self._accelerator.host_memory(layout)
 
-    def to_host(self, tensors: Sequence[Tensor]) -> Staged:
-        """Starts to copy `tensors` to the host. Called on the computing thread."""
+    def to_host(self, tensors: Sequence[Tensor], memory: Memory | None = None) -> Staged:
+        """Starts to copy `tensors` to the host, into what `memory` returns for them. Called on the computing thread."""
         accelerator, stream = self._accelerator, self._to_host_stream
         accelerator.wait(stream, accelerator.record_event(accelerator.current()))
         copies = []
         for tensor in tensors:
-            copy = accelerator.host_memory(_layout(tensor))
+            copy = (memory or accelerator.host_memory)(layout_of(tensor))
             accelerator.copy(copy, tensor.detach(), stream)
             # The tensor belongs to the computing stream, whose allocator would reuse the memory as soon as the tensor
             # is dropped.
@@ -132,7 +134,7 @@ class DeviceStaging:
         accelerator, stream = self._accelerator, self._to_device_stream
         copies = []
         for tensor in tensors:
-            copy = accelerator.device_memory(_layout(tensor), stream)
+            copy = accelerator.device_memory(layout_of(tensor), stream)
             accelerator.copy(copy, tensor, stream)
             copies.append(copy)
         return copies, accelerator.record_event(stream)
@@ -170,5 +172,11 @@ def staging_for(device: torch.device, check: Callable[[], None] = lambda: None) 
     return HostStaging() if accelerator is None else DeviceStaging(accelerator, check)
 
 
-def _layout(tensor: Tensor) -> Layout:
+def layout_of(tensor: Tensor) -> Layout:
+    """The layout of `tensor`."""
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def contiguous_layout(tensor: Tensor) -> Layout:
+    """The layout of a contiguous copy of `tensor`, which may be expanded or have gaps."""
+    return tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.dtype
