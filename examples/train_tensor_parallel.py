@@ -81,7 +81,8 @@ def main() -> None:
         model,
         sample=(batches[0, :8],),
         loss_fn=F.cross_entropy,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        # Some parameters are DTensors and some are not: PyTorch cannot step both at once, as it would on a GPU.
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, foreach=False),
         plan=penstock.Plan(tuple(stages), microbatches=4, tensor_parallel=tensor_parallel) if together else alone,
         parallelize=(shard if options.sharded else split) if together else None,
     )

@@ -6,6 +6,7 @@ The rows of the table in docs/composition.md are the keys of `ROWS`.
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -372,6 +373,11 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "more parameters": ("other parameters", (TWO_TP_RANKS, "add"), {}),
     "half a weight": ("expected a DTensor", (TWO_TP_RANKS, "slice_by_hand"), {}),
     "compiled": ("Leave torch.compile out", (TWO_TP_RANKS, "compile_layers"), {}),
+    "stepped at once": (
+        "Make two groups of the parameters",
+        (TWO_TP_RANKS, "split_columns_and_rows"),
+        {"optimizer": partial(torch.optim.AdamW, foreach=True)},
+    ),
     "an error on one process": ("this hook is broken here", (TWO_TP_RANKS, "fail_on_one"), {}),
     "another trace in evaluation": ("something else in evaluation", (TWO_TP_RANKS, "nothing", "traced"), {}),
     "another trace in evaluation within a layer": (
@@ -565,6 +571,9 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     "`fully_shard` with microbatches that the replicas do not share equally": (
         "sharded, odd microbatches",
         test_fully_sharded_replicas_evaluate_in_step,
+    ),
+    "a group of an optimizer with `DTensor`s and plain tensors, on a GPU or with `foreach=True` or `fused=True`": (
+        "stepped at once",
     ),
     "a boundary tensor that is a `DTensor`, or differs between tensor-parallel ranks (*first step*)": (
         test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import PenstockError, PlanError
@@ -88,6 +89,8 @@ def check_optimizers(
     Warns where groups of the same number have other options. `schedulers`: of the learning rates, one for each of
     `optimizers`, or none.
     """
+    for optimizer in optimizers:
+        _check_kinds(optimizer)
     log, names = logging.getLogger("penstock"), {id(parameter): name for name, parameter in named.items()}
     mine: dict[str, str] = {}
     groups: list[dict[str, str]] = []
@@ -122,6 +125,20 @@ def check_optimizers(
             )
             break
     return any(other for other, _ in gathered)
+
+
+def _check_kinds(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PlanError` for a group of `DTensor`s and plain tensors that PyTorch would step at once, which fails."""
+    for group in optimizer.param_groups:
+        on_gpu = any(parameter.device.type == "cuda" for parameter in group["params"])
+        at_once = group.get("fused") or (on_gpu if group.get("foreach", False) is None else group.get("foreach"))
+        if at_once and len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+            raise PlanError(
+                f"optimizer=: a group of {type(optimizer).__name__} has DTensors and plain tensors, and PyTorch steps "
+                "all tensors of a group at once (foreach=, its default on a GPU, or fused=), which takes one kind "
+                "only. Make two groups of the parameters, those that are DTensors and the others, or pass "
+                "foreach=False"
+            )
 
 
 def _describe(value: Any) -> str:
