@@ -11,7 +11,7 @@ While an operation waits for the other rank, it occupies a part of the GPU. What
 CUDA when it loads a kernel at its first use, then waits for that rank as well. So a receive is enqueued when its
 message is wanted, or in the first steps when its message has been announced (see send_notices.py), and never before.
 
-A message is received into memory of that stream. The allocator is told that the computing stream uses it.
+A message is received into memory of that stream. The allocator keeps it until the computing stream has used it, too.
 
 Invariants of this file:
   1. Memory that NCCL reads is kept until it has been read, and memory that NCCL writes until the computing stream waits
