@@ -151,7 +151,7 @@ def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tenso
 
 def _as_number(name: str, value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
-        number = value.detach()
+        number = value.detach().to(device, non_blocking=True)
     elif is_number(value):
         # Made on the device: a copy to a GPU would make its host wait.
         number = torch.full((), value, dtype=torch.float64, device=device)

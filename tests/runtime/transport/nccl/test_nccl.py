@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore
 
-from penstock.errors import TransportError
+from penstock.errors import PenstockError, TransportError
 from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
 from penstock.runtime.devices.communicators import Communicator, Members
 from penstock.runtime.transport.backend_selection import (
@@ -35,7 +35,7 @@ from penstock.runtime.transport.transport import Channel, Edge, PendingMessage
 from support.jobs.staging_jobs import sum_over_nccl
 from support.processes import Pool
 from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
-from support.simulated.simulated_nccl import SimulatedCommunicator
+from support.simulated.simulated_nccl import SimulatedCommunicator, SimulatedEnd
 
 SEEDS = st.integers(0, 2**32)
 FORWARD, BACKWARD = Edge(0, 1), Edge(1, 0)
@@ -218,6 +218,16 @@ def test_a_receive_is_enqueued_when_it_is_wanted() -> None:
     assert [receive.ready() for receive in receives[:4]] == [True] * 4
     receives[5].wait()
     assert not pair.device.is_stuck()
+
+
+def test_a_tensor_on_the_cpu_is_refused_with_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("Tensors must be CUDA and dense")
+
+    pair = Pair(SimulatedDevice(0))
+    monkeypatch.setattr(SimulatedEnd, "send", refuse)
+    with pytest.raises(PenstockError, match=r"a tensor on the CPU is among the messages rank 0 -> rank 1"):
+        pair.send(FORWARD, "small", torch.zeros(3, dtype=torch.float64), None)
 
 
 def test_a_message_arrives_while_its_receiver_computes() -> None:

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.errors import PenstockError
 from penstock.runtime.devices.accelerators import Accelerator, Event, Layout
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork, coalesce
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, Specs, assemble
@@ -85,6 +86,11 @@ class _NcclEndpoint:
         try:
             return coalesce(self._group, [partial(operation, [row], self._peer, 0) for row in rows])
         except RuntimeError as error:
+            if any(tensor.device.type == "cpu" for tensor in tensors):
+                raise PenstockError(
+                    f"a tensor on the CPU is among the messages {self.edge}: expected tensors on the GPU, which NCCL can "
+                    "send. Move it there in the layer that makes it: .to(x.device)"
+                ) from error
             raise self._timeout.connection_error(str(self.edge), self.peers, error) from error
 
 
