@@ -88,8 +88,8 @@ class _NcclEndpoint:
         except RuntimeError as error:
             if any(tensor.device.type == "cpu" for tensor in tensors):
                 raise PenstockError(
-                    f"a tensor on the CPU is among the messages {self.edge}: expected tensors on the GPU, which NCCL can "
-                    "send. Move it there in the layer that makes it: .to(x.device)"
+                    f"a tensor on the CPU is among the messages {self.edge}: expected tensors on the GPU, which NCCL "
+                    "can send. Move it there in the layer that makes it: .to(x.device)"
                 ) from error
             raise self._timeout.connection_error(str(self.edge), self.peers, error) from error
 
