@@ -11,7 +11,7 @@ A backend numbers its ranks in ascending order of their ranks in the world.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -118,17 +118,16 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
     options.group_name = members.name  # type: ignore[assignment]  # a string by another name
     options.global_ranks_in_group = list(members.ranks)
     options.config.max_ctas = ctas
-    # By default threads of PyTorch end the process at the first error, or minutes after it, before any rank could say
-    # what went wrong. Our own watchdog looks for errors instead. Nor shall PyTorch dump its record of all ranks then,
-    # for which its thread would wait for a minute with a lock that every send takes. The last two variables turn off
-    # blocking waits on the host and a warning about messages between two ranks, which are intended here.
-    with _environment(
-        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
-        TORCH_NCCL_ENABLE_MONITORING="0",
-        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
-        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",
-        TORCH_NCCL_BLOCKING_WAIT="0",
-        TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING="false",
+    # By default a thread of PyTorch ends the process at the first error, before any rank could say what went wrong. Our
+    # own watchdog looks for errors instead. The other two variables turn off blocking waits on the host and a warning
+    # about messages between two ranks, which are intended here.
+    with (
+        without_monitor(),
+        _environment(
+            TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+            TORCH_NCCL_BLOCKING_WAIT="0",
+            TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING="false",
+        ),
     ):
         made = dist.ProcessGroupNCCL(
             PrefixStore(members.name, members.store), members.group_rank(members.rank), len(members.ranks), options
@@ -139,6 +138,17 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
         # Without this call, single and merged messages would each connect at their first use, separately.
         made.eager_connect_single_device(device)
     return cast(Communicator, made)
+
+
+def without_monitor() -> AbstractContextManager[None]:
+    """A context in which backends of NCCL are made without PyTorch's monitor, which would end the process minutes after
+    an error that the script may have caught, and would write a record of all ranks before, with a lock that sends take.
+    """
+    return _environment(
+        TORCH_NCCL_ENABLE_MONITORING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",
+    )
 
 
 def nccl_failure(communicator: Any) -> str:

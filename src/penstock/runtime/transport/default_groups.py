@@ -40,6 +40,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
+from penstock.runtime.devices.communicators import without_monitor
 from penstock.runtime.transport.failures import descriptor_error
 from penstock.runtime.transport.timeouts import run_bounded
 from penstock.torch_internals.distributed import INTERFACE
@@ -164,12 +165,13 @@ def make_default_group(rank: int, processes: int, timeout_seconds: float) -> Non
     store.set_timeout(_STORE_TIMEOUT)
     _choose_interface(host, port)
     own: Store = PrefixStore("default_pg", store)
-    call_at_meeting(
-        lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=processes),
-        deadline + timeout_seconds,
-        timeout_seconds,
-        "one of the other ranks, all of which had come before",
-    )
+    with without_monitor():
+        call_at_meeting(
+            lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=processes),
+            deadline + timeout_seconds,
+            timeout_seconds,
+            "one of the other ranks, all of which had come before",
+        )
 
 
 def _wait_until_listening(host: str, port: int, deadline: float, absence: Callable[[str], TransportError]) -> None:
