@@ -4,7 +4,7 @@ import torch
 
 from penstock.errors import PenstockError
 
-_SUPPORTED = "torch>=2.11,<2.15"
+_SUPPORTED = "torch>=2.11,<2.16"
 """The versions that Penstock supports. The tests of this room were run on 2.11 and 2.13."""
 
 
