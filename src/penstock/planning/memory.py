@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from penstock.errors import PlanError
 from penstock.planning.stage_costs import ChainCosts, Counts, Flags, Matrix
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
@@ -78,19 +80,6 @@ def chunks_in_flight(
     return definition.guarantees(PipelineShape(placement, microbatches)).in_flight_of_rank
 
 
-def held_bytes(
-    saved: Matrix,
-    working: Matrix,
-    weights: Matrix,
-    *,
-    in_flight: float | Matrix,
-    versions: float | Matrix,
-    optimizer_copies: float,
-) -> Matrix:
-    """The formula of this file, element by element, in bytes."""
-    return in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
-
-
 def interval_bytes(
     costs: ChainCosts,
     in_flight: float,
@@ -100,15 +89,8 @@ def interval_bytes(
 ) -> Matrix:
     """(N+1, N+1): the bytes of a stage of layers i up to and without j. With `starts`, only the rows of these i."""
     rows = slice(None) if starts is None else starts
-    saved, working = costs.saved_bytes[rows], costs.working_bytes[rows]
-    return held_bytes(
-        saved,
-        working,
-        costs.parameter_bytes[rows],
-        in_flight=in_flight,
-        versions=versions,
-        optimizer_copies=optimizer_copies,
-    )
+    kept = in_flight * costs.saved_bytes[rows] + costs.working_bytes[rows]
+    return kept + (versions + 1 + optimizer_copies) * costs.parameter_bytes[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,39 +123,40 @@ class Room:
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
-    """The peak bytes of each rank. If a rank holds several stages it is an upper bound: every microbatch in flight
-    counts as one of the stage that saves most.
+    """The peak bytes of each rank."""
+    peaks = peaks_of_cuts(plan, np.array([cuts_of(plan)]), costs, optimizer_copies)[0].tolist()
+    groups = dict.fromkeys(stage.ranks for stage in plan.stages)
+    by_rank = {rank: peak for ranks, peak in zip(groups, peaks, strict=True) for rank in ranks}
+    return tuple(by_rank[rank] for rank in range(plan.ranks))
+
+
+def cuts_of(plan: Plan) -> tuple[int, ...]:
+    """Where the stages of `plan` begin, and where the last one stops."""
+    return (0, *(stage.stop for stage in plan.stages))
+
+
+def peaks_of_cuts(plan: Plan, cuts: Counts, costs: ChainCosts, optimizer_copies: float) -> Matrix:
+    """(K, groups): the peak bytes of a rank of each group of replicas of `plan`, with each row of `cuts` as its cuts.
+
+    If a rank holds several stages it is an upper bound: every microbatch in flight counts as one of the stage that
+    saves most.
     """
-    peaks = [0.0] * plan.ranks
     placement = plan.placement
     guarantees = plan.definition.guarantees(PipelineShape(placement, plan.microbatches, plan.vertical_sync))
-    for stage, group in zip(plan.stages, placement.stages, strict=True):
-        held = placement.stages_of(group[0])
-        versions = max(guarantees.versions[index] for index in held)
-        if guarantees.rule is VersionRule.INPUT_STAGE:
-            # Counted as in `live_counts`, since planners also try unequal replicas, which cannot run.
-            versions = placement.full_depth(held[0])
-        counts = guarantees.in_flight_of_rank[group[0]], versions
-        own = [(plan.stages[index].start, plan.stages[index].stop) for index in held]
-        sharers = len(group) if placement.split else 1
-        for rank in stage.ranks:
-            peaks[rank] = _rank_bytes(costs, own, sharers, counts, optimizer_copies)
-    return tuple(peaks)
-
-
-def _rank_bytes(
-    costs: ChainCosts,
-    own: list[tuple[int, int]],
-    sharers: int,
-    counts: tuple[int, int],
-    optimizer_copies: float,
-) -> float:
-    """The bytes of a rank that holds these intervals of layers; `sharers` replicas split every microbatch."""
-    saved = max(float(costs.saved_bytes[interval]) for interval in own) / sharers
-    working = max(float(costs.working_bytes[interval]) for interval in own) / sharers
-    weights = sum(float(costs.parameter_bytes[interval]) for interval in own)
-    in_flight, versions = counts
-    return in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
+    firsts = [ranks[0] for ranks in dict.fromkeys(placement.stages)]
+    held = np.array([placement.stages_of(rank) for rank in firsts])
+    versions = np.array(guarantees.versions)[held].max(axis=1)
+    if guarantees.rule is VersionRule.INPUT_STAGE:
+        # Counted as in `live_counts`, since planners also try unequal replicas, which cannot run.
+        versions = np.array([placement.full_depth(stage) for stage in held[:, 0].tolist()])
+    starts, stops = cuts[:, held], cuts[:, held + 1]
+    sharers = np.array(plan.replicas)[held[:, 0]] if placement.split else 1
+    saved = costs.saved_bytes[starts, stops].max(axis=2) / sharers
+    working = costs.working_bytes[starts, stops].max(axis=2) / sharers
+    weights = costs.parameter_bytes[starts, stops].sum(axis=2)
+    in_flight = np.array(guarantees.in_flight_of_rank)[firsts]
+    peaks: Matrix = in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
+    return peaks
 
 
 def overfull_rank(peaks: Sequence[float], cluster: Cluster) -> int | None:

@@ -14,15 +14,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from penstock.planning.memory import Room, chunks_in_flight, interval_bytes
-from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
+from penstock.planning.memory import chunks_in_flight
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.partitions import find_pipedream
-from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import chain_costs
 from penstock.values import Cluster, LayerProfile, Profile
-from support.paths import PIPEDREAM
 
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "pipedream", "2bw")
 MODELS = ("ring", "shared", "released")
@@ -264,42 +261,3 @@ def test_moving_cuts_comes_near_the_best_of_all_interleaved_plans(ranks, per_ran
         assert best.seconds <= found.seconds <= 1.25 * best.seconds
         assert least.worst_bytes <= small.worst_bytes <= 1.25 * least.worst_bytes
     assert exact >= 40
-
-
-def least_room(costs, level, room):
-    """The bytes that a plan of a flat machine needs, at most by 0.05 % more than any plan does."""
-    low, high = 0.0, inf
-    while high > 1.0005 * low:
-        middle = high if high == inf else (low + high) / 2
-        found = fastest_flat(costs, level, replace(room, size_bytes=middle))
-        if found.seconds == inf:
-            low = middle
-            continue
-        high, behind = 0.0, level.count
-        for stage in found.stages:
-            in_flight, versions = room.counts(stage.replicas, behind)
-            held = interval_bytes(costs, in_flight, versions, room.optimizer_copies)
-            high, behind = max(high, held[stage.start, stage.stop]), behind - stage.replicas
-    return high
-
-
-@pytest.mark.parametrize("allreduce", MODELS)
-@pytest.mark.parametrize("model", ["gnmt", "resnet18", "squeezenet1_0", "vgg16"])
-def test_two_ways_to_solve_a_flat_machine_agree_on_measured_profiles(model, allreduce):
-    """Thresholds, and the recurrence as written, for every schedule and four limits that some plan just meets."""
-    profile = Profile.from_pipedream(PIPEDREAM / model / "graph.txt")
-    for schedule, recompute in (
-        ("pipedream", False),
-        ("pipedream", True),
-        ("gpipe", False),
-        ("spp", True),
-        ("2bw", False),
-    ):
-        costs, level = chain_costs(profile, recompute=recompute), MachineLevel(8, 1.25e9, allreduce)
-        least = least_room(costs, level, Room(inf, schedule, 32, 8))
-        for share in (0.999, 1.0, 1.3, 3.0):
-            room = Room(least * share, schedule, 32, 8)
-            found = fastest_flat(costs, level, room)
-
-            assert found.seconds == Hierarchy(costs, (level,), room).fastest()[0]
-            assert (found.seconds == inf) == (share < 1.0)

@@ -7,8 +7,7 @@ so that mostly seconds are compared, and a published plan is shown to be as fast
 
 import pytest
 
-from penstock.planning.pipedream.flat_machines import MachineLevel
-from penstock.planning.pipedream.recurrence import Hierarchy
+from penstock.planning.pipedream.recurrence import Hierarchy, MachineLevel
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.stage_costs import chain_costs
 from penstock.values import Cluster, LayerProfile, Profile, Stage

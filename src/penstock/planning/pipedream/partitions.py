@@ -17,22 +17,20 @@ choice, ours is:
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from typing import assert_never
 
 import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.memory import Room, chunks_in_flight, overfull_rank, peak_bytes
-from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
 from penstock.planning.pipedream.interleaving import cut_interleaved
-from penstock.planning.pipedream.recurrence import Hierarchy
+from penstock.planning.pipedream.recurrence import Hierarchy, MachineLevel
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
 from penstock.planning.predictions import predict, prediction_of, slowest_part
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
-from penstock.values.link_tables import LinkLevels, LinkMatrix
+from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
@@ -153,22 +151,13 @@ def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[t
     room = None
     if cluster.memory_bytes is not None:
         room = _room_of(request, cluster.devices, cluster.memory_bytes)
-    found = []
-    match cluster.links:
-        case LinkLevels(levels):
-            hierarchy = tuple(MachineLevel(*level[:2], request.allreduce) for level in levels if level[0] > 1)
-            if len(hierarchy) > 1:
-                found.append(_nested(costs, hierarchy, room))
-        case LinkMatrix():
-            pass
-        case _:
-            assert_never(cluster.links)
-    flat = fastest_flat(costs, MachineLevel(cluster.devices, cluster.slowest, request.allreduce), room)
-    stages, first = [], 0
-    for block in flat.stages:
-        stages.append(Stage(block.start, block.stop, tuple(range(first, first + block.replicas))))
-        first += block.replicas
-    return [*found, (flat.seconds, tuple(stages))]
+    flat = MachineLevel(cluster.devices, cluster.slowest, request.allreduce)
+    machines: list[tuple[MachineLevel, ...]] = [(flat,)]
+    if isinstance(cluster.links, LinkLevels):
+        levels = tuple(MachineLevel(*level, request.allreduce) for level in cluster.levels if level[0] > 1)
+        if len(levels) > 1:
+            machines = [levels, (flat,)]
+    return [_nested(costs, levels, room) for levels in machines]
 
 
 def _nested(costs: ChainCosts, levels: tuple[MachineLevel, ...], room: Room | None) -> tuple[float, tuple[Stage, ...]]:

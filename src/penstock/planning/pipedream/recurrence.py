@@ -20,13 +20,26 @@ without a memory limit) and is exact. Contexts in which every stage has the same
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import inf, prod
+from typing import TypeAlias
 
 import numpy as np
 
 from penstock.planning.memory import Room
-from penstock.planning.pipedream.flat_machines import MachineLevel, ReplicatedPipeline, ReplicatedStage
-from penstock.planning.stage_costs import ChainCosts, Matrix, replicated_seconds
+from penstock.planning.stage_costs import AllReduce, ChainCosts, Matrix, replicated_seconds
+
+_Pipeline: TypeAlias = tuple[float, tuple[tuple[int, int, int], ...]]
+"""The slowest seconds of the best pipeline on one component, and its stages: (start, stop, components each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLevel:
+    """A level of the machine: `count` components, connected by links of `bandwidth` bytes per second."""
+
+    count: int
+    bandwidth: float
+    allreduce: AllReduce
 
 
 class Hierarchy:
@@ -50,17 +63,17 @@ class Hierarchy:
         if depth < 0:
             return 0.0, ((start, stop, (0,)),)
         level, size = self._levels[depth], self._sizes[depth]
-        pipeline = _cheapest_pipeline(self._costs, level, self._stages(depth, copies, behind), start, stop)
+        seconds, blocks = _cheapest_pipeline(self._costs, level, self._stages(depth, copies, behind), start, stop)
         stages: list[tuple[int, int, tuple[int, ...]]] = []
         first = 0
-        for block in pipeline.stages:
-            inner = self._inside(depth, copies, behind, block.replicas, level.count - first)
-            components = range(first, first + block.replicas)
-            for begin, end, ranks in self._unfold(depth - 1, *inner, block.start, block.stop)[1]:
+        for *interval, replicas in blocks:
+            inner = self._inside(depth, copies, behind, replicas, level.count - first)
+            components = range(first, first + replicas)
+            for begin, end, ranks in self._unfold(depth - 1, *inner, *interval)[1]:
                 every = tuple(component * size + rank for component in components for rank in ranks)
                 stages.append((begin, end, every))
-            first += block.replicas
-        return pipeline.seconds, tuple(stages)
+            first += replicas
+        return seconds, tuple(stages)
 
     def _table(self, depth: int, copies: int, behind: int) -> Matrix:
         """``A^k(i -> j, m_k)`` for all i and j on one component of level `depth` in this context."""
@@ -79,15 +92,20 @@ class Hierarchy:
     def _stages(self, depth: int, copies: int, behind: int) -> Callable[[int, int], Matrix]:
         """``T^k`` by (replicas, components from the stage on) in a component of level `depth` in this context."""
         level = self._levels[depth]
+        known: dict[tuple[int, int], Matrix] = {}
         made: dict[tuple[int, int], Matrix] = {}
+        """By replicas and the table below, which many contexts share."""
 
         def stage(replicas: int, onwards: int) -> Matrix:
             key = replicas, onwards if self._room is not None else 0
-            if key not in made:
+            if key not in known:
                 below = self._table(depth - 1, *self._inside(depth, copies, behind, replicas, onwards))
-                weights = self._costs.parameter_bytes
-                made[key] = replicated_seconds(below, weights, replicas, level.bandwidth, level.allreduce)
-            return made[key]
+                if (replicas, id(below)) not in made:
+                    weights = self._costs.parameter_bytes
+                    seconds = replicated_seconds(below, weights, replicas, level.bandwidth, level.allreduce)
+                    made[replicas, id(below)] = seconds
+                known[key] = made[replicas, id(below)]
+            return known[key]
 
         return stage
 
@@ -130,7 +148,7 @@ def _next_level(costs: ChainCosts, level: MachineLevel, stage: Callable[[int, in
 
 def _cheapest_pipeline(
     costs: ChainCosts, level: MachineLevel, stage: Callable[[int, int], Matrix], start: int, stop: int
-) -> ReplicatedPipeline:
+) -> _Pipeline:
     """``A^k(start -> stop, m_k)`` with its stages. O(n^2 m^2) for n layers, vectorized over the start and stop of a
     stage.
 
@@ -143,48 +161,54 @@ def _cheapest_pipeline(
 
     def last(workers: int, replicas: int) -> Matrix:
         """The last stage of those on `workers` components, on `replicas` of them."""
-        return stage(replicas, level.count - workers + replicas)[window, window]
+        return stage(replicas, level.count - workers + replicas)
 
     slowest = np.full((level.count + 1, len(exchange)), np.inf)
     slowest[0, 0] = 0.0
     for workers in range(1, level.count + 1):
         for replicas in range(1, workers + 1):
             before = np.maximum(slowest[workers - replicas], exchange)
-            table = np.maximum(before[:, None], last(workers, replicas))
+            table = np.maximum(before[:, None], last(workers, replicas)[window, window])
             np.minimum(slowest[workers], table.min(axis=0), out=slowest[workers])
     limit = float(slowest[-1, -1])
     if limit == inf:
-        return ReplicatedPipeline(limit, ())
-    return ReplicatedPipeline(limit, _fewest_stages(level.count, exchange, last, start, limit))
+        return limit, ()
+    return limit, _fewest_stages(level.count, exchange, last, start, limit)
 
 
 def _fewest_stages(
     count: int, exchange: Matrix, last_stage: Callable[[int, int], Matrix], start: int, limit: float
-) -> tuple[ReplicatedStage, ...]:
+) -> tuple[tuple[int, int, int], ...]:
     """The stages of a pipeline with nothing slower than `limit`: the fewest, then the most balanced."""
     size = len(exchange)
-    columns = np.arange(size)
-    prices = np.full((count + 1, size), np.inf)
-    prices[0, 0] = 0.0
+    window, columns = slice(start, start + size), np.arange(size)
+    least = np.full((count + 1, size), np.inf)
+    least[0, 0] = 0.0
     cuts = np.zeros((count + 1, size), dtype=np.intp)
     last = np.zeros((count + 1, size), dtype=np.intp)
+    priced: dict[int, Matrix] = {}
     for workers in range(1, count + 1):
         for replicas in range(workers, 0, -1):
-            before = np.where(exchange <= limit, prices[workers - replicas], np.inf)
-            seconds = last_stage(workers, replicas)
-            # The squares of at most `count` stages add up to less than one more stage.
-            balance = (np.minimum(seconds, limit) / (limit or 1.0)) ** 2 / (count + 1)
-            table = before[:, None] + np.where(seconds <= limit, 1.0 + balance, np.inf)
+            whole = last_stage(workers, replicas)
+            if id(whole) not in priced:
+                seconds = whole[window, window]
+                # The squares of at most `count` stages add up to less than one more stage.
+                balance = (np.minimum(seconds, limit) / (limit or 1.0)) ** 2 / (count + 1)
+                priced[id(whole)] = np.where(seconds <= limit, 1.0 + balance, np.inf)
+            begins = np.flatnonzero((exchange <= limit) & (least[workers - replicas] < inf))
+            if not len(begins):
+                continue
+            table = least[workers - replicas][begins, None] + priced[id(whole)][begins]
             cut = table.argmin(axis=0)
             price = table[cut, columns]
-            better = price < prices[workers]
-            prices[workers][better] = price[better]
-            cuts[workers][better] = cut[better]
+            better = price < least[workers]
+            least[workers][better] = price[better]
+            cuts[workers][better] = begins[cut[better]]
             last[workers][better] = replicas
-    stages: list[ReplicatedStage] = []
+    stages: list[tuple[int, int, int]] = []
     workers, end = count, size - 1
     while workers:
         replicas, first = int(last[workers, end]), int(cuts[workers, end])
-        stages.append(ReplicatedStage(start + first, start + end, replicas))
+        stages.append((start + first, start + end, replicas))
         workers, end = workers - replicas, first
     return tuple(reversed(stages))

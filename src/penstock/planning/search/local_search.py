@@ -21,12 +21,12 @@ from itertools import islice, pairwise
 import numpy as np
 
 from penstock.errors import PlanError, ScheduleError
+from penstock.planning.memory import cuts_of, peaks_of_cuts
 from penstock.planning.pipedream.interleaving import joint_moves
 from penstock.planning.predictions import count_rounds
 from penstock.planning.requests import if_runnable
 from penstock.planning.search.lower_bounds import LowerBounds
 from penstock.planning.stage_costs import ChainCosts, Counts
-from penstock.scheduling.definitions import PipelineShape
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.cut_variants import LayerSums, PlanVariants, estimate_actions
 from penstock.values.clusters import Cluster
@@ -269,20 +269,8 @@ class LocalSearch:
         limit = self._cluster.memory_bytes
         if limit is None:
             return np.arange(len(cuts))
-        placement = plan.placement
-        guarantees = plan.definition.guarantees(PipelineShape(placement, plan.microbatches, plan.vertical_sync))
-        fitting = np.ones(len(cuts), dtype=bool)
-        starts, stops = cuts[:, :-1], cuts[:, 1:]
-        saved, working = self._costs.saved_bytes[starts, stops], self._costs.working_bytes[starts, stops]
-        weights = self._costs.parameter_bytes[starts, stops]
-        sharers = np.array(plan.replicas) if placement.split else np.ones(len(plan.stages))
-        for ranks in dict.fromkeys(placement.stages):
-            held = list(placement.stages_of(ranks[0]))
-            own = guarantees.in_flight_of_rank[ranks[0]] * (saved / sharers)[:, held].max(axis=1)
-            copies = max(guarantees.versions[stage] for stage in held) + 1 + self._assumptions.optimizer_copies
-            own = own + (working / sharers)[:, held].max(axis=1) + copies * weights[:, held].sum(axis=1)
-            fitting &= own <= limit
-        return np.flatnonzero(fitting)
+        peaks = peaks_of_cuts(plan, cuts, self._costs, self._assumptions.optimizer_copies)
+        return np.flatnonzero((peaks <= limit).all(axis=1))
 
     def _bandwidth(self, pair: tuple[int, int]) -> float:
         if pair not in self._links:
@@ -389,10 +377,6 @@ def _structure_of(plan: Plan) -> object:
     """Equal for plans that differ only in their cuts."""
     ranks = tuple(stage.ranks for stage in plan.stages)
     return plan.schedule, ranks, plan.microbatches, plan.vertical_sync, plan.recompute, plan.routing
-
-
-def cuts_of(plan: Plan) -> tuple[int, ...]:
-    return (0, *(stage.stop for stage in plan.stages))
 
 
 def shape_of(plan: Plan) -> tuple[tuple[int, ...], ...]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
-from penstock.planning.memory import peak_bytes
+from penstock.planning.memory import cuts_of, peak_bytes
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import predict, slowest_seconds
 from penstock.planning.requests import if_runnable
 from penstock.planning.search.constraints import PlanConstraints, plans_for
-from penstock.planning.search.local_search import Effort, LocalSearch, Timed, cuts_of, shape_of
+from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
 from penstock.planning.stage_costs import AllReduce, ChainCosts, chain_costs, simulator_options
 from penstock.progress import progress_line
 from penstock.scheduling.definitions import ScheduleDefinition
