@@ -12,8 +12,7 @@ from penstock.errors import PlanError
 from penstock.planning.memory import interval_bytes, peak_bytes
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import chain_costs
-from penstock.planning.two_bw.block_chains import find_blocks, stage_counts
-from penstock.planning.two_bw.parallel_pipelines import filling
+from penstock.planning.two_bw.pipeline_chains import cut_positions, stage_counts
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.simulating.outcomes import evaluate
 from penstock.values import Cluster, LayerProfile, Profile
@@ -78,18 +77,15 @@ def stage_bytes(profile, cuts, m, schedule, recompute, copies):
 
 
 def configurations(profile, cluster, schedule, batch_size, copies, allreduce="ring"):
-    """Algorithm 1 by brute force: (samples per second, d, p, b, m, recompute, equal blocks)."""
-    blocks = find_blocks(profile)
+    """Algorithm 1 by brute force: (samples per second, d, p, m, recompute)."""
+    layers = len(profile)
     for d in range(1, cluster.devices + 1):
-        for p in range(1, min(cluster.devices // d, len(blocks.cuts) - 1) + 1):
-            every = [(0, *inner, blocks.layers) for inner in combinations(blocks.cuts[1:-1], p - 1)]
-            equal = blocks.equal_cuts(p)
-            for ways in (every, [equal] if equal else []):
-                for recompute in (False, True):
-                    question = profile, cluster, schedule, batch_size, copies, allreduce
-                    found = best(*question, d, p, ways, recompute)
-                    if found is not None:
-                        yield (*found, ways is not every)
+        for p in range(1, min(cluster.devices // d, layers) + 1):
+            ways = [(0, *inner, layers) for inner in combinations(range(1, layers), p - 1)]
+            for recompute in (False, True):
+                found = best(profile, cluster, schedule, batch_size, copies, allreduce, d, p, ways, recompute)
+                if found is not None:
+                    yield found
 
 
 def best(profile, cluster, schedule, batch_size, copies, allreduce, d, p, ways, recompute):
@@ -105,7 +101,7 @@ def best(profile, cluster, schedule, batch_size, copies, allreduce, d, p, ways, 
                 for consecutive in ("replicas", "pipelines")
             )
             total = (m if schedule == "2bw" else m + p - 1) * seconds
-            return d * m * b / total if total else inf, d, p, b, m, recompute
+            return d * m * b / total if total else inf, d, p, m, recompute
     return None
 
 
@@ -114,13 +110,10 @@ whole = st.integers(0, 8)
 
 @st.composite
 def models(draw):
-    """The profile of a chain with or without repeated blocks."""
+    """The profile of a chain, of layers drawn one by one or of a repeated block."""
     layer = st.tuples(st.integers(1, 6), st.integers(1, 12), whole, whole, whole)
-    if draw(st.booleans()):
-        block = draw(st.lists(layer, min_size=1, max_size=2))
-        layers = draw(st.lists(layer, max_size=1)) + block * draw(st.integers(2, 4)) + draw(st.lists(layer, max_size=1))
-    else:
-        layers = draw(st.lists(layer, min_size=1, max_size=5))
+    block = draw(st.lists(layer, min_size=1, max_size=2))
+    layers = draw(st.lists(layer, max_size=2)) + block * draw(st.integers(1, 2)) + draw(st.lists(layer, max_size=1))
     return chain(*layers, size=draw(st.sampled_from([1, 2, 4])))
 
 
@@ -151,7 +144,7 @@ def rank(profile, cluster, asked, batch_size):
 
 
 def plan_two_bw(profile, cluster, asked, batch_size):
-    return rank(profile, cluster, asked, batch_size)[0].plan(cluster)
+    return rank(profile, cluster, asked, batch_size)[0].plan()
 
 
 def ranked_or_none(profile, cluster, asked, batch_size):
@@ -178,11 +171,9 @@ def test_planner_finds_the_best_of_all_configurations(profile, cluster, schedule
     assert (ranked is None) == (not everything)
     if ranked is not None:
         assert isclose(ranked[0].samples_per_second, max(everything)[0], rel_tol=1e-9)
-        # Not only the best: the best cuts for every d, p, b, m and recomputation.
-        found = {(c.replicas, c.stages, c.microbatch_size, c.microbatches, c.recompute): c for c in reversed(ranked)}
-        expected = {each[1:6]: each[0] for each in sorted(everything)}
-        assert found.keys() == expected.keys()
-        assert {key: c.samples_per_second for key, c in found.items()} == pytest.approx(expected)
+        # Not only the best: the best cuts for every d, p, m and recomputation.
+        found = {(c.replicas, c.stages, c.microbatches, c.recompute): c.samples_per_second for c in ranked}
+        assert found == pytest.approx({each[1:]: each[0] for each in everything})
 
 
 @settings(max_examples=300, deadline=None)
@@ -200,17 +191,17 @@ def test_candidates_take_what_the_definitions_say_on_any_cluster(
         return
     for candidate in ranked:
         m, recompute = candidate.microbatches, candidate.recompute
-        ranks = ranks_of(candidate.replicas, candidate.stages, candidate.consecutive)
+        ranks = ranks_of(candidate.replicas, candidate.stages, candidate.orientation.consecutive)
         seconds = stage_seconds(profile, cluster, candidate.cuts, ranks, m, recompute, allreduce)
 
         assert isclose(candidate.microbatch_seconds, seconds, rel_tol=1e-9)
-        assert isclose(candidate.minibatch_seconds, (m + filling(schedule, candidate.stages)) * seconds, rel_tol=1e-9)
-        peaks = stage_bytes(profile, candidate.cuts, m, schedule, recompute, copies)
-        assert candidate.stage_bytes == pytest.approx(peaks)
-        assert max(candidate.stage_bytes) <= (cluster.memory_bytes or inf)
-        assert candidate.batch_size <= batch_size
-    equal = [configuration[0] for configuration in everything if configuration[-1]]
-    assert max(equal, default=0.0) * (1 - 1e-9) <= ranked[0].samples_per_second <= max(everything)[0] * (1 + 1e-9)
+        filling = 0 if schedule == "2bw" else candidate.stages - 1
+        assert isclose(candidate.minibatch_seconds, (m + filling) * seconds, rel_tol=1e-9)
+        plan, peaks = candidate.plan(), stage_bytes(profile, candidate.cuts, m, schedule, recompute, copies)
+        assert [plan.predicted.peak_bytes[own[0]] for own in ranks] == pytest.approx(peaks)
+        assert max(peaks) <= (cluster.memory_bytes or inf)
+        assert plan.microbatches * profile.microbatch_size <= batch_size
+    assert ranked[0].samples_per_second <= max(everything)[0] * (1 + 1e-9)
 
 
 @settings(max_examples=150, deadline=None)
@@ -223,7 +214,8 @@ def test_plan_says_what_its_candidate_says(profile, cluster, schedule, batch_siz
     plan, first = plan_two_bw(profile, cluster, asked, batch_size=batch_size), ranked[0]
 
     assert [(stage.start, stage.stop) for stage in plan.stages] == list(pairwise(first.cuts))
-    assert [list(stage.ranks) for stage in plan.stages] == ranks_of(first.replicas, first.stages, first.consecutive)
+    ranks = ranks_of(first.replicas, first.stages, first.orientation.consecutive)
+    assert [list(stage.ranks) for stage in plan.stages] == ranks
     assert (plan.microbatches, plan.schedule) == (first.replicas * first.microbatches, schedule)
     peaks = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), copies)
     assert plan.predicted.peak_bytes == pytest.approx(peaks)
@@ -263,7 +255,7 @@ def test_replicas_that_fill_a_server_reduce_inside_it(d):
     found = next(candidate for candidate in ranked if candidate.replicas == d)
 
     assert found.microbatch_seconds == max(12.0, 2 * (d - 1) / d * (4000.5 if d > 1 else 0) / 100.0 / 2)
-    assert found.consecutive == "replicas"
+    assert found.orientation.consecutive == "replicas"
 
 
 def test_pipelines_stay_in_a_server_where_activations_are_the_larger_part():
@@ -271,7 +263,7 @@ def test_pipelines_stay_in_a_server_where_activations_are_the_larger_part():
     profile = gpt(8, block=(1.0, 2.0, 50.0, 10.0, 1.0))
     ranked = rank(profile, cluster, request(stages=4), batch_size=64)
 
-    assert next(candidate for candidate in ranked if candidate.replicas == 2).consecutive == "pipelines"
+    assert next(candidate for candidate in ranked if candidate.replicas == 2).orientation.consecutive == "pipelines"
 
 
 def test_2bw_takes_as_many_microbatches_as_stages_or_none():
@@ -283,27 +275,19 @@ def test_2bw_takes_as_many_microbatches_as_stages_or_none():
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own():
-    """Equal blocks would give the last stage 4 blocks and the head; stages balanced by time do better."""
+    """Equal blocks, as in the text, would give the last stage 4 blocks and the head: 24 seconds."""
     profile = gpt(8, head=(4.0, 8.0, 0, 0, 0))
     ranked = rank(profile, Cluster.uniform(2, 1e9), request(stages=2), batch_size=8)
 
     once = [candidate for candidate in ranked if not candidate.recompute]
-    assert [(candidate.equal_blocks, candidate.cuts) for candidate in once] == [(False, (0, 7, 10)), (True, (0, 5, 10))]
-    assert [candidate.microbatch_seconds for candidate in once] == pytest.approx([18.0, 24.0])
+    assert [candidate.cuts for candidate in once] == [(0, 7, 10)]
+    assert [candidate.microbatch_seconds for candidate in once] == pytest.approx([18.0])
 
 
-def test_equal_blocks_are_taken_where_nothing_is_faster():
-    plan = plan_two_bw(gpt(8), Cluster.uniform(4, 1e9), request(stages=4), batch_size=8)
+def test_equal_blocks_are_shared_out_equally():
+    plan = plan_two_bw(gpt(8, embedding=(0.1, 0, 0, 0, 0)), Cluster.uniform(4, 1e9), request(stages=4), batch_size=8)
 
     assert [stage.stop for stage in plan.stages] == [3, 5, 7, 10]
-
-
-def test_a_layer_inside_a_block_is_no_place_to_cut():
-    block = [(1.0, 2.0, 9.0, 1.0, 1.0), (3.0, 6.0, 1.0, 2.0, 4.0)]
-    ranked = rank(chain(*block * 4), Cluster.uniform(8, 1e9), request(), batch_size=64)
-
-    assert {cut % 2 for candidate in ranked for cut in candidate.cuts} == {0}
-    assert max(candidate.stages for candidate in ranked) == 4
 
 
 def test_recomputation_is_chosen_only_where_it_is_needed():
@@ -362,9 +346,7 @@ def test_2bw_is_at_least_as_fast_as_a_flush(profile, cluster, batch_size):
 
     def candidates(schedule):
         ranked = rank(profile, roomy, request(schedule), batch_size)
-        return {
-            (c.replicas, c.stages, c.microbatch_size, c.recompute, c.equal_blocks, c.microbatches): c for c in ranked
-        }
+        return {(c.replicas, c.stages, c.recompute, c.microbatches): c for c in ranked}
 
     flush, buffered = candidates("1f1b-flush"), candidates("2bw")
     assert buffered.keys() <= flush.keys()
@@ -410,14 +392,14 @@ def test_gpipe_admits_fewer_microbatches_and_loses_by_its_bubble():
     gpipe, flush = (
         rank(profile, cluster, request(schedule, stages=4), batch_size=64) for schedule in ("gpipe", "1f1b-flush")
     )
-    plain = [next(c for c in ranked if c.equal_blocks and not c.recompute) for ranked in (gpipe, flush)]
+    plain = [next(c for c in ranked if not c.recompute) for ranked in (gpipe, flush)]
 
     assert [candidate.microbatches for candidate in plain] == [4, 64]
     assert plain[0].samples_per_second < plain[1].samples_per_second
 
 
 def test_64_devices_are_few_configurations():
-    """O(N^2) pairs, of which those with more stages than blocks and single layers are none."""
+    """O(N^2) pairs, of which those with more stages than layers are none."""
     ranked = rank(gpt(24), Cluster.hierarchical([(8, 150.0), (8, 1.0)]), request(), batch_size=4096)
     pairs = {(candidate.replicas, candidate.stages) for candidate in ranked}
 
@@ -432,8 +414,9 @@ def test_simulator_confirms_the_closed_form_where_nothing_is_sent(schedule):
     """Free links and equal stages, so that overlap and imbalance make no difference."""
     profile = gpt(8, block=(1.0, 2.0, 0.0, 10.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
     cluster = Cluster.uniform(8, 1e12)
-    candidates = [each for each in rank(profile, cluster, request(schedule), batch_size=32) if each.equal_blocks]
-    simulated = [evaluate(each.plan(cluster), profile, cluster).samples_per_second for each in candidates]
+    ranked = rank(profile, cluster, request(schedule), batch_size=32)
+    candidates = [each for each in ranked if 8 % each.stages == 0]
+    simulated = [evaluate(each.plan(), profile, cluster).samples_per_second for each in candidates]
 
     assert len(candidates) > 20
     for candidate, found in zip(candidates, simulated, strict=True):
@@ -445,7 +428,7 @@ def test_simulator_confirms_the_closed_form_where_nothing_is_sent(schedule):
 def test_batch_is_that_of_the_request_by_default():
     ranked = rank_pipelines(gpt(8, size=3), Cluster.uniform(2, 1e9), request(microbatches=4))
 
-    assert max(candidate.batch_size for candidate in ranked) == 12
+    assert max(candidate.plan().microbatches for candidate in ranked) == 4
 
 
 def test_one_pipeline_only_if_straight():
@@ -466,3 +449,21 @@ def test_one_pipeline_only_if_straight():
 def test_what_cannot_be_planned_is_refused(asked, message):
     with pytest.raises(PlanError, match=message):
         rank_pipelines(gpt(8), Cluster.uniform(4, 1e9), asked)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 9)), min_size=1, max_size=40), st.integers(2, 50))
+def test_places_of_a_long_chain_are_few_and_cheap(rows, most):
+    profile = chain(*[(seconds, 2 * seconds, cut, 1.0, 1.0) for seconds, cut in rows])
+    positions = cut_positions(profile, most)
+
+    assert (positions[0], positions[-1]) == (0, len(rows))
+    assert list(positions) == sorted(set(positions))
+    if len(rows) < most:
+        assert positions == tuple(range(len(rows) + 1))
+        return
+    assert len(positions) <= most + 2
+    # Between two positions lie two shares at the most, and the layers that reach beyond them.
+    share, longest = profile.seconds / most, max(row.seconds for row in profile.layers)
+    for start, stop in pairwise(positions):
+        assert sum(row.seconds for row in profile.layers[start:stop]) <= 2 * share + longest + 1e-9

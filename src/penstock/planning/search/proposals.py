@@ -104,7 +104,7 @@ class Proposer:
             allowed = [candidate for candidate in ranked if query.may_recompute or not candidate.recompute]
             alone = [candidate for candidate in allowed if candidate.replicas == 1]
             chosen = [*allowed[:_PROPOSED], *alone[:_PROPOSED]]
-            yield from (candidate.plan(self._cluster) for candidate in chosen)
+            yield from (candidate.plan() for candidate in chosen)
 
     def _propose_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
         """Proposes d equal pipelines of several stages per rank for every possible d of 2 or more: on all devices, or

@@ -1,4 +1,4 @@
-"""The planner of PipeDream-2BW, which tries all widths and depths of parallel pipelines.
+"""The planner of PipeDream-2BW, which tries all widths and depths of parallel pipelines: d equal ones of p stages.
 
 Algorithm 1 of [Narayanan 2021, section 3.3.2] tries all d and p on at most as many devices as there are, with and
 without recomputation. The highest throughput of all these wins. The printed algorithm has errors and gaps; ours differs
@@ -7,35 +7,130 @@ as follows:
   1. Throughput counts all d pipelines. d p need not be all devices, and g refers to the d p that are used.
   2. Each pipeline has m = p g microbatches, with the largest g for which d m is at most the requested microbatches; so
      m >= p, as 2bw requires. A flush also allows m < p: m = 1 is model parallelism without pipelining.
-  3. Two kinds of stages are tried: equal numbers of blocks (layers before the blocks join stage 0, layers after them
-     the last stage), and stages balanced by their times. An embedding or a head can make equal blocks a bad choice, and
-     chains without repeated blocks have only the second kind.
+  3. Stages are balanced by their times. The text gives each equally many repeated blocks, which is as fast only where
+     no embedding and no head makes a stage longer.
   4. The printed SEARCH takes the largest microbatch that fits. Here a microbatch has the size of the profile, and
      `planning.search` asks for every size. Under gpipe memory also limits m.
   5. Memory includes gradients and the optimizer's state (`planning.memory`).
+
+The time is a closed form [section 3.3.3]. With m microbatches of b samples in each pipeline per minibatch, a pipeline
+takes one every
+
+    t = max over stages i of max( compute_i + sum over its cuts of 2 |activations| / B_in-pipeline , reduce_i / m )
+
+    minibatch_seconds = (m + filling) t           filling: p - 1 under a flush, 0 under 2bw
+    samples_per_second = d m b / minibatch_seconds
+
+What crosses a cut is added to the compute time of both of its stages (no overlap), the all-reduce of the replicas is
+hidden behind the microbatches of a minibatch (max). We add three things to the text: the factor d of the throughput,
+without which the deepest pipeline always wins; the filling of a flush; latencies. With recomputation a stage computes
+its measured forward once more; where a backward takes two forwards this is the factor of 4/3 in the text.
+
+Not every runtime overlaps as in the text: the simulator, which can be used instead of this form, hides messages behind
+computation, exposes the all-reduce where nothing hides it, and recomputes nothing on the last stage.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import PlanError
 from penstock.planning.requests import Request
-from penstock.planning.two_bw.block_chains import BlockChain, cut_positions, find_blocks, stage_counts
+from penstock.planning.stage_costs import AllReduce, ChainCosts
 from penstock.planning.two_bw.orientations import CONSECUTIVE_RANKS, LinkTable, Orientation
-from penstock.planning.two_bw.parallel_pipelines import PipelineCandidate, filling, slowest_stage
+from penstock.planning.two_bw.pipeline_chains import PipelineChain, StageCounts, cut_positions, stage_counts
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH, TWO_BW
+from penstock.simulating.action_costs import reduce_rounds
 from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import Profile
 
 _EFFORT = 1 << 14
 """The product of stages and positions to cut for which balancing takes seconds; its time grows with the square. A
-longer chain without blocks is cut at fewer positions."""
+longer chain is cut at fewer positions."""
 
 PIPELINE_SCHEDULES = (TWO_BW, ONE_F_ONE_B_FLUSH, GPIPE)
 """The schedules that the closed form of parallel pipelines covers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelineCandidate:
+    """Holds one configuration of parallel pipelines, and its costs."""
+
+    request: Request
+    chain: PipelineChain
+    orientation: Orientation
+    counts: StageCounts
+    positions: tuple[int, ...]
+    """The cuts, counted in positions of the chain."""
+    microbatches: int
+    """``m``: the microbatches of one minibatch in ONE pipeline."""
+    microbatch_seconds: float
+    """``t``: the time between two microbatches of a pipeline."""
+    limit: str
+    """The limit of the speed, in words."""
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Stage s holds layers ``[cuts[s], cuts[s + 1])``."""
+        return self.chain.layers(self.positions)
+
+    @property
+    def stages(self) -> int:
+        """``p``."""
+        return len(self.positions) - 1
+
+    @property
+    def replicas(self) -> int:
+        """``d``: pipelines, and so replicas of every stage."""
+        return len(self.orientation.ranks[0])
+
+    @property
+    def recompute(self) -> bool:
+        """Whether every forward runs twice."""
+        return self.chain.recompute
+
+    @property
+    def minibatch_seconds(self) -> float:
+        """The time of a minibatch in the steady state."""
+        filling = self.stages - 1 if self.request.definition.flushes else 0
+        return (self.microbatches + filling) * self.microbatch_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """The throughput of all pipelines."""
+        samples = self.replicas * self.microbatches * self.chain.profile.microbatch_size
+        return samples / self.minibatch_seconds if self.minibatch_seconds else inf
+
+    def plan(self) -> Plan:
+        """This candidate as a plan, with its prediction."""
+        ranks = self.orientation.ranks.tolist()
+        stages = tuple(Stage(*cut, tuple(own)) for cut, own in zip(pairwise(self.cuts), ranks, strict=True))
+        stage_bytes = self.chain.stage_bytes(self.positions, self.counts)
+        peaks = {rank: peak for own, peak in zip(ranks, stage_bytes, strict=True) for rank in own}
+        busy, present = self.microbatches * float(self.chain.costs.seconds[0, -1]), self.stages * self.minibatch_seconds
+        predicted = Prediction(
+            minibatch_seconds=self.minibatch_seconds,
+            samples_per_second=self.samples_per_second,
+            bottleneck_seconds=self.microbatch_seconds / self.replicas,
+            peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
+            bubble=max(0.0, 1 - busy / present) if present else 0.0,
+            limit=self.limit,
+        )
+        return Plan(
+            stages,
+            self.request.schedule,
+            self.replicas * self.microbatches,
+            self.chain.profile.microbatch_size,
+            recompute=self.recompute,
+            predicted=predicted,
+        )
 
 
 def rank_pipelines(profile: Profile, cluster: Cluster, request: Request) -> tuple[PipelineCandidate, ...]:
@@ -46,153 +141,109 @@ def rank_pipelines(profile: Profile, cluster: Cluster, request: Request) -> tupl
     recomputation; without it both are tried. `request.stages` fixes p, and `request.straight` sets d = 1. Raises
     `PlanError` for other schedules than `PIPELINE_SCHEDULES`, and if nothing fits.
     """
-    candidates = sorted(
-        _PipelineSearch(cluster, request, _block_chains(profile, cluster, request)).candidates(), key=_order
-    )
+    if request.definition not in PIPELINE_SCHEDULES:
+        raise PlanError(
+            f"schedule: expected one of {', '.join(map(str, PIPELINE_SCHEDULES))} for parallel pipelines, found "
+            f"{request.schedule}: choose one of them, or the planner pipedream"
+        )
+    if request.allreduce == "released":
+        raise PlanError(
+            "allreduce: expected ring or shared for parallel pipelines, found released, which hides no all-reduce "
+            "behind the compute: choose one of them, or the planner pipedream"
+        )
+    chains = _chains(profile, cluster, request)
+    most = min(cluster.devices, chains[0].units)
+    if request.stages is not None and request.stages > most:
+        raise PlanError(
+            f"stages: expected at most {most} ({cluster.devices} devices, {chains[0].units} layers or runs of layers), "
+            f"found {request.stages}: use fewer stages or describe more devices"
+        )
+    links = LinkTable(cluster)
+    candidates: list[PipelineCandidate] = []
+    for stages in range(1, most + 1) if request.stages is None else (request.stages,):
+        widest = 1 if request.straight else cluster.devices // stages
+        for replicas in range(1, widest + 1):
+            ways = CONSECUTIVE_RANKS if replicas > 1 and stages > 1 else CONSECUTIVE_RANKS[:1]
+            orientations = [links.orient(replicas, stages, consecutive) for consecutive in ways]
+            candidates += filter(None, (_fastest(chain, orientations, request) for chain in chains))
     if not candidates:
         raise PlanError(
             f"expected parallel pipelines under {request.schedule} of at most {request.microbatches} microbatches that "
             "fit in memory, found none: use more microbatches, or devices with more memory"
         )
-    return tuple(candidates)
+    return tuple(sorted(candidates, key=_order))
 
 
-@dataclass(frozen=True, slots=True)
-class _PipelineSearch:
-    """Runs Algorithm 1 for one request."""
-
-    cluster: Cluster
-    request: Request
-    chains: tuple[BlockChain, ...]
-    """Without and with recomputation, as requested."""
-
-    def __post_init__(self) -> None:
-        schedule, stages = self.request.definition, self.request.stages
-        if schedule not in PIPELINE_SCHEDULES:
-            raise PlanError(
-                f"schedule: expected one of {', '.join(map(str, PIPELINE_SCHEDULES))} for parallel pipelines, found "
-                f"{schedule}: choose one of them, or the planner pipedream"
+def _fastest(chain: PipelineChain, orientations: Sequence[Orientation], request: Request) -> PipelineCandidate | None:
+    """The candidate with as many microbatches as fit and the faster orientation (the first of equal ones), or None
+    if nothing fits.
+    """
+    stages, replicas = orientations[0].ranks.shape
+    microbatches = _most_microbatches(chain, replicas, stages, request)
+    if not microbatches:
+        return None
+    counts = stage_counts(request.schedule, microbatches, stages)
+    options = []
+    for orientation in orientations:
+        cuts = chain.balanced_cuts(counts, orientation, microbatches, request.allreduce)
+        if cuts is not None:
+            seconds, limit = slowest_stage(chain.costs, cuts, orientation, microbatches, request.allreduce)
+            options.append(
+                PipelineCandidate(
+                    request=request,
+                    chain=chain,
+                    orientation=orientation,
+                    counts=counts,
+                    positions=cuts,
+                    microbatches=microbatches,
+                    microbatch_seconds=seconds,
+                    limit=limit,
+                )
             )
-        if self.request.allreduce == "released":
-            raise PlanError(
-                "allreduce: expected ring or shared for parallel pipelines, found released, which hides no all-reduce "
-                "behind the compute: choose one of them, or the planner pipedream"
-            )
-        if stages is not None and stages > self.most_stages:
-            raise PlanError(
-                f"stages: expected at most {self.most_stages} ({self.cluster.devices} devices, {self.units} blocks and "
-                f"single layers), found {stages}: use fewer stages or describe more devices"
-            )
+    return min(options, key=lambda option: option.microbatch_seconds, default=None)
 
-    @property
-    def units(self) -> int:
-        """The number of blocks and single layers."""
-        return self.chains[0].units
 
-    @property
-    def most_stages(self) -> int:
-        return min(self.cluster.devices, self.units)
+def _most_microbatches(chain: PipelineChain, replicas: int, stages: int, request: Request) -> int:
+    """The largest m that request and memory allow; 0 if there is none.
 
-    def candidates(self) -> Iterator[PipelineCandidate]:
-        """The candidates for all p, d, recomputation and kinds of cuts."""
-        links = LinkTable(self.cluster)
-        fixed = self.request.stages
-        for stages in range(1, self.most_stages + 1) if fixed is None else (fixed,):
-            widest = 1 if self.request.straight else self.cluster.devices // stages
-            for replicas in range(1, widest + 1):
-                ways = CONSECUTIVE_RANKS if replicas > 1 and stages > 1 else CONSECUTIVE_RANKS[:1]
-                orientations = [links.orient(replicas, stages, consecutive) for consecutive in ways]
-                for chain in self.chains:
-                    blocks, balanced = (self._fastest(chain, orientations, equal) for equal in (True, False))
-                    if blocks is not None:
-                        yield blocks
-                    if balanced is not None and replace(balanced, equal_blocks=True) != blocks:
-                        yield balanced
+    m is a multiple of p, or less than p if the schedule flushes.
+    """
+    whole = request.microbatches // replicas
+    accumulation = whole // stages
 
-    def _fastest(self, chain: BlockChain, orientations: Sequence[Orientation], equal: bool) -> PipelineCandidate | None:
-        """The candidate with as many microbatches as fit and the faster orientation (the first of equal ones), or None
-        if nothing fits.
-        """
-        stages, replicas = orientations[0].ranks.shape
-        blocks = chain.equal_cuts(stages)
-        if blocks is None if equal else stages == 1:
-            return None
-        microbatches = self._most_microbatches(chain, replicas, stages, blocks if equal else None)
-        if not microbatches:
-            return None
-        counts = stage_counts(self.request.schedule, microbatches, stages)
-        options = []
-        for orientation in orientations:
-            allreduce = self.request.allreduce
-            cuts = blocks if equal else chain.balanced_cuts(counts, orientation, microbatches, allreduce)
-            if cuts is not None:
-                time = slowest_stage(chain.costs, cuts, orientation, microbatches, allreduce)
-                options.append((time, cuts, orientation))
-        if not options:
-            return None
-        (seconds, limit), cuts, orientation = min(options, key=lambda option: option[0][0])
-        samples = replicas * microbatches * chain.profile.microbatch_size
-        total = (microbatches + filling(self.request.definition, stages)) * seconds
-        return PipelineCandidate(
-            schedule=self.request.schedule,
-            replicas=replicas,
-            cuts=chain.layers(cuts),
-            equal_blocks=equal,
-            microbatch_size=chain.profile.microbatch_size,
-            microbatches=microbatches,
-            recompute=chain.recompute,
-            consecutive=orientation.consecutive,
-            microbatch_seconds=seconds,
-            samples_per_second=samples / total if total else inf,
-            compute_seconds=float(chain.costs.seconds[0, -1]),
-            stage_bytes=chain.stage_bytes(cuts, counts),
-            limit=limit,
-        )
+    def count(step: int) -> int:
+        """The sequence 1, 2, ..., p - 1, p, 2 p, 3 p, ..."""
+        return step if step < stages else stages * (step - stages + 1)
 
-    def _most_microbatches(self, chain: BlockChain, replicas: int, stages: int, cuts: tuple[int, ...] | None) -> int:
-        """The largest m that request and memory allow with these cuts (None: with any cuts); 0 if there is none.
+    def fits(step: int) -> bool:
+        return chain.can_fit(stage_counts(request.schedule, count(step), stages))
 
-        m is a multiple of p, or less than p if the schedule flushes.
-        """
-        whole = self.request.microbatches // replicas
-        accumulation = whole // stages
-
-        def count(step: int) -> int:
-            """The sequence 1, 2, ..., p - 1, p, 2 p, 3 p, ..."""
-            return step if step < stages else stages * (step - stages + 1)
-
-        def fits(step: int) -> bool:
-            counts = stage_counts(self.request.schedule, count(step), stages)
-            return chain.can_fit(counts) if cuts is None else chain.fits(cuts, counts)
-
-        first = 1 if self.request.definition.flushes else stages
-        last = stages - 1 + accumulation if accumulation else min(whole, stages - 1)
-        if last < first or not fits(first):
-            return 0
-        # More microbatches never need less memory, so we bisect for the last step that fits.
-        if fits(last):
-            return count(last)
-        return count(first + bisect_left(range(first, last), True, key=lambda step: not fits(step)) - 1)
+    first = 1 if request.definition.flushes else stages
+    last = stages - 1 + accumulation if accumulation else min(whole, stages - 1)
+    if last < first or not fits(first):
+        return 0
+    # More microbatches never need less memory, so we bisect for the last step that fits.
+    if fits(last):
+        return count(last)
+    return count(first + bisect_left(range(first, last), True, key=lambda step: not fits(step)) - 1)
 
 
 def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
     """A key that sorts the fastest first. It has twelve digits, so that rounding does not decide between equals."""
     return (
         -float(f"{candidate.samples_per_second:.12g}"),
-        candidate.devices,
+        candidate.replicas * candidate.stages,
         candidate.recompute,
         candidate.stages,
-        not candidate.equal_blocks,
-        -candidate.microbatch_size,
         -candidate.microbatches,
     )
 
 
-def _block_chains(profile: Profile, cluster: Cluster, request: Request) -> tuple[BlockChain, ...]:
+def _chains(profile: Profile, cluster: Cluster, request: Request) -> tuple[PipelineChain, ...]:
     depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
     recompute = (True,) if request.recompute else (False, True)
     return tuple(
-        _block_chain(
+        _chain(
             profile,
             cluster,
             depth,
@@ -205,17 +256,52 @@ def _block_chains(profile: Profile, cluster: Cluster, request: Request) -> tuple
 
 
 @lru_cache(maxsize=8)
-def _block_chain(
+def _chain(
     profile: Profile, cluster: Cluster, depth: int, *, recompute: bool, optimizer_copies: float, buffers: int
-) -> BlockChain:
+) -> PipelineChain:
     """Kept, since all schedules are planned with the same chains."""
-    blocks = find_blocks(profile)
-    return BlockChain(
+    return PipelineChain(
         profile,
-        blocks,
-        cut_positions(profile, blocks, max(3 * depth, _EFFORT // depth)),
+        cut_positions(profile, max(3 * depth, _EFFORT // depth)),
         recompute=recompute,
         optimizer_copies=optimizer_copies,
         cluster=cluster,
         buffers=buffers,
     )
+
+
+def slowest_stage(
+    costs: ChainCosts, cuts: Sequence[int], orientation: Orientation, microbatches: int, allreduce: AllReduce
+) -> tuple[float, str]:
+    """(``t`` in seconds, what limits it) of pipelines whose stages have the layers between `cuts`."""
+    replicas = orientation.ranks.shape[1]
+    starts, stops = np.array(cuts[:-1]), np.array(cuts[1:])
+    if costs.rank_seconds:
+        own = zip(orientation.ranks.tolist(), starts, stops, strict=True)
+        compute = np.array([costs.seconds_on(ranks)[start, stop] for ranks, start, stop in own])
+    else:
+        compute = costs.seconds[starts, stops]
+    hops = costs.exchanged_bytes[starts[1:], None] * orientation.hop_seconds_per_byte + orientation.hop_latency_seconds
+    # The slowest replica decides, and the slowest link of a ring.
+    hops = hops.max(axis=1, initial=0.0)
+    sent = np.concatenate([[0.0], hops])
+    passed = np.concatenate([hops, [0.0]])
+    work = compute + sent + passed
+    reduced = reduce_rounds(replicas, shared=allreduce == "shared") * costs.parameter_bytes[starts, stops]
+    rings = reduced[:, None] * orientation.ring_seconds_per_byte
+    rings = rings + 2 * (replicas - 1) * orientation.ring_latency_seconds
+    reduced = rings.max(axis=1) / microbatches
+
+    times = np.maximum(work, reduced)
+    slowest = int(times.argmax())
+    return float(times[slowest]), _limit(slowest, compute, sent, passed, reduced)
+
+
+def _limit(stage: int, *seconds: npt.NDArray[np.float64]) -> str:
+    compute, sent, passed, reduced = (float(kind[stage]) for kind in seconds)
+    if reduced > compute + sent + passed:
+        return f"all-reduce of stage {stage}"
+    if compute >= sent + passed:
+        return f"stage {stage}"
+    low = stage - 1 if sent >= passed else stage
+    return f"link between stages {low} and {low + 1}"
