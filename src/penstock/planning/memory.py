@@ -15,13 +15,12 @@ the memory of the device's runtime are not included.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.stage_costs import ChainCosts, Counts, Flags, Matrix
+from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, INTERLEAVED
 from penstock.scheduling.placements import Placement
@@ -91,35 +90,6 @@ def interval_bytes(
     rows = slice(None) if starts is None else starts
     kept = in_flight * costs.saved_bytes[rows] + costs.working_bytes[rows]
     return kept + (versions + 1 + optimizer_copies) * costs.parameter_bytes[rows]
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Holds the memory of each rank, and the schedule that decides how much of it a stage needs."""
-
-    size_bytes: float
-    schedule: ScheduleDefinition | str
-    microbatches: int
-    workers: int
-    """The number of workers of the whole pipeline."""
-    vertical_sync: bool = False
-    optimizer_copies: float = OPTIMIZER_COPIES
-
-    def counts(self, replicas: int, behind: int) -> tuple[int, int]:
-        """`live_counts` of a stage of this pipeline."""
-        return live_counts(
-            self.schedule,
-            self.microbatches,
-            replicas,
-            behind,
-            self.workers,
-            vertical_sync=self.vertical_sync,
-        )
-
-    def fitting(self, costs: ChainCosts, counts: tuple[int, int], starts: Counts | None = None) -> Flags:
-        """[i, j]: whether layers i up to and without j fit as a stage with these `counts`; `starts`: only these i."""
-        fits: Flags = interval_bytes(costs, *counts, self.optimizer_copies, starts) <= self.size_bytes
-        return fits
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:

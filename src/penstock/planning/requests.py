@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.arguments import FLAG, Rule, check_fields, integer, number
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.stage_costs import AllReduce, ChainCosts, chain_costs
+from penstock.planning.memory import OPTIMIZER_COPIES, interval_bytes, live_counts
+from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Flags, chain_costs
 from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
@@ -122,6 +122,27 @@ class Request:
                 f"{self.stages_per_rank} stages each), found {stages}: use fewer stages or describe more devices"
             )
         return stages
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Holds the memory of each of the `workers` of a pipeline, and the request that says how much a stage needs."""
+
+    request: Request
+    workers: int
+    size_bytes: float
+
+    def counts(self, replicas: int, behind: int) -> tuple[int, int]:
+        """`live_counts` of a stage of this pipeline."""
+        asked = self.request
+        return live_counts(
+            asked.schedule, asked.microbatches, replicas, behind, self.workers, vertical_sync=asked.vertical_sync
+        )
+
+    def fitting(self, costs: ChainCosts, counts: tuple[int, int], starts: Counts | None = None) -> Flags:
+        """[i, j]: whether layers i up to and without j fit as a stage with these `counts`; `starts`: only these i."""
+        fits: Flags = interval_bytes(costs, *counts, self.request.optimizer_copies, starts) <= self.size_bytes
+        return fits
 
 
 def number_ranks(stages: tuple[Stage, ...]) -> tuple[tuple[Stage, ...], tuple[int, ...]]:

@@ -6,7 +6,6 @@ from itertools import combinations, pairwise, permutations
 import numpy as np
 import pytest
 
-from penstock.errors import PlanError
 from penstock.planning.spp.device_orders import device_groups, device_order, link_latencies, link_speeds, minimum_cut
 from penstock.values import Cluster
 
@@ -190,14 +189,3 @@ def test_links_are_as_slow_as_their_slower_direction():
 
     assert link_speeds(cluster).tolist() == [[np.inf, 4, 7], [4, np.inf, 9], [7, 9, np.inf]]
     assert link_latencies(cluster).tolist() == [[0, 2, 6], [2, 0, 5], [6, 5, 0]]
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (0, 0), (4,)])
-def test_links_that_are_no_square_are_refused(shape):
-    with pytest.raises(PlanError, match="square matrix"):
-        device_order(np.ones(shape))
-
-
-def test_one_node_cannot_be_cut():
-    with pytest.raises(PlanError, match="two nodes"):
-        minimum_cut(np.ones((1, 1)))

@@ -4,8 +4,9 @@ Under interleaving rank q of p holds the stages q, p + q, 2p + q, ..., and under
 the sum of their times, so a long stage can be combined with a short one. The recurrence cannot express such sums, which
 couple distant stages. If there are few ways to cut, all are tried. Otherwise a local search moves a single cut, or
 several adjacent cuts by one layer, as long as that makes the slowest rank or link faster, or the ranks more equal. It
-starts from stages of equal work, of equal length and of equal weights, and takes the best result. This is a heuristic
-that usually finds the optimum. Tests require at most 1.25 times the optimum on random chains.
+starts from stages of equal work, of equal length, of equal weights, and from those with the fastest slowest stage, and
+takes the best result. This is a heuristic that usually finds the optimum. Tests require at most 1.25 times the optimum
+on random chains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
+from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 
 _TRY_ALL = 20_000
 """Up to this many ways to cut are all tried, which takes well below a second."""
@@ -70,7 +72,8 @@ def cut_interleaved(
         inner = np.array(ways, dtype=np.int64).reshape(len(ways), len(exchange))
         best = problem.best(np.hstack([np.zeros((len(ways), 1), dtype=np.int64), inner]), costs.layers)
     else:
-        ends = [_improve(problem, start, costs.layers) for start in _starts(problem)]
+        starts = [*_simple_starts(problem), _fastest_stages(problem)]
+        ends = [_improve(problem, start, costs.layers) for start in starts]
         best = problem.best(np.array([end[:-1] for end in ends]), costs.layers)
     seconds, worst = problem.evaluate(best[None])[0], problem.worst_bytes(best[None])
     return _InterleavedCuts(tuple(int(cut) for cut in best), float(seconds[0]), float(worst[0]))
@@ -154,7 +157,7 @@ def _cuts_of_links(stage_ranks: Sequence[int]) -> Counts:
     return np.array(columns or [[last]], dtype=np.int64).T
 
 
-def _starts(problem: _CutProblem) -> Iterator[Counts]:
+def _simple_starts(problem: _CutProblem) -> Iterator[Counts]:
     """Initial cuts: stages of equal work, of equal length, of equal weights."""
     layers, stages = problem.costs.layers, len(problem.exchange)
     shares = np.arange(1, stages) / stages
@@ -165,6 +168,18 @@ def _starts(problem: _CutProblem) -> Iterator[Counts]:
         firsts = np.arange(1, stages)
         inner = np.maximum.accumulate(wanted - firsts) + firsts
         yield np.concatenate([[0], np.minimum(inner, layers - firsts[::-1]), [layers]])
+
+
+def _fastest_stages(problem: _CutProblem) -> Counts:
+    """Initial cuts: those with the fastest slowest stage."""
+    positions = np.arange(problem.costs.layers + 1)
+
+    def seconds(stage: int, starts: Counts) -> Matrix:
+        return np.where(positions > starts[:, None], problem.costs.seconds[starts], np.inf)
+
+    exchange = list(problem.exchange[:-1])
+    cuts = cut_evenly(seconds, exchange, least_bottleneck(seconds, exchange))
+    return np.array(cuts, dtype=np.int64)
 
 
 def _improve(problem: _CutProblem, cuts: Counts, sweeps: int) -> Counts:

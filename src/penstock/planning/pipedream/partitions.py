@@ -21,12 +21,12 @@ from math import inf
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.memory import Room, chunks_in_flight, overfull_rank, peak_bytes
+from penstock.planning.memory import chunks_in_flight, overfull_rank, peak_bytes
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.recurrence import Hierarchy, MachineLevel
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
 from penstock.planning.predictions import predict, prediction_of, slowest_part
-from penstock.planning.requests import Request
+from penstock.planning.requests import Request, Room
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
@@ -70,7 +70,7 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
     request.stage_count(cluster.devices)
     costs = request.costs(profile, cluster)
     limited = cluster.least_memory_bytes is not None
-    room = _room_of(request, cluster.devices, inf) if limited else None
+    room = Room(request, cluster.devices, inf) if limited else None
     straight = _is_unreplicated(request)
     candidates = fastest_unequal(costs, cluster, straight=straight, allreduce=request.allreduce, room=room)
     found = []
@@ -89,18 +89,6 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
 
 def _is_unreplicated(request: Request) -> bool:
     return request.straight or request.stages is not None or request.definition.layout.has_several
-
-
-def _room_of(request: Request, workers: int, size_bytes: float) -> Room:
-    """The memory of one of `workers` ranks that run `request`."""
-    return Room(
-        size_bytes,
-        request.schedule,
-        request.microbatches,
-        workers,
-        vertical_sync=request.vertical_sync,
-        optimizer_copies=request.optimizer_copies,
-    )
 
 
 def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[float, tuple[Stage, ...]]:
@@ -124,7 +112,7 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
         )
         limit, cuts = (deal.seconds, deal.cuts) if deal.worst_bytes <= size_bytes else (inf, ())
     else:
-        room = None if least is None else _room_of(request, ranks, size_bytes)
+        room = None if least is None else Room(request, ranks, size_bytes)
         seconds = _stage_seconds(costs, room, ranks)
         limit = least_bottleneck(seconds, exchange)
         cuts = cut_evenly(seconds, exchange, limit) if limit < inf else ()
@@ -148,9 +136,8 @@ def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[t
 
     The hierarchical plan comes first, so that it wins a tie: its links are the real ones.
     """
-    room = None
-    if cluster.memory_bytes is not None:
-        room = _room_of(request, cluster.devices, cluster.memory_bytes)
+    limit = cluster.memory_bytes
+    room = None if limit is None else Room(request, cluster.devices, limit)
     flat = MachineLevel(cluster.devices, cluster.slowest, request.allreduce)
     machines: list[tuple[MachineLevel, ...]] = [(flat,)]
     if isinstance(cluster.links, LinkLevels):

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from penstock.planning.memory import Room
+from penstock.planning.requests import Room
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Matrix, replicated_seconds
 
 _Pipeline: TypeAlias = tuple[float, tuple[tuple[int, int, int], ...]]

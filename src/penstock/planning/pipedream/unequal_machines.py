@@ -27,7 +27,7 @@ from math import inf, prod
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.memory import Room
+from penstock.planning.requests import Room
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Matrix, replicated_seconds
 from penstock.values.chain_cuts import cut_evenly
 from penstock.values.clusters import Cluster

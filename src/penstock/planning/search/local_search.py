@@ -104,7 +104,6 @@ class LocalSearch:
         self._cluster = cluster
         self._assumptions = assumptions
         self._sums = LayerSums.of(profile)
-        self._links: dict[tuple[int, int], float] = {}
         self._bounds = LowerBounds(costs, self._sums, cluster, assumptions)
         self._variants: dict[object, PlanVariants | None] = {}
         """By structure; None if it cannot run."""
@@ -153,45 +152,17 @@ class LocalSearch:
     def least_seconds(self, plan: Plan) -> float:
         """The seconds for a sample that `plan` takes at least, whatever its cuts.
 
-        Where a rank holds several stages, and on long chains, these are the seconds of its slowest rank or link with
-        its own cuts, which are chosen to make it least; with replicas, an equal share of the work.
+        Where a rank holds several stages, these are the seconds of its slowest rank or link with its own cuts, which
+        are chosen to make it least; with replicas, and on long chains, an equal share of the work.
         """
         if not plan.definition.layout.has_several and len(self._profile) <= _LONG:
             return self._least_of_structure(plan)
-        if max(plan.replicas) > 1:
-            return self._profile.seconds / plan.ranks / self._profile.microbatch_size
-        return self._slowest_seconds(plan) / self._profile.microbatch_size
+        if plan.definition.layout.has_several and max(plan.replicas) == 1 and plan.predicted is not None:
+            return plan.predicted.bottleneck_seconds / self._profile.microbatch_size
+        return self._profile.seconds / plan.ranks / self._profile.microbatch_size
 
     def _least_of_structure(self, plan: Plan) -> float:
         return self._bounds.least_seconds(plan) / (plan.microbatches * self._profile.microbatch_size)
-
-    def estimate_seconds(self, plan: Plan) -> float:
-        """The seconds for a sample of `plan` with its own cuts, if every round takes as long as its slowest part."""
-        return self._slowest_seconds(plan) * count_rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
-
-    def _slowest_seconds(self, plan: Plan) -> float:
-        """The seconds per microbatch of the slowest rank, link or all-reduce, where links carry both directions at once
-        and messages of replicas have links of their own.
-        """
-        ranks: dict[tuple[int, ...], float] = {}
-        links: dict[tuple[int, int], float] = {}
-        split = plan.placement.split
-        longest = 0.0
-        for stage in plan.stages:
-            count = len(stage.ranks)
-            work = float(self._costs.seconds[stage.start, stage.stop]) / count
-            ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + work
-            if count > 1:
-                turns = count if plan.definition.updates_per_microbatch else plan.microbatches
-                longest = max(longest, self._bounds.reduce_seconds(stage) / turns)
-        for one, other in pairwise(plan.stages):
-            if one.ranks != other.ranks:
-                counts = len(one.ranks), len(other.ranks)
-                ways = counts[0] * counts[1] if split else max(counts)
-                pair = one.ranks[-1], other.ranks[0]
-                sent = float(self._sums.crossing[other.start]) / (self._bandwidth(pair) * ways)
-                links[pair] = links.get(pair, 0.0) + sent
-        return max(*ranks.values(), *links.values(), longest)
 
     def move_cuts(self, timed: Timed, effort: Effort, most_rounds: int = _MOST_ROUNDS) -> Timed:
         """The plan after moves of cuts, as long as they make it faster."""
@@ -271,12 +242,6 @@ class LocalSearch:
             return np.arange(len(cuts))
         peaks = peaks_of_cuts(plan, cuts, self._costs, self._assumptions.optimizer_copies)
         return np.flatnonzero((peaks <= limit).all(axis=1))
-
-    def _bandwidth(self, pair: tuple[int, int]) -> float:
-        if pair not in self._links:
-            here, there = pair
-            self._links[pair] = min(self._cluster.bandwidth(here, there), self._cluster.bandwidth(there, here))
-        return self._links[pair]
 
     def _structures(self, plan: Plan, straight: bool, below: float) -> list[Plan]:
         """Plans with other replicas that can take less than `below` seconds for a sample, those with the least bound

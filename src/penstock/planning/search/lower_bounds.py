@@ -25,7 +25,7 @@ from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.cut_variants import LayerSums
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Stage
+from penstock.values.plans import Plan
 
 _GB = 1e9
 
@@ -65,11 +65,6 @@ class LowerBounds:
                 cuts = cut_evenly(lambda *stage: self._seconds(plan, *stage), self._exchange(plan), limit)
             self._found[key] = limit, cuts
         return cuts
-
-    def reduce_seconds(self, stage: Stage) -> float:
-        """The seconds of an all-reduce of `stage`."""
-        fixed, slope = self._ring(stage.ranks)
-        return fixed + slope * float(self._costs.parameter_bytes[stage.start, stage.stop])
 
     def _key(self, plan: Plan) -> object:
         return (tuple(stage.ranks for stage in plan.stages), plan.microbatches, plan.routing, *_kind_of(plan))

@@ -17,7 +17,7 @@ from math import inf
 
 from penstock.planning.memory import cuts_of, peak_bytes
 from penstock.planning.planner_names import PlannerName
-from penstock.planning.predictions import predict, slowest_seconds
+from penstock.planning.predictions import predict, slowest_seconds, speed_of
 from penstock.planning.requests import if_runnable
 from penstock.planning.search.constraints import PlanConstraints, plans_for
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
@@ -110,11 +110,6 @@ def _arrange(plan: Plan, definition: ScheduleDefinition, microbatches: int, prof
             routing="split" if split else "round-robin",
         )
     )
-
-
-def fastest(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """The first `count` of `plans` by their predictions."""
-    return sorted(plans, key=lambda plan: -plan.predicted.samples_per_second if plan.predicted else 0.0)[:count]
 
 
 _QUICK = 4_000
@@ -213,7 +208,8 @@ class Refiner:
         found = []
         for family in order[:_RANKED]:
             own = timings[family]
-            others = fastest(families[family], _ATTEMPTS if self._cluster.memory_bytes is not None else 2)
+            attempts = _ATTEMPTS if self._cluster.memory_bytes is not None else 2
+            others = sorted(families[family], key=speed_of, reverse=True)[:attempts]
             found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
         return found
 
@@ -229,7 +225,7 @@ class Refiner:
         search = self._search(family)
         effort = Effort(_QUICK * self._cluster.devices)
         shapes: dict[object, list[Plan]] = {}
-        for plan in sorted(plans, key=search.estimate_seconds):
+        for plan in sorted(plans, key=speed_of, reverse=True):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
         seeds = list(shapes.values())
         bounds = [min(map(search.least_seconds, alike)) for alike in seeds]

@@ -22,7 +22,6 @@ from itertools import groupby
 
 import numpy as np
 
-from penstock.errors import PlanError
 from penstock.planning.stage_costs import Matrix
 from penstock.values.clusters import Cluster
 
@@ -36,7 +35,6 @@ def device_order(speeds: Matrix) -> tuple[int, ...]:
     `speeds`, (V, V): bytes per second between two devices, symmetric; the diagonal is not read (see `link_speeds`).
     O(V^4) in the worst case, mostly in numpy; 64 devices take a fraction of a second.
     """
-    _check_square(speeds)
     groups = device_groups(speeds)
 
     def arrange(members: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,9 +53,6 @@ def minimum_cut(weights: Matrix) -> tuple[float, tuple[int, ...]]:
     `weights`, (n, n): symmetric, 0 or more, n at least 2; the diagonal is not read. The other side holds node 0.
     O(n^3).
     """
-    _check_square(weights)
-    if len(weights) < 2:
-        raise PlanError("minimum cut: expected two nodes or more, found one: one node cannot be cut in two")
     joined = weights.astype(np.float64)
     merged: list[list[int]] = [[node] for node in range(len(joined))]
     least, side = np.inf, merged[-1]
@@ -78,7 +73,6 @@ def device_groups(speeds: Matrix) -> tuple[tuple[int, ...], ...]:
 
     Any two groups are disjoint, or one contains the other. `speeds` as for `device_order`.
     """
-    _check_square(speeds)
     groups = []
     for mask in _linked(speeds):
         inside = speeds[np.ix_(mask, mask)].copy()
@@ -176,11 +170,3 @@ def _subgroups(members: Sequence[int], groups: Sequence[tuple[int, ...]]) -> lis
             subgroups.append(group)
             left -= set(group)
     return sorted([*subgroups, *((device,) for device in left)])
-
-
-def _check_square(matrix: Matrix) -> None:
-    if matrix.ndim != 2 or not matrix.size or matrix.shape[0] != matrix.shape[1]:
-        raise PlanError(
-            f"links: expected a square matrix with one row per device, found shape {matrix.shape}: "
-            "give the bandwidth between every two devices"
-        )

@@ -23,7 +23,7 @@ Plans tie often. The first stage then gets the fewest devices, next the fewest l
 devices, and so on.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,9 +44,9 @@ class OrderedDevices:
     ranks: tuple[int, ...]
     """The rank at every position."""
     speeds: Matrix
-    """(V, V), by position: bytes per second, symmetric."""
+    """(V, V), by position: bytes per second, symmetric; infinite on the diagonal."""
     latencies: Matrix
-    """(V, V), by position: seconds."""
+    """(V, V), by position: seconds; 0 on the diagonal."""
     shared_medium: bool = False
     """Whether the all-reduce moves 2 (r-1) times the weights through one medium, not 2 (r-1)/r on every link."""
 
@@ -115,36 +115,6 @@ def cheapest_mappings(
     return tuple(_unfold(tables, machine, costs.layers, stages) for stages in range(1, most_stages + 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _LeadingDevices:
-    """The links of the first r of the last n devices."""
-
-    replicas: int
-    """``r``."""
-    inner_speed: float
-    """The slowest link among them."""
-    inner_latency: float
-    outer_speeds: Matrix
-    """(n - r,): the slowest link from any of them to the next one, two, ... devices."""
-    outer_latencies: Matrix
-
-
-def _fronts(machine: OrderedDevices, devices: int, most_replicas: int) -> Iterator[_LeadingDevices]:
-    """The first r of the last `devices` devices, for r = 1, 2, ... `most_replicas`."""
-    last = slice(machine.devices - devices, machine.devices)
-    speeds, latencies = machine.speeds[last, last], machine.latencies[last, last]
-    speed, latency = np.inf, 0.0
-    # Of the slowest link from any of the first r to each device.
-    reach, delay = speeds[0], latencies[0]
-    for replicas in range(1, most_replicas + 1):
-        newcomer = replicas - 1
-        if newcomer:
-            speed, latency = min(speed, float(reach[newcomer])), max(latency, float(delay[newcomer]))
-            reach, delay = np.minimum(reach, speeds[newcomer]), np.maximum(delay, latencies[newcomer])
-        nearest = np.minimum.accumulate(reach[replicas:]), np.maximum.accumulate(delay[replicas:])
-        yield _LeadingDevices(replicas, speed, latency, *nearest)
-
-
 def _table(
     costs: ChainCosts,
     machine: OrderedDevices,
@@ -160,12 +130,11 @@ def _table(
     devices = len(tables) + 1
     shape = min(devices, max(counts)), min(devices, most_stages), costs.layers + 1
     table = _Table(np.full(shape, np.inf), np.zeros(shape, np.int32), np.zeros(shape, np.int32))
-    for front in _fronts(machine, devices, shape[0]):
-        r = front.replicas
-        if r not in counts:
-            continue
+    last_ones = slice(machine.devices - devices, machine.devices)
+    speeds, latencies = machine.speeds[last_ones, last_ones], machine.latencies[last_ones, last_ones]
+    for r in (count for count in counts if count <= devices):
         rounds = reduce_rounds(r, shared=machine.shared_medium)
-        reduced = rounds / front.inner_speed * costs.parameter_bytes + 2 * (r - 1) * front.inner_latency
+        reduced = rounds / speeds[:r, :r].min() * costs.parameter_bytes + 2 * (r - 1) * latencies[:r, :r].max()
         allowed = None if fitting is None else fitting[r]
         leading = machine.ranks[machine.devices - devices :][:r]
         if r == devices:
@@ -174,7 +143,12 @@ def _table(
             table.cuts[r - 1, 0] = costs.layers
         elif most_stages > 1:
             behind = tables[devices - r - 1].seconds[:, : most_stages - 1]
-            rest = np.maximum(behind, microbatches * _link_seconds(costs, front, len(behind))[:, None, :])
+            # The slowest link from any of the first r to the next one, two, ... devices.
+            outer = np.minimum.accumulate(speeds[:r, r:].min(axis=0))[: len(behind), None]
+            delays = np.maximum.accumulate(latencies[:r, r:].max(axis=0))[: len(behind), None]
+            carried = r * np.arange(1, len(behind) + 1)[:, None] * outer
+            sent = costs.exchanged_bytes / carried + 2 * delays
+            rest = np.maximum(behind, microbatches * sent[:, None, :])
             deeper = slice(1, behind.shape[1] + 1)
             followers = rest.argmin(axis=0)
             least = np.take_along_axis(rest, followers[None], axis=0)[0]
@@ -186,14 +160,6 @@ def _table(
             table.cuts[r - 1, deeper] = cuts
             table.replicas[r - 1, deeper] = followers
     return table
-
-
-def _link_seconds(costs: ChainCosts, front: _LeadingDevices, most_replicas: int) -> Matrix:
-    """[r' - 1, c]: activations and gradients of one microbatch, over the cut before layer c to r' replicas."""
-    second = np.arange(1, most_replicas + 1)
-    carried = front.replicas * second * front.outer_speeds[:most_replicas]
-    sent: Matrix = costs.exchanged_bytes / carried[:, None] + 2 * front.outer_latencies[:most_replicas, None]
-    return sent
 
 
 def _unfold(tables: Sequence[_Table], machine: OrderedDevices, layers: int, count: int) -> StageMapping:
