@@ -8,8 +8,7 @@ from penstock.scheduling.schedules import Schedule
 from penstock.simulating import Assumptions, plan_costs, simulate
 from penstock.simulating.memory_traces import Sizes, trace_memory
 from penstock.simulating.outcomes import evaluate
-from penstock.simulating.replica_symmetry import find_symmetry
-from penstock.simulating.simulator import play
+from penstock.simulating.simulator import find_symmetry, play
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import LayerProfile, Profile

@@ -17,7 +17,6 @@ from penstock.planning.predictions import cost_of, speed_of
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
 from penstock.planning.search.explanations import explain_infeasibility, explain_search, wire_note
-from penstock.planning.search.plan_search import simulated_with
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import AllReduce
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -155,7 +154,7 @@ def _plan_fastest(
         raise explain_infeasibility(profiles, cluster, constraints, found)
     best = found.ranked[0]
     measured = profile_of_plan(best, profiles)
-    options = simulated_with(constraints)
+    options = constraints.simulator_options
     losses = find_losses(best, measured, cluster, **options)
     explanation = explain_search(
         found,

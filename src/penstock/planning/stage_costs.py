@@ -150,10 +150,10 @@ def replicated_seconds(
     return seconds
 
 
-def simulator_options(allreduce: AllReduce, optimizer_copies: float) -> Options:
+def simulator_options(allreduce: AllReduce, optimizer_copies: float, *, shared_nic: bool = False) -> Options:
     """The planners' assumptions as keywords of the simulator, which has no `released` and takes a ring instead."""
     known: Literal["ring", "shared"] = "shared" if allreduce == "shared" else "ring"
-    return {"allreduce": known, "optimizer_copies": optimizer_copies}
+    return {"allreduce": known, "optimizer_copies": optimizer_copies, "shared_nic": shared_nic}
 
 
 def _sums(values: Sequence[float]) -> Matrix:

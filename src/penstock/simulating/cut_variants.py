@@ -32,7 +32,7 @@ from penstock.simulating.instructions import (
     content_stages,
 )
 from penstock.simulating.outcomes import rows_of_lengths, steady_lengths
-from penstock.simulating.replica_symmetry import find_symmetry
+from penstock.simulating.simulator import find_symmetry
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile

@@ -279,22 +279,9 @@ class Writer:
         return self._routes[key]
 
     def _route(self, size_bytes: float, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Route:
-        """With tensor parallelism rank i of a group sends to rank i of the other group, all at the same time."""
-        costs, width = self._costs, self._costs.tensor_parallel
-        shared = costs.assumptions.shared_nic
-        if width == 1:
-            return find_route(costs.cluster, size_bytes, senders, receivers, shared=shared)
-        routes = [
-            find_route(
-                costs.cluster,
-                size_bytes,
-                [rank * width + tp_rank for rank in senders],
-                [rank * width + tp_rank for rank in receivers],
-                shared=shared,
-            )
-            for tp_rank in range(width)
-        ]
-        return _join_routes(routes, (senders[0] * width, receivers[0] * width))
+        costs = self._costs
+        shared, width = costs.assumptions.shared_nic, costs.tensor_parallel
+        return find_route(costs.cluster, size_bytes, senders, receivers, shared=shared, width=width)
 
     def _number(self, rank: int, peer: int, route: Route, cut: tuple[int, int] | None) -> MessagePath:
         edge = self.edges.setdefault((rank, peer), len(self.edges))
@@ -319,23 +306,6 @@ class Writer:
             route = self._route(size_bytes, (rank,), (peer,))
             self._routes[key] = self._number(rank, peer, route, None)
         return self._routes[key]
-
-
-def _join_routes(routes: list[Route], link: Link) -> Route:
-    """Simultaneous transfers as one message: separate links take the slowest's time, shared links the sum."""
-    loads: dict[Link, float] = {}
-    for route in routes:
-        for leg, seconds in route.legs:
-            if leg[0] < 0:
-                loads[leg] = loads.get(leg, 0.0) + seconds
-            else:
-                loads[link] = max(loads.get(link, 0.0), seconds)
-    return Route(
-        tuple(loads.items()),
-        max(route.latency_seconds for route in routes),
-        max(route.handling_seconds for route in routes),
-        max(route.copying_seconds for route in routes),
-    )
 
 
 def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbers, _Numbers]:

@@ -29,8 +29,7 @@ from penstock.simulating.action_costs import plan_costs
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.instructions import RECEIVE, SEND, MessagePath
 from penstock.simulating.memory_traces import Sizes, peak_bytes
-from penstock.simulating.replica_symmetry import find_symmetry
-from penstock.simulating.simulator import SimulatedRun, default_minibatches, planned_schedule, play
+from penstock.simulating.simulator import SimulatedRun, default_minibatches, find_symmetry, planned_schedule, play
 from penstock.simulating.transfer_times import Link
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction

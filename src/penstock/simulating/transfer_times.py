@@ -9,7 +9,7 @@ decides [SPP 2022, section III].
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import inf
 from typing import TypeAlias, assert_never
 
@@ -35,24 +35,37 @@ class Route:
 
 
 def find_route(
-    cluster: Cluster | None, size_bytes: float, senders: Sequence[int], receivers: Sequence[int], *, shared: bool
+    cluster: Cluster | None,
+    size_bytes: float,
+    senders: Sequence[int],
+    receivers: Sequence[int],
+    *,
+    shared: bool,
+    width: int = 1,
 ) -> Route:
     """The route of `size_bytes` from `senders` to `receivers`; each sender sends an equal share to each receiver.
 
-    `shared`: all pairs of ranks on two servers share the link between the servers. Without a cluster links are instant.
+    `shared`: all pairs of ranks on two servers share the link between the servers. `width`: senders and receivers are
+    groups of so many tensor-parallel ranks; rank i of a group sends to rank i of the other. Without a cluster links are
+    instant.
     """
-    link = senders[0], receivers[0]
+    link = senders[0] * width, receivers[0] * width
     share_bytes = size_bytes / (len(senders) * len(receivers))
     if cluster is None:
         return Route(((link, 0.0),), 0.0)
-    handling, copying = _occupied(cluster, share_bytes, senders, receivers)
+    ends = [
+        ([rank * width + tp_rank for rank in senders], [rank * width + tp_rank for rank in receivers])
+        for tp_rank in range(width)
+    ]
+    handling, copying = map(max, zip(*(_occupied(cluster, share_bytes, *both) for both in ends), strict=True))
     if not shared:
-        bandwidth, latency = slowest_link(cluster, senders, receivers)
-        return Route(((link, share_bytes / bandwidth),), latency, handling, copying)
+        slowest = [slowest_link(cluster, *both) for both in ends]
+        seconds = share_bytes / min(bandwidth for bandwidth, _ in slowest)
+        return Route(((link, seconds),), max(latency for _, latency in slowest), handling, copying)
     size = _server_size(cluster)
     latency = 0.0
     loads: defaultdict[Link, float] = defaultdict(float)
-    for a, b in product(senders, receivers):
+    for a, b in chain.from_iterable(product(*both) for both in ends):
         here, there = a // size, b // size
         seconds = share_bytes / cluster.bandwidth(a, b)
         latency = max(latency, cluster.latency(a, b))

@@ -13,7 +13,7 @@ from penstock.errors import PlanError, suggestion
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import Request, can_run
-from penstock.planning.stage_costs import AllReduce
+from penstock.planning.stage_costs import AllReduce, simulator_options
 from penstock.planning.two_bw.pipeline_searches import PIPELINE_SCHEDULES
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import METHODS, SPP
@@ -26,6 +26,7 @@ from penstock.scheduling.schedule_names import (
     names_of,
     schedule_hint,
 )
+from penstock.simulating.assumptions import Options
 from penstock.values.clusters import Cluster
 from penstock.values.plans import MICROBATCHES, Plan
 from penstock.values.profiles import Profile
@@ -101,6 +102,11 @@ class PlanConstraints:
     def schedules(self) -> tuple[ScheduleDefinition | str, ...]:
         """The schedules that are compatible with everything that is fixed."""
         return tuple(identify(definition) for definition in self._definitions)
+
+    @property
+    def simulator_options(self) -> Options:
+        """The options with which plans are simulated."""
+        return simulator_options(self.allreduce, self.optimizer_copies, shared_nic=self.shared_nic)
 
     @property
     def _definitions(self) -> tuple[ScheduleDefinition, ...]:

@@ -21,11 +21,10 @@ from penstock.planning.predictions import prediction_of, speed_of
 from penstock.planning.search.arrangements import arrange_cluster, climb, without_kinds
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.search.refinements import Refiner
-from penstock.planning.stage_costs import chain_costs, simulator_options
+from penstock.planning.stage_costs import chain_costs
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.verification.verifier import verify
-from penstock.simulating.assumptions import Options
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, schedule
@@ -217,7 +216,7 @@ def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: P
     if not isinstance(plan.schedule, str):
         # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
         verify(schedule(plan))
-    outcome = evaluate(plan, profile, cluster, **simulated_with(constraints))
+    outcome = evaluate(plan, profile, cluster, **constraints.simulator_options)
     used = plan.used(cluster)
     worst = overfull_rank(outcome.peak_bytes, used)
     if worst is not None:
@@ -226,13 +225,6 @@ def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: P
             f"{bytes_text(used.memory_of(worst) or 0)}"
         )
     return replace(plan, predicted=outcome)
-
-
-def simulated_with(constraints: PlanConstraints) -> Options:
-    """The options with which plans are simulated under `constraints`."""
-    options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
-    options["shared_nic"] = constraints.shared_nic
-    return options
 
 
 def rank_plans(simulated: list[Plan]) -> tuple[Plan, ...]:

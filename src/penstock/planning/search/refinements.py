@@ -21,7 +21,7 @@ from penstock.planning.predictions import predict, slowest_seconds, speed_of
 from penstock.planning.requests import if_runnable
 from penstock.planning.search.constraints import PlanConstraints, plans_for
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
-from penstock.planning.stage_costs import AllReduce, ChainCosts, chain_costs, simulator_options
+from penstock.planning.stage_costs import AllReduce, ChainCosts, chain_costs
 from penstock.progress import progress_line
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import METHODS
@@ -157,9 +157,7 @@ class Refiner:
         self._first = profiles[0]
         self._cluster = cluster
         self._constraints = constraints
-        options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
-        options["shared_nic"] = constraints.shared_nic
-        self._assumptions = Assumptions(**options)
+        self._assumptions = Assumptions(**constraints.simulator_options)
         self._searches: dict[tuple[int, bool], LocalSearch] = {}
         self.exact = not constraints.shared_nic and not any(profile.crossings for profile in profiles)
         """Whether the times of the local search are those of the simulator, and there is enough memory for all."""
