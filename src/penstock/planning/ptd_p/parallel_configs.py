@@ -136,10 +136,7 @@ def position_bytes(
     microbatches: int,
     position: int,
 ) -> float:
-    """The peak of one position of the pipeline for a model of `layers` layers and `microbatches` per pipeline.
-
-    It decreases from the second position to the last but one, so that the first or the last has the most.
-    """
+    """The peak of one position of the pipeline for a model of `layers` layers and `microbatches` per pipeline."""
     p, v = config.pipeline, config.stages_per_rank
     per_stage = layers // (p * v)
     in_flight = stages_in_flight(p, v, microbatches, position)
@@ -153,6 +150,16 @@ def position_bytes(
     if position == p - 1:
         size += costs.head.saved_bytes + (precision.state_bytes * costs.tied_parameters if p > 1 else 0.0)
     return size
+
+
+def peak_bytes(
+    costs: TransformerCosts, precision: Precision, config: ParallelConfig, *, layers: int, microbatches: int
+) -> float:
+    """The memory of the position that needs most: the first or the last, since it decreases between them."""
+    return max(
+        position_bytes(costs, precision, config, layers=layers, microbatches=microbatches, position=position)
+        for position in {0, config.pipeline - 1}
+    )
 
 
 def boundary_seconds(costs: TransformerCosts, links: ParallelLinks) -> tuple[float, float, float]:
@@ -193,7 +200,14 @@ def estimate_config(
     reducing = layers * costs.layer.reduce_seconds * (1.5 if config.recompute else 1)
     reducing += costs.embedding.reduce_seconds + costs.head.reduce_seconds
     tensor, messages = microbatches * reducing / p, microbatches * handing
-    data, update = _once_per_minibatch(accelerator, precision, links, costs, config, layers=layers)
+    # The first position has the most parameters.
+    parameters = layers // p * costs.layer.parameters + costs.embedding.parameters
+    data = links.data.allreduce_seconds(precision.gradient_bytes * parameters)
+    if p > 1:
+        # The first and the last stage sum the gradients of the embedding that both hold.
+        pair = Ring(2, links.pipeline.bandwidth, links.pipeline.latency_seconds)
+        data += pair.allreduce_seconds(precision.gradient_bytes * costs.tied_parameters)
+    update = accelerator.moving_seconds(precision.update_bytes * parameters)
     seconds = pipelined + data + update
     operations = transformer.batch_operations(batch_size, recompute=config.recompute)
     return ConfigEstimate(
@@ -208,27 +222,5 @@ def estimate_config(
         data_seconds=data,
         pipelined_seconds=pipelined,
         slowest_seconds=slowest,
-        peak_bytes=max(
-            position_bytes(costs, precision, config, layers=layers, microbatches=microbatches, position=position)
-            for position in {0, p - 1}
-        ),
+        peak_bytes=peak_bytes(costs, precision, config, layers=layers, microbatches=microbatches),
     )
-
-
-def _once_per_minibatch(
-    accelerator: AcceleratorModel,
-    precision: Precision,
-    links: ParallelLinks,
-    costs: TransformerCosts,
-    config: ParallelConfig,
-    *,
-    layers: int,
-) -> tuple[float, float]:
-    """Seconds (all-reduces of gradients, update) of the first position, which has the most parameters."""
-    parameters = layers // config.pipeline * costs.layer.parameters + costs.embedding.parameters
-    data = links.data.allreduce_seconds(precision.gradient_bytes * parameters)
-    if config.pipeline > 1:
-        # The first and the last stage sum the gradients of the embedding that both hold.
-        pair = Ring(2, links.pipeline.bandwidth, links.pipeline.latency_seconds)
-        data += pair.allreduce_seconds(precision.gradient_bytes * costs.tied_parameters)
-    return data, accelerator.moving_seconds(precision.update_bytes * parameters)

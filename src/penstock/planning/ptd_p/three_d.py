@@ -21,6 +21,7 @@ from penstock.planning.ptd_p.parallel_configs import (
     boundary_seconds,
     checkpoint_count,
     estimate_config,
+    peak_bytes,
     position_bytes,
     stages_in_flight,
 )
@@ -302,12 +303,8 @@ def _peak_bytes(request: ThreeDRequest, config: ParallelConfig) -> float:
     # Bytes do not depend on the links.
     costs = tensor_parallel_costs(request.transformer, request.accelerator, Ring(config.tensor), config.microbatch_size)
     microbatches = request.batch_size // (config.microbatch_size * config.data)
-    layers, precision = request.transformer.layers, request.precision
-    outermost = {0, config.pipeline - 1}
-    return max(
-        position_bytes(costs, precision, config, layers=layers, microbatches=microbatches, position=position)
-        for position in outermost
-    )
+    layers = request.transformer.layers
+    return peak_bytes(costs, request.precision, config, layers=layers, microbatches=microbatches)
 
 
 def _smallest(request: ThreeDRequest, devices: int) -> tuple[float, ParallelConfig] | None:

@@ -1,10 +1,10 @@
 """Explanations: the result of a search in words and a table, or what would be enough where it has none."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
-from math import ceil, floor, inf, log10
+from math import ceil, floor, log10
 from typing import Unpack
 
 from penstock.errors import PlanError
@@ -15,7 +15,6 @@ from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import chain_costs
-from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.simulating.assumptions import Options
 from penstock.simulating.losses import Losses
 from penstock.simulating.outcomes import evaluate
@@ -251,10 +250,13 @@ def explain_infeasibility(
         return PlanError(f"no plan: {reasons}")
     needed = {plan: _needed_bytes(plan, profiles, constraints) for plan in unlimited}
     least = min(unlimited, key=needed.__getitem__)
-    enough, plan = _least_memory(profiles, cluster, constraints, needed[least], least)
-    memory = f"{bytes_text(enough)} on each device (for {_wording(plan)})"
-    changes = _changes(profiles, cluster, constraints)
-    return _nothing_fits(cluster, profiles[0].parameter_bytes, [[memory], *changes])
+    memory, plan = _least_memory(profiles, cluster, constraints, needed[least], least)
+    enough = [f"{bytes_text(memory)} on each device (for {_wording(plan)})", *_changes(profiles, cluster, constraints)]
+    devices = "1 device" if cluster.devices == 1 else f"each of {cluster.devices} devices"
+    return PlanError(
+        f"nothing fits: expected a plan with at most {bytes_text(cluster.least_memory_bytes)} on {devices}, found none "
+        f"for {bytes_text(profiles[0].parameter_bytes)} of weights. Each of these would be enough: {'; '.join(enough)}"
+    )
 
 
 def _least_memory(
@@ -280,24 +282,25 @@ def _three_digits_up(number: float) -> float:
     return ceil(number / unit * (1 - 1e-12)) * unit
 
 
-def _changes(
-    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints
-) -> Iterator[Iterator[str | None]]:
-    """The attempts of `_nothing_fits`: single changes of the search."""
+def _changes(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> Iterator[str]:
+    """Words for every kind of change of the search that is enough, for the least change of its kind."""
 
-    def attempt(words: str, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> str | None:
+    def attempt(words: str, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> str:
         ranked = compare_plans(profiles, cluster, constraints, refine=False).ranked
-        return f"{words} (for {_wording(ranked[0])})" if ranked else None
+        return f"{words} (for {_wording(ranked[0])})" if ranked else ""
 
-    if constraints.stages is None:
-        yield (attempt(f"{wide.devices} devices", profiles, wide, constraints) for wide in _wider_clusters(cluster))
-    if constraints.recompute is False:
-        yield (attempt("recompute=True", profiles, cluster, replace(constraints, recompute=True)) for _ in range(1))
     smallest = min(profiles, key=lambda profile: profile.microbatch_size)
-    yield (
-        attempt(f"microbatches of {size} samples", (smallest.scaled(size),), cluster, constraints)
-        for size in _halves(smallest.microbatch_size)
-    )
+    again = [replace(constraints, recompute=True)] if constraints.recompute is False else []
+    wider = _wider_clusters(cluster) if constraints.stages is None else ()
+    for attempts in (
+        (attempt(f"{wide.devices} devices", profiles, wide, constraints) for wide in wider),
+        (attempt("recompute=True", profiles, cluster, changed) for changed in again),
+        (
+            attempt(f"microbatches of {size} samples", (smallest.scaled(size),), cluster, constraints)
+            for size in _halves(smallest.microbatch_size)
+        ),
+    ):
+        yield from islice(filter(None, attempts), 1)
 
 
 def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanConstraints) -> float:
@@ -309,27 +312,6 @@ def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanCons
 
 def _wording(plan: Plan) -> str:
     return f"{plan.schedule} on {shape_text(plan)}" + (" with recomputation" if plan.recompute else "")
-
-
-def _nothing_fits(cluster: Cluster, parameter_bytes: float, attempts: Iterable[Iterable[str | None]]) -> PlanError:
-    """The error where no plan fits on `cluster`.
-
-    Each of `attempts` changes one thing, the least change first: it yields the words for a change that is enough, None
-    for another. The first of each is named, and later ones are not tried.
-    """
-    enough = [words for attempt in attempts for words in islice(filter(None, attempt), 1)]
-    least = cluster.least_memory_bytes
-    memory = inf if least is None else least
-    devices = "1 device" if cluster.devices == 1 else f"each of {cluster.devices} devices"
-    advice = (
-        f"Each of these would be enough: {'; '.join(enough)}"
-        if enough
-        else f"Use more devices, fewer or smaller microbatches, recompute=True, or the schedule {DEFAULT_SCHEDULE}"
-    )
-    return PlanError(
-        f"nothing fits: expected a plan with at most {bytes_text(memory)} on {devices}, found none for "
-        f"{bytes_text(parameter_bytes)} of weights. {advice}"
-    )
 
 
 def _wider_clusters(cluster: Cluster) -> Iterator[Cluster]:
