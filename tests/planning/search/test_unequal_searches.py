@@ -10,9 +10,9 @@ import pytest
 import penstock
 from penstock.errors import PlanError
 from penstock.planning.requests import number_ranks
-from penstock.planning.search.arrangements import arrange_cluster
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.data_parallelism import without_pipelines
+from penstock.planning.search.proposals import arrange_cluster
 from penstock.simulating import evaluate
 from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile, Stage
 

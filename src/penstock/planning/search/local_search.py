@@ -1,6 +1,6 @@
 """Local search on equal devices: small changes of a proposed plan, judged by the simulator's times.
 
-On devices that differ `climb` in ``arrangements.py`` follows.
+On devices that differ `climb` in ``device_moves.py`` follows.
 
 A planner's closed form leaves out what only the whole schedule shows, so its best plan is seldom the best of its
 neighborhood. The moves are:

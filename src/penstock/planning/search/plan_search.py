@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import overfull_rank
 from penstock.planning.predictions import prediction_of, speed_of
-from penstock.planning.search.arrangements import arrange_cluster, climb, without_kinds
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
+from penstock.planning.search.device_moves import climb
+from penstock.planning.search.proposals import arrange_cluster, without_kinds
 from penstock.planning.search.refinements import Refiner
 from penstock.planning.stage_costs import chain_costs
 from penstock.progress import progress_line

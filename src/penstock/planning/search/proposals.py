@@ -1,22 +1,31 @@
 """The proposals of each planner for a query of the search, with the closed form that it compares by.
 
 The planners have different inputs: some support replicas, some split microbatches, some need the number of stages. Here
-all of them answer the same query. A new planner is a file of its own, a method here, a line in `Proposer.propose`, and
+all of them answer the same query. A new planner is a file of its own, a method here, a line in `Proposer._propose`, and
 its schedules in `constraints`.
+
+Most planners take the devices in the order in which they are numbered. With equal devices any other order is as good,
+up to the links. Of a cluster whose devices differ they are asked once for each of a few arrangements: the order of the
+cluster, the fastest device first, the slowest first, and the same without the slowest kinds or with one kind alone. The
+planner `pipedream` needs none of this: its recurrence chooses devices and their order itself.
+
+The kind of a device matters to a planner only where devices differ. So a cluster of equal devices is planned without
+kinds, for the profile as it is on them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import peak_bytes, require_fit
 from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
-from penstock.planning.requests import Request
-from penstock.planning.search.constraints import PlannerQuery
+from penstock.planning.requests import Request, number_ranks
+from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.spp.spp_search import MOST_ORDERED, find_spp, propose_grouped
 from penstock.planning.stage_costs import ChainCosts, chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
@@ -32,23 +41,67 @@ _PROPOSED = 3
 _BUFFERS = 2
 """Messages on either side of a stage that memory is reserved for, where it is."""
 
+_MOST = 10
+"""Arrangements that the planners are asked for."""
+
+_DEEP = 2
+"""Arrangements for which those planners are asked too that take long."""
+
 
 class Proposer:
-    """Runs the planners for one cluster."""
+    """Runs the planners for some devices of a cluster in some order; by default for all in theirs."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._limit = cluster.least_memory_bytes
+    def __init__(self, cluster: Cluster, devices: tuple[int, ...] = (), *, deep: bool = True) -> None:
+        every = tuple(range(cluster.devices))
+        self.devices = devices or every
+        self._deep = deep
+        """Whether planners that take long are asked too."""
+        self.is_whole = self.devices == every
+        self._all = cluster.devices
+        self._cluster = cluster if self.is_whole else cluster.pick(self.devices)
+        self._limit = self._cluster.least_memory_bytes
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
         """Plans without a memory limit; they are the same for all schedules with one stage per rank."""
         self._costs: dict[tuple[int, bool, bool, int], ChainCosts] = {}
         self._parts: tuple[Proposer, ...] | None = None
 
+    def queries(self, profiles: Sequence[Profile], constraints: PlanConstraints) -> tuple[PlannerQuery, ...]:
+        """The planner queries for these devices. The default minibatch is the same for all arrangements."""
+        try:
+            queries = constraints.trials(profiles, self._cluster, self._all)
+        except PlanError:
+            if self.is_whole:
+                raise
+            return ()  # fewer devices may be too few for what is fixed
+        if self.is_whole:
+            return queries
+        chosen = []
+        for query in queries:
+            several = query.request.definition.layout.has_several
+            chooses_devices = query.planner == PlannerName.PIPEDREAM and not several
+            if not chooses_devices and (self._deep or not several):
+                chosen.append(query)
+        return tuple(chosen)
+
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
-        """The plans of one query, also on half and on a quarter of the devices where the planner would use all: on
-        slow links fewer are faster. Raises `PlanError` if there are none.
+        """The plans of one query on the devices of the whole cluster, also on half and on a quarter of them where the
+        planner would use all: on slow links fewer are faster. Raises `PlanError` if there are none.
         """
-        yield from self._propose(query)
+        for plan in chain(self._propose(query), self._propose_parts(query)):
+            yield plan if self.is_whole else self._placed(plan)
+
+    def _placed(self, plan: Plan) -> Plan:
+        stages = tuple(
+            Stage(stage.start, stage.stop, tuple(self.devices[rank] for rank in stage.ranks)) for stage in plan.stages
+        )
+        ranked, devices = number_ranks(stages)
+        predicted = plan.predicted
+        if predicted is not None:
+            peaks = dict(zip(self.devices, predicted.peak_bytes, strict=False))
+            predicted = replace(predicted, peak_bytes=tuple(peaks[device] for device in devices))
+        return replace(plan, stages=ranked, devices=devices, predicted=predicted)
+
+    def _propose_parts(self, query: PlannerQuery) -> Iterator[Plan]:
         uses_all = query.planner == PlannerName.SPP or (
             query.planner == PlannerName.PIPEDREAM
             and not query.request.straight
@@ -170,6 +223,35 @@ class Proposer:
             if max(peak_bytes(plan, buffered, request.optimizer_copies)) > self._limit:
                 other = find(replace(request, buffers=_BUFFERS))
                 yield from () if other is None else (other,)
+
+
+def arrange_cluster(cluster: Cluster, profile: Profile) -> tuple[Proposer, ...]:
+    """Proposers for the arrangements to plan for; a cluster of equal devices has one."""
+    every = tuple(range(cluster.devices))
+    if cluster.is_equal:
+        return (Proposer(cluster),)
+    classes = {kind: profile.on(kind).seconds for kind in dict.fromkeys(map(cluster.class_of, every))}
+    seconds = [classes[cluster.class_of(rank)] for rank in every]
+    fast_first = tuple(sorted(every, key=lambda rank: (seconds[rank], rank)))
+    slow_first = tuple(sorted(every, key=lambda rank: (-seconds[rank], rank)))
+    orders = [every, fast_first, slow_first]
+    speeds = sorted(set(seconds))
+    for slowest in speeds[-2::-1]:
+        kept = [rank for rank in every if seconds[rank] <= slowest]
+        orders += [tuple(kept), tuple(sorted(kept, key=lambda rank: (seconds[rank], rank)))]
+    orders += [tuple(rank for rank in every if cluster.class_of(rank) == kind) for kind in classes]
+    chosen = list(dict.fromkeys(orders))[:_MOST]
+    return tuple(Proposer(cluster, order, deep=index < _DEEP) for index, order in enumerate(chosen))
+
+
+def without_kinds(profiles: Sequence[Profile], cluster: Cluster) -> tuple[tuple[Profile, ...], Cluster]:
+    """Profiles and cluster as they are planned for: of equal devices without kinds."""
+    if not cluster.kinds or not cluster.is_equal:
+        return tuple(profiles), cluster
+    kind = cluster.kind_of(0)
+    return tuple(profile.on(kind) for profile in profiles), replace(
+        cluster, memory_bytes=cluster.memory_of(0), kinds=()
+    )
 
 
 def _require(found: Plan | None) -> tuple[Plan]:

@@ -165,7 +165,7 @@ class Refiner:
 
     def families(self, proposals: Sequence[Plan]) -> dict[Family, list[Plan]]:
         """The accepted plans of every family: the proposals, and their stages under the other schedules."""
-        every: dict[Plan, Plan] = {plan: plan for plan in proposals}
+        every = dict.fromkeys(proposals)
         for size, profile in self._profiles.items():
             costs = {again: chain_costs(profile, recompute=again, full_duplex=True) for again in (False, True)}
             own = [plan for plan in proposals if plan.microbatch_size == size]
@@ -173,8 +173,7 @@ class Refiner:
             shared = share_stages(
                 own, self._microbatches(profile), profile, costs=costs, cluster=self._cluster, allreduce=allreduce
             )
-            for plan in shared:
-                every.setdefault(plan, plan)
+            every |= dict.fromkeys(shared)
         families: dict[Family, list[Plan]] = {}
         for plan in every:
             if self._constraints.accepts(plan):
