@@ -109,23 +109,6 @@ def random_profile(generator, layers):
 
 @pytest.mark.parametrize("allreduce", ["ring", "shared"])
 @pytest.mark.parametrize("seed", range(8))
-def test_flat_plans_are_the_best_of_all(seed, allreduce):
-    """125 random machines and models each, 2,000 in all."""
-    generator = random.Random(seed)
-    for _ in range(125):
-        profile = random_profile(generator, generator.randint(1, 6))
-        levels = ((generator.randint(2, 5), generator.choice((1, 4, 16, 64))),)
-        plan = partition(profile, Cluster.hierarchical(levels), allreduce=allreduce)
-
-        assert plan.predicted.bottleneck_seconds == pytest.approx(brute_force(profile, levels, allreduce), rel=1e-12)
-        assert objective(plan, profile, levels, allreduce) == pytest.approx(
-            plan.predicted.bottleneck_seconds, rel=1e-12
-        )
-        assert plan.ranks == levels[0][0] and plan.layers == len(profile)
-
-
-@pytest.mark.parametrize("allreduce", ["ring", "shared"])
-@pytest.mark.parametrize("seed", range(8))
 def test_hierarchical_plans_are_the_best_of_all_nested_and_flat_ones(seed, allreduce):
     """Up to 40 random machines of at most 9 devices each."""
     generator = random.Random(seed)
@@ -290,37 +273,6 @@ def test_a_memory_limit_moves_the_cuts():
     assert cuts(40) == [2, 4]
     assert cuts(39) == [1, 4]
     assert find_pipedream(Profile(layers, 1), Cluster.uniform(2, 1.0, 29), Request("pipedream", straight=True)) is None
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_memory_limit_leaves_the_best_of_the_plans_that_fit(seed):
-    """In flight ceil(R / r) of what a stage keeps, and as many versions, a gradient and two moments of its weights."""
-    generator = random.Random(seed)
-    for _ in range(60):
-        count = generator.randint(1, 5)
-        rows = [[generator.randint(0, 9) for _ in range(5)] for _ in range(count)]
-        profile = Profile(tuple(LayerProfile(str(index), *row) for index, row in enumerate(rows)), 1)
-        devices, memory = generator.randint(1, 4), generator.randint(20, 300)
-        best = inf
-        for replicas in compositions(devices):
-            for marks in combinations(range(1, count), len(replicas) - 1):
-                slowest, behind, fits = 0.0, devices, True
-                for (i, j), r in zip(pairwise((0, *marks, count)), replicas, strict=True):
-                    kept = -(-behind // r)
-                    saved, weights = sum(row[3] for row in rows[i:j]), sum(row[4] for row in rows[i:j])
-                    fits = fits and kept * saved + (kept + 3) * weights <= memory
-                    work = sum(row[0] + row[1] for row in rows[i:j])
-                    slowest = max(slowest, max(work, REDUCED["ring"](r, weights) / 4) / r)
-                    slowest = max(slowest, 2 * rows[i - 1][2] / 4 if i else 0.0)
-                    behind -= r
-                best = min(best, slowest) if fits else best
-        cluster = Cluster.uniform(devices, 4.0, memory)
-        if best == inf:
-            assert find_pipedream(profile, cluster, Request("pipedream")) is None
-        else:
-            plan = partition(profile, cluster)
-            assert plan.predicted.bottleneck_seconds == pytest.approx(best, rel=1e-12)
-            assert max(plan.predicted.peak_bytes) <= memory
 
 
 @pytest.mark.parametrize(

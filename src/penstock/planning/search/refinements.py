@@ -10,18 +10,18 @@ depend on the others. So a wish that excludes families takes stages away from th
 structures that are slower than the best plan without the wish.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
-from penstock.planning.memory import cuts_of, peak_bytes
+from penstock.planning.memory import cuts_of
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import predict, slowest_seconds, speed_of
 from penstock.planning.requests import if_runnable
 from penstock.planning.search.constraints import PlanConstraints, plans_for
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
-from penstock.planning.stage_costs import AllReduce, ChainCosts, chain_costs
+from penstock.planning.stage_costs import chain_costs
 from penstock.progress import progress_line
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import METHODS
@@ -56,42 +56,6 @@ def family_of(plan: Plan) -> Family:
         microbatch_size=plan.microbatch_size,
         stages_per_rank=plan.stages_per_rank,
     )
-
-
-def share_stages(
-    plans: Iterable[Plan],
-    microbatches: Mapping[ScheduleDefinition | str, int],
-    profile: Profile,
-    *,
-    costs: Mapping[bool, ChainCosts],
-    cluster: Cluster,
-    allreduce: AllReduce,
-) -> list[Plan]:
-    """The stages of `plans` under every schedule in `microbatches`, with its number of microbatches.
-
-    Each has a prediction by closed form; `costs` has those without and with recomputation. Plans with several stages
-    per rank are left out, and so are those that a schedule cannot run or that do not fit.
-    """
-    shared: list[Plan] = []
-    kinds = {(plan.stages, plan.recompute): plan for plan in plans if plan.stages_per_rank == 1}
-    slowest: dict[tuple[object, bool], float] = {}
-    for stages, recompute in kinds:
-        slowest[stages, recompute] = slowest_seconds(stages, costs[recompute], cluster, allreduce)
-    for definition in METHODS:
-        name = definition.name
-        if name not in microbatches or definition.layout.has_several:
-            continue
-        for (stages, recompute), plan in kinds.items():
-            if recompute and definition.splits_backward:
-                continue
-            made = _arrange(plan, definition, microbatches[name], profile)
-            if made is None:
-                continue
-            predicted = predict(made, profile, costs[recompute], slowest[stages, recompute])
-            limit = cluster.memory_bytes
-            if limit is None or max(peak_bytes(made, costs[recompute])) <= limit:
-                shared.append(replace(made, predicted=predicted, planner=plan.planner))
-    return shared
 
 
 def _arrange(plan: Plan, definition: ScheduleDefinition, microbatches: int, profile: Profile) -> Plan | None:
@@ -167,18 +131,35 @@ class Refiner:
         """The accepted plans of every family: the proposals, and their stages under the other schedules."""
         every = dict.fromkeys(proposals)
         for size, profile in self._profiles.items():
-            costs = {again: chain_costs(profile, recompute=again, full_duplex=True) for again in (False, True)}
             own = [plan for plan in proposals if plan.microbatch_size == size]
-            allreduce = self._constraints.allreduce
-            shared = share_stages(
-                own, self._microbatches(profile), profile, costs=costs, cluster=self._cluster, allreduce=allreduce
-            )
-            every |= dict.fromkeys(shared)
+            every |= dict.fromkeys(self._share_stages(own, profile))
         families: dict[Family, list[Plan]] = {}
         for plan in every:
             if self._constraints.accepts(plan):
                 families.setdefault(family_of(plan), []).append(plan)
         return families
+
+    def _share_stages(self, plans: Iterable[Plan], profile: Profile) -> Iterator[Plan]:
+        """The stages of `plans` under every schedule that may be searched, with its number of microbatches.
+
+        Each has a prediction by closed form. Plans with several stages per rank are left out, and so are those that a
+        schedule cannot run or that do not fit.
+        """
+        costs = {again: chain_costs(profile, recompute=again, full_duplex=True) for again in (False, True)}
+        kinds = {(plan.stages, plan.recompute): plan for plan in plans if plan.stages_per_rank == 1}
+        allreduce, limit = self._constraints.allreduce, self._cluster.memory_bytes
+        slowest = {
+            (stages, again): slowest_seconds(stages, costs[again], self._cluster, allreduce) for stages, again in kinds
+        }
+        for definition, microbatches in self._microbatches(profile).items():
+            for (stages, again), plan in kinds.items():
+                if definition.layout.has_several or (again and definition.splits_backward):
+                    continue
+                made = _arrange(plan, definition, microbatches, profile)
+                if made is not None:
+                    predicted = predict(made, profile, costs[again], slowest[stages, again])
+                    if limit is None or max(predicted.peak_bytes) <= limit:
+                        yield replace(made, predicted=predicted, planner=plan.planner)
 
     def search(self, families: Mapping[Family, Sequence[Plan]], progress: bool | None) -> list[list[Plan]]:
         """The best plan of each of the fastest families, with others in case that it does not fit in the end."""
@@ -288,12 +269,12 @@ class Refiner:
             self._searches[key] = LocalSearch(profile, costs, self._cluster, self._assumptions)
         return self._searches[key]
 
-    def _microbatches(self, profile: Profile) -> dict[ScheduleDefinition | str, int]:
+    def _microbatches(self, profile: Profile) -> dict[ScheduleDefinition, int]:
         """The number of microbatches under every schedule that may be searched."""
-        count = self._constraints.opened().count_microbatches
-        counts: dict[ScheduleDefinition | str, int] = {}
-        for definition in METHODS:
-            microbatches = count(profile, self._first, self._cluster.devices, definition)
-            if microbatches and definition.name in self._constraints.opened().schedules:
-                counts[definition.name] = microbatches
-        return counts
+        opened = self._constraints.opened()
+        counts = {
+            definition: opened.count_microbatches(profile, self._first, self._cluster.devices, definition)
+            for definition in METHODS
+            if definition.name in opened.schedules
+        }
+        return {definition: count for definition, count in counts.items() if count}
