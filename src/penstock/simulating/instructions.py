@@ -38,9 +38,6 @@ _NORM_BYTES = 8.0
 """The bytes of a message of norms for every stage in it."""
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
-_Seconds: TypeAlias = tuple[float, ...]
-_ActionSeconds: TypeAlias = tuple[_Seconds, tuple[_Seconds, _Seconds], tuple[_Seconds, _Seconds], _Seconds, _Seconds]
-"""By stage: of a forward, a backward, an input backward, a weight backward and an update."""
 
 
 class MessagePath(NamedTuple):
@@ -137,14 +134,14 @@ class Writer:
         self._routes: dict[tuple[int, int, int, int], MessagePath] = {}
         self._kinds = len(_TOPICS) * self._stages**2
         """How many kinds of messages there are: from each stage to each other one, on each topic."""
-        self._seconds: dict[StageTimes, _ActionSeconds] = {}
+        self._seconds: dict[StageTimes, list[float]] = {}
         self._effects = [effect * self._stages for effect in MemoryEffect]
         """The number of each effect for stage 0, in the order of `MemoryEffect`."""
 
     def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
-        forwards, (backwards, recomputing), (inputs, inputs_recomputing), weights, updates = self._seconds_on(rank)
+        seconds = self._seconds_on(rank)
         forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight = self._effects[:7]
         send_activation, send_gradient, receive_activation, receive_gradient, reduce, update, other = self._effects[7:]
         paths: dict[int, list[MessagePath]] = {}
@@ -171,60 +168,53 @@ class Writer:
                 details.append(choice[number % len(choice)])
                 effects.append((receive_activation if source < stage else receive_gradient) + stage)
                 contents.append(number * self._kinds + key)
-            elif isinstance(action, Forward):
-                kinds.append(compute)
-                details.append(forwards[stage])
-                effects.append((forward_kept if (stage, action.microbatch) in direct else forward) + stage)
-            elif isinstance(action, Backward):
-                last[stage] = len(kinds)
-                kinds.append(compute)
-                kept = (stage, action.microbatch) in direct
-                details.append((backwards if kept else recomputing)[stage])
-                effects.append((backward_kept if kept else backward) + stage)
-            elif isinstance(action, BackwardInput):
-                kinds.append(compute)
-                kept = (stage, action.microbatch) in direct
-                details.append((inputs if kept else inputs_recomputing)[stage])
-                effects.append((input_kept if kept else backward_input) + stage)
-            elif isinstance(action, BackwardWeight):
-                last[stage] = len(kinds)
-                kinds.append(compute)
-                details.append(weights[stage])
-                effects.append(backward_weight + stage)
-            elif isinstance(action, Update):
-                kinds.append(compute)
-                details.append(updates[stage])
-                effects.append(update + stage)
             elif isinstance(action, Reduce):
                 kinds.append(REDUCE)
-                seconds, handling = costs.reduce_seconds[stage], costs.reduce_handling_seconds[stage]
-                details.append(ReduceInstruction(stage, action.version, seconds, handling, last.get(stage, -1)))
+                reducing, handling = costs.reduce_seconds[stage], costs.reduce_handling_seconds[stage]
+                details.append(ReduceInstruction(stage, action.version, reducing, handling, last.get(stage, -1)))
                 effects.append(reduce + stage)
             else:
-                self._write_exchange(written, rank, action)
-                effects.append(other + stage)
+                if isinstance(action, Forward):
+                    effect = forward_kept if (stage, action.microbatch) in direct else forward
+                elif isinstance(action, Backward):
+                    last[stage] = len(kinds)
+                    effect = backward_kept if (stage, action.microbatch) in direct else backward
+                elif isinstance(action, BackwardInput):
+                    effect = input_kept if (stage, action.microbatch) in direct else backward_input
+                elif isinstance(action, BackwardWeight):
+                    last[stage] = len(kinds)
+                    effect = backward_weight
+                elif isinstance(action, Update):
+                    effect = update
+                else:
+                    self._write_exchange(written, rank, action)
+                    effects.append(other + stage)
+                    continue
+                kinds.append(compute)
+                details.append(seconds[effect + stage])
+                effects.append(effect + stage)
         return written
 
-    def _seconds_on(self, rank: int) -> "_ActionSeconds":
+    def _seconds_on(self, rank: int) -> list[float]:
+        """The seconds of the actions of `rank`, by effect and stage."""
         costs, times = self._costs, self._costs.times_of(rank)
         if times not in self._seconds:
-            more = times.forward_seconds if costs.recompute else (0.0,) * self._stages
+            none = (0.0,) * self._stages
+            more = times.forward_seconds if costs.recompute else none
+            split = tuple(costs.split_seconds + costs.split_share * seconds for seconds in times.backward_seconds)
+            parts = {
+                MemoryEffect.FORWARD: (times.forward_seconds, none),
+                MemoryEffect.FORWARD_KEPT: (times.forward_seconds, none),
+                MemoryEffect.BACKWARD: (times.backward_seconds, more),
+                MemoryEffect.BACKWARD_KEPT: (times.backward_seconds, none),
+                MemoryEffect.BACKWARD_INPUT: (times.input_seconds, more),
+                MemoryEffect.BACKWARD_INPUT_KEPT: (times.input_seconds, none),
+                MemoryEffect.BACKWARD_WEIGHT: (times.weight_seconds, split),
+                MemoryEffect.UPDATE: (costs.update_seconds, none),
+            }
             action = 0.0 if costs.cluster is None else costs.cluster.action_seconds
-
-            def whole(*parts: tuple[float, ...]) -> _Seconds:
-                return tuple(sum(seconds) + action for seconds in zip(*parts, strict=True))
-
-            self._seconds[times] = (
-                whole(times.forward_seconds),
-                # Without and with the recomputation of the forward.
-                (whole(times.backward_seconds), whole(times.backward_seconds, more)),
-                (whole(times.input_seconds), whole(times.input_seconds, more)),
-                whole(
-                    times.weight_seconds,
-                    tuple(costs.split_seconds + costs.split_share * seconds for seconds in times.backward_seconds),
-                ),
-                whole(costs.update_seconds),
-            )
+            found = [map(sum, zip(*parts.get(effect, (none, none)), strict=True)) for effect in MemoryEffect]
+            self._seconds[times] = [seconds + action for stages in found for seconds in stages]
         return self._seconds[times]
 
     def _write_exchange(
