@@ -144,19 +144,5 @@ def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[t
         levels = tuple(MachineLevel(*level, request.allreduce) for level in cluster.levels if level[0] > 1)
         if len(levels) > 1:
             machines = [levels, (flat,)]
-    return [_nested(costs, levels, room) for levels in machines]
-
-
-def _nested(costs: ChainCosts, levels: tuple[MachineLevel, ...], room: Room | None) -> tuple[float, tuple[Stage, ...]]:
-    """The slowest seconds and the stages of the best plan in which stages take whole components."""
-    seconds, stages = Hierarchy(costs, levels).fastest()
-    if room is not None:
-        # A plan that is best without a limit is also best with it if it fits; that is the usual case and costs less.
-        behind, fits = room.workers, True
-        for start, stop, ranks in stages:
-            counts = room.counts(len(ranks), behind)
-            fits = fits and bool(room.fitting(costs, counts, np.array([start]))[0, stop])
-            behind -= len(ranks)
-        if not fits:
-            seconds, stages = Hierarchy(costs, levels, room).fastest()
-    return seconds, tuple(Stage(*stage) for stage in stages)
+    found = [Hierarchy(costs, levels, room).fastest() for levels in machines]
+    return [(seconds, tuple(Stage(*stage) for stage in stages)) for seconds, stages in found]

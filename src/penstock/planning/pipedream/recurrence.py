@@ -137,11 +137,10 @@ def _next_level(costs: ChainCosts, level: MachineLevel, stage: Callable[[int, in
         onwards = level.count - workers
         table = stage(workers, onwards + workers).copy()
         for replicas in range(1, workers):
-            left, right = best[workers - replicas - 1], stage(replicas, onwards + replicas)
+            left, right = np.maximum(best[workers - replicas - 1], exchange), stage(replicas, onwards + replicas)
             for cut in range(1, costs.layers):
-                before = np.maximum(left[:cut, cut], exchange[cut])
                 corner = table[:cut, cut + 1 :]
-                np.minimum(corner, np.maximum(before[:, None], right[None, cut, cut + 1 :]), out=corner)
+                np.minimum(corner, np.maximum(left[:cut, cut, None], right[cut, cut + 1 :]), out=corner)
         best.append(table)
     return best[-1]
 
@@ -168,8 +167,10 @@ def _cheapest_pipeline(
     for workers in range(1, level.count + 1):
         for replicas in range(1, workers + 1):
             before = np.maximum(slowest[workers - replicas], exchange)
-            table = np.maximum(before[:, None], last(workers, replicas)[window, window])
-            np.minimum(slowest[workers], table.min(axis=0), out=slowest[workers])
+            begins = np.flatnonzero(before < inf)
+            if len(begins):
+                table = np.maximum(before[begins, None], last(workers, replicas)[window, window][begins])
+                np.minimum(slowest[workers], table.min(axis=0), out=slowest[workers])
     limit = float(slowest[-1, -1])
     if limit == inf:
         return limit, ()

@@ -102,9 +102,7 @@ class PipelineChain:
     def _least_bytes(self, counts: StageCounts) -> float:
         """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
         if counts not in self._least:
-            # A stage has a layer; `interval_bytes` gives a number for empty intervals too.
-            empty = np.tri(self.units + 1, dtype=bool)
-            own = [np.where(empty, np.inf, self._interval_bytes(*held)) for held in counts]
+            own = [self._interval_bytes(*held) for held in counts]
             self._least[counts] = least_bottleneck(lambda stage, starts: own[stage][starts], _nothing_between(own))
         return self._least[counts]
 
@@ -162,7 +160,9 @@ class PipelineChain:
     def _interval_bytes(self, in_flight: int, versions: int) -> Matrix:
         key = in_flight, versions
         if key not in self._bytes:
-            self._bytes[key] = interval_bytes(self.costs, in_flight, versions, self._optimizer_copies)
+            size_bytes = interval_bytes(self.costs, in_flight, versions, self._optimizer_copies)
+            # A stage has a layer at least.
+            self._bytes[key] = np.where(np.tri(self.units + 1, dtype=bool), np.inf, size_bytes)
         return self._bytes[key]
 
 
