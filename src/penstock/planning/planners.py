@@ -64,7 +64,7 @@ def plan(
     `Plan.explain` shows the ranked table of candidates. Options that are not given are searched:
 
     `planner`: `pipedream` (fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas), `2bw`
-    (equal parallel pipelines of repeated blocks), `interleaved` (parallel pipelines with several stages per rank, also
+    (equal parallel pipelines), `interleaved` (parallel pipelines with several stages per rank, also
     for `zb-v`), `uniform` (equally many layers per stage; used by name only). `schedule`: one of
     `penstock.values.SCHEDULES`; `synchronous` restricts it to those that train as one device does. `microbatches` is
     their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is

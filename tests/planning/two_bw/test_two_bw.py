@@ -138,9 +138,17 @@ def other_clusters(draw):
 
 
 def rank(profile, cluster, asked, batch_size):
-    """All pipelines for minibatches of at most `batch_size` samples."""
-    microbatches = batch_size // profile.microbatch_size
-    return rank_pipelines(profile, cluster, replace(asked, microbatches=microbatches))
+    """All pipelines for minibatches of at most `batch_size` samples, also with recomputation."""
+    asked = replace(asked, microbatches=batch_size // profile.microbatch_size)
+    found = []
+    for again in (True,) if asked.recompute else (False, True):
+        try:
+            found += rank_pipelines(profile, cluster, replace(asked, recompute=again))
+        except PlanError:
+            if again and not found:
+                raise
+    # Of equally fast ones the first, without recomputation.
+    return sorted(found, key=lambda candidate: -float(f"{candidate.samples_per_second:.12g}"))
 
 
 def plan_two_bw(profile, cluster, asked, batch_size):

@@ -49,8 +49,6 @@ class PlannerQuery:
     planner: str
     profile: Profile
     request: Request
-    may_recompute: bool
-    """Whether a planner that chooses recomputation itself may use it. If the request requires it, it must."""
     named: bool = False
     """Whether the user named the planner."""
 
@@ -160,10 +158,7 @@ class PlanConstraints:
                     for profile in profiles:
                         microbatches = self.count_microbatches(profile, profiles[0], devices, schedule)
                         for request in self._requests(planner, schedule, profile, microbatches, cluster):
-                            # Without a memory limit recomputation gains nothing.
-                            tries = self.recompute is None and cluster.least_memory_bytes is not None
-                            allowed = tries or self.recompute is True
-                            yield PlannerQuery(planner, profile, request, allowed, self.planner is not None)
+                            yield PlannerQuery(planner, profile, request, self.planner is not None)
 
     def opened(self) -> "PlanConstraints":
         """These constraints without those that only choose among plans: `accepts` applies them to the proposals.
@@ -221,11 +216,10 @@ class PlanConstraints:
         if not microbatches:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
-        # Recomputation gains nothing without a memory limit, and the planner of parallel pipelines tries both itself.
-        # With split backwards it gains little: recomputed activations are kept until the weight backward, and the last
-        # rank recomputes nothing, so it keeps the activations of all its microbatches in both cases.
-        by_itself = planner == PlannerName.TWO_BW
-        if self.recompute is None and (cluster.least_memory_bytes is None or by_itself or schedule.splits_backward):
+        # Recomputation gains nothing without a memory limit. With split backwards it gains little: activations that are
+        # recomputed are kept until the weight backward. The last rank recomputes nothing, so that it keeps the
+        # activations of all its microbatches in both cases.
+        if self.recompute is None and (cluster.least_memory_bytes is None or schedule.splits_backward):
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):

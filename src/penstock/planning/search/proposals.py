@@ -122,7 +122,7 @@ class Proposer:
             case PlannerName.PIPEDREAM:
                 yield from self._propose_pipedream(profile, request)
             case PlannerName.TWO_BW:
-                yield from self._propose_two_bw(query)
+                yield from self._propose_two_bw(profile, request)
             case PlannerName.SPP:
                 if query.named or self._cluster.devices <= MOST_ORDERED:
                     yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
@@ -151,13 +151,11 @@ class Proposer:
             found += self._with_buffers(partial(self._find_pipedream, profile), profile, wished)
         yield from found or _require(None)
 
-    def _propose_two_bw(self, query: PlannerQuery) -> Iterator[Plan]:
+    def _propose_two_bw(self, profile: Profile, request: Request) -> Iterator[Plan]:
         for buffers in (0,) if self._limit is None else (0, _BUFFERS):
-            ranked = rank_pipelines(query.profile, self._cluster, replace(query.request, buffers=buffers))
-            allowed = [candidate for candidate in ranked if query.may_recompute or not candidate.recompute]
-            alone = [candidate for candidate in allowed if candidate.replicas == 1]
-            chosen = [*allowed[:_PROPOSED], *alone[:_PROPOSED]]
-            yield from (candidate.plan() for candidate in chosen)
+            ranked = rank_pipelines(profile, self._cluster, replace(request, buffers=buffers))
+            alone = [candidate for candidate in ranked if candidate.replicas == 1]
+            yield from (candidate.plan() for candidate in (*ranked[:_PROPOSED], *alone[:_PROPOSED]))
 
     def _propose_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
         """Proposes d equal pipelines of several stages per rank for every possible d of 2 or more: on all devices, or

@@ -1,4 +1,4 @@
-"""The planner of PipeDream-2BW: equal parallel pipelines of repeated blocks.
+"""The planner of PipeDream-2BW: equal parallel pipelines.
 
 Start reading in ``pipeline_searches.py``.
 """

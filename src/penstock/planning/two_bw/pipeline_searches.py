@@ -1,16 +1,16 @@
 """The planner of PipeDream-2BW, which tries all widths and depths of parallel pipelines: d equal ones of p stages.
 
-Algorithm 1 of [Narayanan 2021, section 3.3.2] tries all d and p on at most as many devices as there are, with and
-without recomputation. The highest throughput of all these wins. The printed algorithm has errors and gaps; ours differs
-as follows:
+Algorithm 1 of [Narayanan 2021, section 3.3.2] tries all d and p on at most as many devices as there are. The highest
+throughput of all these wins. The printed algorithm has errors and gaps; ours differs as follows:
 
   1. Throughput counts all d pipelines. d p need not be all devices, and g refers to the d p that are used.
   2. Each pipeline has m = p g microbatches, with the largest g for which d m is at most the requested microbatches; so
      m >= p, as 2bw requires. A flush also allows m < p: m = 1 is model parallelism without pipelining.
   3. Stages are balanced by their times. The text gives each equally many repeated blocks, which is as fast only where
      no embedding and no head makes a stage longer.
-  4. The printed SEARCH takes the largest microbatch that fits. Here a microbatch has the size of the profile, and
-     `planning.search` asks for every size. Under gpipe memory also limits m.
+  4. The printed SEARCH takes the largest microbatch that fits, and tries recomputation, too. Here a microbatch has the
+     size of the profile, and `planning.search` asks for every size, with and without recomputation. Under gpipe memory
+     also limits m.
   5. Memory includes gradients and the optimizer's state (`planning.memory`).
 
 The time is a closed form [section 3.3.3]. With m microbatches of b samples in each pipeline per minibatch, a pipeline
@@ -134,12 +134,10 @@ class PipelineCandidate:
 
 
 def rank_pipelines(profile: Profile, cluster: Cluster, request: Request) -> tuple[PipelineCandidate, ...]:
-    """All parallel pipelines that fit, best first; among equally fast ones the simpler (fewer devices, no
-    recomputation).
+    """All parallel pipelines that fit, best first; of equally fast ones first the one on fewer devices.
 
-    `request.microbatches` is the most microbatches of a minibatch, over all pipelines. `request.recompute` requires
-    recomputation; without it both are tried. `request.stages` fixes p, and `request.straight` sets d = 1. Raises
-    `PlanError` for other schedules than `PIPELINE_SCHEDULES`, and if nothing fits.
+    `request.microbatches` is the most microbatches of a minibatch, over all pipelines. `request.stages` fixes p, and
+    `request.straight` sets d = 1. Raises `PlanError` for schedules other than `PIPELINE_SCHEDULES`, or if nothing fits.
     """
     if request.definition not in PIPELINE_SCHEDULES:
         raise PlanError(
@@ -151,11 +149,19 @@ def rank_pipelines(profile: Profile, cluster: Cluster, request: Request) -> tupl
             "allreduce: expected ring or shared for parallel pipelines, found released, which hides no all-reduce "
             "behind the compute: choose one of them, or the planner pipedream"
         )
-    chains = _chains(profile, cluster, request)
-    most = min(cluster.devices, chains[0].units)
+    depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
+    chain = _chain(
+        profile,
+        cluster,
+        depth,
+        recompute=request.recompute,
+        optimizer_copies=request.optimizer_copies,
+        buffers=request.buffers,
+    )
+    most = min(cluster.devices, chain.units)
     if request.stages is not None and request.stages > most:
         raise PlanError(
-            f"stages: expected at most {most} ({cluster.devices} devices, {chains[0].units} layers or runs of layers), "
+            f"stages: expected at most {most} ({cluster.devices} devices, {chain.units} layers or runs of layers), "
             f"found {request.stages}: use fewer stages or describe more devices"
         )
     links = LinkTable(cluster)
@@ -165,7 +171,8 @@ def rank_pipelines(profile: Profile, cluster: Cluster, request: Request) -> tupl
         for replicas in range(1, widest + 1):
             ways = CONSECUTIVE_RANKS if replicas > 1 and stages > 1 else CONSECUTIVE_RANKS[:1]
             orientations = [links.orient(replicas, stages, consecutive) for consecutive in ways]
-            candidates += filter(None, (_fastest(chain, orientations, request) for chain in chains))
+            found = _fastest(chain, orientations, request)
+            candidates += [] if found is None else [found]
     if not candidates:
         raise PlanError(
             f"expected parallel pipelines under {request.schedule} of at most {request.microbatches} microbatches that "
@@ -233,25 +240,8 @@ def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
     return (
         -float(f"{candidate.samples_per_second:.12g}"),
         candidate.replicas * candidate.stages,
-        candidate.recompute,
         candidate.stages,
         -candidate.microbatches,
-    )
-
-
-def _chains(profile: Profile, cluster: Cluster, request: Request) -> tuple[PipelineChain, ...]:
-    depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
-    recompute = (True,) if request.recompute else (False, True)
-    return tuple(
-        _chain(
-            profile,
-            cluster,
-            depth,
-            recompute=again,
-            optimizer_copies=request.optimizer_copies,
-            buffers=request.buffers,
-        )
-        for again in recompute
     )
 
 
