@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.arguments import TEXT
 from penstock.errors import PlanError
+from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.planners import join_profiles, plan
 from penstock.planning.predictions import cost_per_million
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE
@@ -93,22 +94,14 @@ def compare_clusters(
     found.sort(key=lambda option: -option.samples_per_second)
     batch = options.get("batch_size")
     microbatches = options.get("microbatches") or max(1, (batch or 1) // first.microbatch_size)
-    ways = (
-        [] if single is None else _without_pipelines(single, found, microbatches, options.get("optimizer_copies", 2.0))
-    )
-    return ClusterComparison(tuple(found), tuple(ways))
-
-
-def _without_pipelines(
-    profile: Profile, found: Sequence[ClusterOption], microbatches: int, optimizer_copies: float
-) -> list[str]:
-    """What training without a pipeline would take on each cluster, in lines."""
-    lines = ["", "Without a pipeline, by formulas (docs/planning.md), samples/s:"]
-    for option in found:
-        ways = without_pipelines(profile, option.cluster, microbatches, optimizer_copies)
-        texts = [f"{way.name} {way.samples_per_second:.4g}{'' if way.fits else ' (does not fit)'}" for way in ways]
-        lines.append(f"  {option.name}: {', '.join(texts)}")
-    return lines
+    notes: list[str] = []
+    if single is not None:
+        notes += ["", "Without a pipeline, by formulas (docs/planning.md):"]
+        for option in found:
+            copies = options.get("optimizer_copies", OPTIMIZER_COPIES)
+            ways = without_pipelines(single, option.cluster, microbatches, copies)
+            notes.append(f"  {option.name}: {'; '.join(map(str, ways))}")
+    return ClusterComparison(tuple(found), tuple(notes))
 
 
 def _row(option: ClusterOption) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,10 @@ class WithoutPipeline:
     """Of every device."""
     fits: bool
     """Whether every device has so much memory."""
+
+    def __str__(self) -> str:
+        speed = f"{self.name} {self.samples_per_second:.4g} samples/s"
+        return f"{speed}, peak {bytes_text(self.peak_bytes)}" + ("" if self.fits else " (does not fit)")
 
 
 def without_pipelines(

@@ -126,12 +126,7 @@ def _compare_alternatives(best: Plan, cluster: Cluster, profile: Profile, optimi
     # Where every microbatch has an update of its own, a minibatch of one would leave all devices but one idle.
     microbatches = cluster.devices if best.definition.updates_per_microbatch else best.microbatches
     ways = without_pipelines(profile.scaled(size), cluster, microbatches, optimizer_copies)
-    texts = [
-        f"{way.name} {way.samples_per_second:.4g} samples/s, peak {bytes_text(way.peak_bytes)}"
-        + ("" if way.fits else " (does not fit)")
-        for way in ways
-    ]
-    return [f"Without a pipeline, by formulas instead of simulation: {'; '.join(texts)}."]
+    return [f"Without a pipeline, by formulas instead of simulation: {'; '.join(map(str, ways))}."]
 
 
 def _table(plans: Sequence[Plan], cluster: Cluster, epoch_samples: float | None) -> list[str]:
