@@ -104,15 +104,6 @@ class Request:
             devices=devices,
         )
 
-    def can_run(self, ranks: int, microbatches: int | None = None, replicas: int = 1) -> bool:
-        """Whether the schedule can run on `ranks` ranks in a row with `replicas` each; `microbatches`: by default those
-        of the request.
-        """
-        count = self.microbatches if microbatches is None else microbatches
-        return can_run(
-            self.definition, ranks, self.stages_per_rank, count, vertical_sync=self.vertical_sync, replicas=replicas
-        )
-
     def stage_count(self, devices: int) -> int:
         """The number of stages without replicas on `devices` devices; `PlanError` if these are too few."""
         stages = self.stages if self.stages is not None else devices * self.stages_per_rank

@@ -224,11 +224,7 @@ def _rank_times(plan: Plan, profile: Profile, cluster: Cluster, sharers: Sequenc
     groups = (
         [known[cluster.class_of(rank)] for rank in range(first, first + width)] for first in range(0, plan.ranks, width)
     )
-    return tuple(max(group, key=_seconds) for group in groups)
-
-
-def _seconds(times: StageTimes) -> float:
-    return sum(times.forward_seconds) + sum(times.backward_seconds)
+    return tuple(max(group, key=lambda own: sum(own.forward_seconds) + sum(own.backward_seconds)) for group in groups)
 
 
 def _longest(plan: Plan, rank_times: tuple[StageTimes, ...]) -> StageTimes:

@@ -147,7 +147,7 @@ def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, f
 
 def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, _Changes]:
     """The changes of what is kept for backwards, and of messages and gradients."""
-    effects = _effects(track)
+    effects = np.array(track.instructions.effects, dtype=np.int64)
     starts, stops, messages = np.array(track.starts), np.array(track.stops), np.array(track.messages)
     backward = _is_backward(effects // len(sizes.saved))
     first_backwards, updates, last_backwards = _gradients(track, effects, schedule)
@@ -191,7 +191,9 @@ def _users(effects: npt.NDArray[np.int64], received: npt.NDArray[np.int64], stag
     for here, there in {*zip(source.tolist(), target.tolist(), strict=True)}:
         own = effects % stages == there
         kinds = effects // stages
-        taking = own & (_is_forward(kinds) if here < there else _is_backward(kinds))
+        taking = own & (
+            np.isin(kinds, (MemoryEffect.FORWARD, MemoryEffect.FORWARD_KEPT)) if here < there else _is_backward(kinds)
+        )
         members = np.flatnonzero((source == here) & (target == there))
         users[members] = np.flatnonzero(taking)[: len(members)]
     return users
@@ -225,14 +227,6 @@ def _taken(schedule: Schedule, rank: int, stage: int, microbatches: _Places) -> 
 
 def _sums(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(map(sum, zip(one, other, strict=True)))
-
-
-def _effects(track: Track) -> npt.NDArray[np.int64]:
-    return np.array(track.instructions.effects, dtype=np.int64)
-
-
-def _is_forward(effects: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    return np.isin(effects, (MemoryEffect.FORWARD, MemoryEffect.FORWARD_KEPT))
 
 
 def _is_backward(effects: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

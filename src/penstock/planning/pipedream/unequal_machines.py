@@ -28,6 +28,7 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.requests import Room
+from penstock.planning.spp.device_orders import link_speeds
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Matrix, replicated_seconds
 from penstock.values.chain_cuts import cut_evenly
 from penstock.values.clusters import Cluster
@@ -154,8 +155,7 @@ class _Machine:
 
 def _machines(cluster: Cluster, costs: ChainCosts, allreduce: AllReduce) -> Iterator[_Machine]:
     """The machine with its links, and the one with equal links if that is another."""
-    ranks = range(cluster.devices)
-    speeds = np.array([[min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for b in ranks] for a in ranks])
+    speeds = link_speeds(cluster)
     flat = len(np.unique(speeds[~np.eye(len(speeds), dtype=bool)])) <= 1
     for by_links in (False,) if flat else (True, False):
         classes = _classes(cluster, by_links=by_links)

@@ -259,8 +259,9 @@ class PlanConstraints:
                 yield self.stages, True
             return
         if straight or (planner == PlannerName.PIPEDREAM and self.stages is None):
-            ranks = min(cluster.devices, len(profile) // per_rank)
-            most = _most_ranks(schedule, per_rank, microbatches, ranks)
+            ranks = range(min(cluster.devices, len(profile) // per_rank), 0, -1)
+            # The largest number of ranks in a row on which the schedule can run.
+            most = next((count for count in ranks if can_run(schedule, count, per_rank, microbatches)), 0)
             if self.stages is not None:
                 yield self.stages, True
             elif most:
@@ -314,12 +315,6 @@ def plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
             return schedule == SPP
         case PlannerName.INTERLEAVED:
             return schedule.layout.has_several and schedule in METHODS
-
-
-def _most_ranks(schedule: ScheduleDefinition, stages_per_rank: int, microbatches: int, ranks: int) -> int:
-    """The largest number of ranks in a row, up to `ranks`, on which `schedule` can run `microbatches`."""
-    counts = range(ranks, 0, -1)
-    return next((count for count in counts if can_run(schedule, count, stages_per_rank, microbatches)), 0)
 
 
 def _refuse(name: str, value: object, known: Sequence[str], hint: str) -> NoReturn:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import overfull_rank
 from penstock.planning.predictions import prediction_of, speed_of
-from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
+from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.device_moves import climb
 from penstock.planning.search.proposals import arrange_cluster, without_kinds
 from penstock.planning.search.refinements import Refiner
@@ -112,7 +112,9 @@ def _propose(
     allowed = set(constraints.schedules)
     arranged = arrange_cluster(cluster, profiles[0])
     asked = [(each, query) for each in arranged for query in each.queries(profiles, opened)]
-    for arrangement, query in progress_line(asked, lambda ask: _title(ask[1]), "planning", progress):
+    for arrangement, query in progress_line(
+        asked, lambda ask: f"{ask[1].planner}, {ask[1].request.schedule}", "planning", progress
+    ):
         wished = query.request.schedule in allowed and arrangement.is_whole
         try:
             for proposed in arrangement.propose(query):
@@ -185,10 +187,6 @@ def _move_devices(
         )
         found += [moved] if moved is not plan else []
     return found
-
-
-def _title(query: PlannerQuery) -> str:
-    return f"{query.planner}, {query.request.schedule}"
 
 
 def _is_pointless(plan: Plan) -> bool:

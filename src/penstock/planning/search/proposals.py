@@ -24,7 +24,7 @@ from penstock.planning.memory import peak_bytes, require_fit
 from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
-from penstock.planning.requests import Request, number_ranks
+from penstock.planning.requests import Request, can_run, number_ranks
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.spp.spp_search import MOST_ORDERED, find_spp, propose_grouped
 from penstock.planning.stage_costs import ChainCosts, chain_costs
@@ -165,7 +165,8 @@ class Proposer:
             stages = length * request.stages_per_rank
             if length < 2 or request.microbatches % replicas or stages > len(profile):
                 continue
-            if not request.can_run(length, replicas=replicas):
+            per_rank, count = request.stages_per_rank, request.microbatches
+            if not can_run(request.definition, length, per_rank, count, replicas=replicas):
                 continue
             alone = replace(request, microbatches=request.microbatches // replicas, stages=stages)
             one = Cluster.uniform(length, self._cluster.slowest, self._limit)

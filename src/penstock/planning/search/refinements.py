@@ -165,7 +165,7 @@ class Refiner:
         """The best plan of each of the fastest families, with others in case that it does not fit in the end."""
         looked: dict[Family, list[Timed]] = {}
         best = inf
-        bounds = {family: min(map(self._least_seconds, plans)) for family, plans in families.items()}
+        bounds = {family: min(map(self._search(family).least_seconds, plans)) for family, plans in families.items()}
         # The bounds of several stages per rank are too low, so that these would be looked at too closely.
         order = sorted(families, key=lambda family: (family.stages_per_rank > 1, bounds[family]))
         for family in progress_line(order, lambda family: str(family.schedule), "comparing", progress):
@@ -190,9 +190,6 @@ class Refiner:
             others = sorted(families[family], key=speed_of, reverse=True)[:attempts]
             found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
         return found
-
-    def _least_seconds(self, plan: Plan) -> float:
-        return self._search(family_of(plan)).least_seconds(plan)
 
     def _look(self, family: Family, plans: Sequence[Plan], best: float) -> list[Timed]:
         """The first proposals of a family, timed, with the best of them improved a little; fastest first.

@@ -216,7 +216,9 @@ def propose_grouped(profile: Profile, cluster: Cluster, request: Request) -> Ite
 
     Raises `PlanError` if there are none.
     """
-    size = next((each for each in range(2, cluster.devices + 1) if _divides(each, cluster)), 0)
+    devices = cluster.devices
+    sizes = (each for each in range(2, devices + 1) if devices % each == 0 and devices // each <= MOST_ORDERED // 2)
+    size = next(sizes, 0)
     found = False
     for faster in (1.0, float(size)) if size else ():
         small = _group(cluster, size, faster)
@@ -238,10 +240,6 @@ def propose_grouped(profile: Profile, cluster: Cluster, request: Request) -> Ite
             f"planner spp: expected groups of {cluster.devices} devices that share {profile.microbatch_size} samples "
             "equally, found none: use microbatches of another size"
         )
-
-
-def _divides(size: int, cluster: Cluster) -> bool:
-    return cluster.devices % size == 0 and cluster.devices // size <= MOST_ORDERED // 2
 
 
 def _group(cluster: Cluster, size: int, faster: float) -> Cluster:

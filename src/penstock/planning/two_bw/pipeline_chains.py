@@ -72,6 +72,7 @@ class PipelineChain:
         self._memory_bytes = np.inf if least is None else least
         self._bytes: dict[tuple[int, int], Matrix] = {}
         self._least: dict[StageCounts, float] = {}
+        """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
         self._balanced: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
 
         whole = chain_costs(profile, cluster, recompute=recompute, buffers=buffers)
@@ -97,14 +98,10 @@ class PipelineChain:
 
     def can_fit(self, counts: StageCounts) -> bool:
         """Whether every stage fits in a device's memory with some cuts."""
-        return self._memory_bytes == np.inf or self._least_bytes(counts) <= self._memory_bytes
-
-    def _least_bytes(self, counts: StageCounts) -> float:
-        """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
-        if counts not in self._least:
+        if self._memory_bytes < np.inf and counts not in self._least:
             own = [self._interval_bytes(*held) for held in counts]
             self._least[counts] = least_bottleneck(lambda stage, starts: own[stage][starts], _nothing_between(own))
-        return self._least[counts]
+        return self._memory_bytes == np.inf or self._least[counts] <= self._memory_bytes
 
     def balanced_cuts(
         self, counts: StageCounts, orientation: Orientation, microbatches: int, allreduce: AllReduce
