@@ -202,7 +202,8 @@ class PlanVariants:
     def _play(self, table: _Matrix) -> list[_Matrix]:
         """By run, (K,): when the last action of each variant ends."""
         rows = list(table)
-        clocks = _Clocks.at_zero(self._tracks, self._links, table.shape[1])
+        zero = np.zeros(table.shape[1])
+        clocks = _Clocks([zero] * self._tracks, [zero] * self._links, [zero] * self._tracks, {}, {})
         clocks.play(self._common, rows)
         ends = []
         for run in self._runs:
@@ -429,11 +430,6 @@ class _Clocks:
     arrivals: dict[int, _Matrix]
     marks: dict[tuple[int, int], _Matrix]
     """The beginnings of the actions with which all-reduces may begin."""
-
-    @classmethod
-    def at_zero(cls, tracks: int, links: int, variants: int) -> "_Clocks":
-        zero = np.zeros(variants)
-        return cls([zero] * tracks, [zero] * links, [zero] * tracks, {}, {})
 
     def copy(self) -> "_Clocks":
         """The same times; the vectors, which never change, are shared."""

@@ -72,7 +72,10 @@ class Sizes:
 
     def message_bytes(self, instructions: Instructions) -> _Numbers:
         """The bytes that each instruction sends, receives or reduces."""
-        passed: _Numbers = self._bytes_by_effect()[np.array(instructions.effects, dtype=np.int64)]
+        behind = dict.fromkeys((MemoryEffect.SEND_ACTIVATION, MemoryEffect.RECEIVE_GRADIENT), self.output)
+        before = dict.fromkeys((MemoryEffect.SEND_GRADIENT, MemoryEffect.RECEIVE_ACTIVATION), self.input)
+        by_effect = self._table({**behind, **before, MemoryEffect.REDUCE: self.parameters})
+        passed: _Numbers = by_effect[np.array(instructions.effects, dtype=np.int64)]
         if self.skips:
             kinds, stages = np.array(instructions.kinds), len(self.saved)
             sizes = np.zeros((stages, stages))
@@ -83,16 +86,6 @@ class Sizes:
             transfers = np.flatnonzero((kinds == SEND) | (kinds == RECEIVE))[far]
             passed[transfers] = sizes[source[far], target[far]]
         return passed
-
-    def _bytes_by_effect(self) -> _Numbers:
-        """By effect: the bytes that are sent, received or reduced."""
-        return self._table(
-            {effect: self._message(effect) for effect in MemoryEffect if effect.name.startswith(("SEND", "RECEIVE"))}
-            | {MemoryEffect.REDUCE: self.parameters}
-        )
-
-    def _message(self, effect: MemoryEffect) -> tuple[float, ...]:
-        return self.output if effect in (MemoryEffect.SEND_ACTIVATION, MemoryEffect.RECEIVE_GRADIENT) else self.input
 
     def held(self) -> tuple[_Numbers, _Numbers]:
         """By effect: how many bytes more are held from the start of an action on, and how many fewer from its stop."""

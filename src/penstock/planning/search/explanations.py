@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import islice
 from math import ceil, floor, log10
 from typing import Unpack
 
@@ -209,13 +209,9 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
 
 def _list(rejections: Sequence[Rejection]) -> list[str]:
     """One line for every planner and schedule without a plan."""
-    kinds = groupby(sorted(rejections, key=_kind), key=_kind)
-    lines = [f"  {planner}, {schedule}: {_shorten(next(same).reason)}" for (planner, schedule), same in kinds]
+    first = {(rejection.planner, rejection.schedule): rejection.reason for rejection in reversed(rejections)}
+    lines = [f"  {planner}, {schedule}: {_shorten(reason)}" for (planner, schedule), reason in sorted(first.items())]
     return ["", "Not possible:", *lines] if lines else []
-
-
-def _kind(rejection: Rejection) -> tuple[str, str]:
-    return rejection.planner, rejection.schedule
 
 
 def _shorten(reason: str) -> str:
@@ -285,15 +281,13 @@ def _changes(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanCon
         return f"{words} (for {_wording(ranked[0])})" if ranked else ""
 
     smallest = min(profiles, key=lambda profile: profile.microbatch_size)
+    halves = [smallest.microbatch_size >> power for power in range(1, smallest.microbatch_size.bit_length())]
     again = [replace(constraints, recompute=True)] if constraints.recompute is False else []
     wider = _wider_clusters(cluster) if constraints.stages is None else ()
     for attempts in (
         (attempt(f"{wide.devices} devices", profiles, wide, constraints) for wide in wider),
         (attempt("recompute=True", profiles, cluster, changed) for changed in again),
-        (
-            attempt(f"microbatches of {size} samples", (smallest.scaled(size),), cluster, constraints)
-            for size in _halves(smallest.microbatch_size)
-        ),
+        (attempt(f"microbatches of {size} samples", (smallest.scaled(size),), cluster, constraints) for size in halves),
     ):
         yield from islice(filter(None, attempts), 1)
 
@@ -324,10 +318,3 @@ def _wider_clusters(cluster: Cluster) -> Iterator[Cluster]:
         else:
             cluster = Cluster.uniform(2 * cluster.devices, cluster.slowest, cluster.least_memory_bytes)
         yield cluster
-
-
-def _halves(number: int) -> Iterator[int]:
-    """Half of `number`, half of that, down to 1."""
-    while number > 1:
-        number //= 2
-        yield number

@@ -222,7 +222,10 @@ class LocalSearch:
         """The fastest of `cuts` that fits and takes less than `below` seconds for a sample; of equally fast ones that
         with the most equal stages.
         """
-        table = cuts[self._fit(plan, cuts)]
+        table, limit = cuts, self._cluster.memory_bytes
+        if limit is not None:
+            peaks = peaks_of_cuts(plan, cuts, self._costs, self._assumptions.optimizer_copies)
+            table = cuts[(peaks <= limit).all(axis=1)]
         samples = plan.microbatches * self._profile.microbatch_size
         seconds = variants.minibatch_seconds(self._sums, table, below * samples)
         played = int(np.isfinite(seconds).sum())
@@ -234,14 +237,6 @@ class LocalSearch:
         best = near[(work**2).sum(axis=1).argmin()]
         each = float(seconds[best]) / samples
         return Timed(_moved(plan, table[best]), each, variants) if each < below else None
-
-    def _fit(self, plan: Plan, cuts: Counts) -> Counts:
-        """The indices of the cuts with which every rank has enough memory, by the planners' formula."""
-        limit = self._cluster.memory_bytes
-        if limit is None:
-            return np.arange(len(cuts))
-        peaks = peaks_of_cuts(plan, cuts, self._costs, self._assumptions.optimizer_copies)
-        return np.flatnonzero((peaks <= limit).all(axis=1))
 
     def _structures(self, plan: Plan, straight: bool, below: float) -> list[Plan]:
         """Plans with other replicas that can take less than `below` seconds for a sample, those with the least bound
