@@ -45,9 +45,9 @@ def find_route(
 ) -> Route:
     """The route of `size_bytes` from `senders` to `receivers`; each sender sends an equal share to each receiver.
 
-    `shared`: all pairs of ranks on two servers share the link between the servers. `width`: senders and receivers are
-    groups of so many tensor-parallel ranks; rank i of a group sends to rank i of the other. Without a cluster links are
-    instant.
+    `shared`: all pairs of ranks on two servers share the link between the servers. `width`: the number of
+    tensor-parallel ranks in each sender and receiver; rank i of one sends to rank i of the other. Without a cluster
+    links are instant.
     """
     link = senders[0] * width, receivers[0] * width
     share_bytes = size_bytes / (len(senders) * len(receivers))

@@ -17,7 +17,7 @@ from math import inf
 
 from penstock.planning.memory import cuts_of
 from penstock.planning.planner_names import PlannerName
-from penstock.planning.predictions import predict, slowest_seconds, speed_of
+from penstock.planning.predictions import count_rounds, predict, slowest_seconds, speed_of
 from penstock.planning.requests import if_runnable
 from penstock.planning.search.constraints import PlanConstraints, plans_for
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
@@ -200,7 +200,8 @@ class Refiner:
         search = self._search(family)
         effort = Effort(_QUICK * self._cluster.devices)
         shapes: dict[object, list[Plan]] = {}
-        for plan in sorted(plans, key=speed_of, reverse=True):
+        # Deeper pipelines are further from their bounds.
+        for plan in sorted(plans, key=lambda plan: search.least_seconds(plan) * count_rounds(plan) / plan.microbatches):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
         seeds = list(shapes.values())
         bounds = [min(map(search.least_seconds, alike)) for alike in seeds]
