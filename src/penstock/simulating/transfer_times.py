@@ -53,17 +53,23 @@ def find_route(
     share_bytes = size_bytes / (len(senders) * len(receivers))
     if cluster is None:
         return Route(((link, 0.0),), 0.0)
-    ends = [
-        ([rank * width + tp_rank for rank in senders], [rank * width + tp_rank for rank in receivers])
-        for tp_rank in range(width)
-    ]
-    handling, copying = map(max, zip(*(_occupied(cluster, share_bytes, *both) for both in ends), strict=True))
+    ends: list[tuple[Sequence[int], Sequence[int]]] = [(senders, receivers)]
+    if width > 1:
+        ends = [
+            ([rank * width + tp_rank for rank in senders], [rank * width + tp_rank for rank in receivers])
+            for tp_rank in range(width)
+        ]
+    handling = copying = latency = 0.0
+    for both in ends if cluster.has_message_costs else ():
+        own = _occupied(cluster, share_bytes, *both)
+        handling, copying = max(handling, own[0]), max(copying, own[1])
     if not shared:
-        slowest = [slowest_link(cluster, *both) for both in ends]
-        seconds = share_bytes / min(bandwidth for bandwidth, _ in slowest)
-        return Route(((link, seconds),), max(latency for _, latency in slowest), handling, copying)
+        least = inf
+        for both in ends:
+            bandwidth, delay = slowest_link(cluster, *both)
+            least, latency = min(least, bandwidth), max(latency, delay)
+        return Route(((link, share_bytes / least),), latency, handling, copying)
     size = _server_size(cluster)
-    latency = 0.0
     loads: defaultdict[Link, float] = defaultdict(float)
     for a, b in chain.from_iterable(product(*both) for both in ends):
         here, there = a // size, b // size
@@ -83,8 +89,6 @@ def _occupied(
 
     Each end has as many messages as there are ranks at the other end, all but the one to itself.
     """
-    if not cluster.has_message_costs:
-        return 0.0, 0.0
     ends = [[cluster.message_costs(a, b) for b in receivers if a != b] for a in senders]
     ends += [[cluster.message_costs(a, b) for a in senders if a != b] for b in receivers]
     handling = max(sum(cost.seconds for cost in end) for end in ends)
