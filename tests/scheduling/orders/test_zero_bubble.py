@@ -219,10 +219,10 @@ LAWS = {
     ),
     "input part missing": (
         (H1, 1, ("1I1@0 ", "")),
-        DATA,
-        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 >>1S1>0<< 1W0@0 1W1@0 1U1<0",
-        "the backward of microbatch 1 on stage 1 before 1S1>0",
-        "put it before, or let lower() derive the messages",
+        "nothing is in flight after the drain: every forward had its backward",
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 >>1F1@0<< 1S1>0 1W0@0 1W1@0 1U1<0",
+        "the input backward of microbatch 1 on stage 1 before the end",
+        "let the step or the drain yield it",
     ),
     "weight part first": (
         (H1, 1, ("1I1@0 1S1>0 1W0@0 1W1@0", "1W0@0 1W1@0 1I1@0 1S1>0")),

@@ -4,14 +4,17 @@ The channel that they assume is the weakest that a transport offers: one queue f
 no tags, receives that block and sends that do not; an all-reduce waits until every replica of the stage is there.
 
 Rules of this file:
-  1. An invariant is a function of `StagedPrograms` that returns nothing or raises a `ScheduleError` with the row.
-  2. An invariant may rely on those of the stages, and on those before it in `MESSAGE_INVARIANTS`.
+  1. An invariant is a function that returns nothing or raises a `ScheduleError` with the row.
+  2. An invariant may rely on those of the stages, and on those before it in `require_message_invariants`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, compress
 from typing import NoReturn, TypeAlias, assert_never
+
+import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
@@ -21,7 +24,6 @@ from penstock.scheduling.actions import (
     BackwardWeight,
     Compute,
     Forward,
-    InputGradients,
     Message,
     Receive,
     ReceiveNorms,
@@ -33,11 +35,11 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
-    WeightGradients,
 )
-from penstock.scheduling.definitions import Drain, NormRule, Step
+from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
+from penstock.scheduling.verification.stage_invariants import KINDS, Numbers, Row, Turns
 from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
 Need: TypeAlias = tuple[str, int, int, int]
@@ -56,25 +58,24 @@ _NAMES = {
 }
 
 
-def _require_neighbors(staged: StagedPrograms) -> None:
+def _require_neighbors(row: Row) -> None:
     invariant = "messages pass only between neighbors or stages that share weights or a skip, on different ranks"
-    placement = staged.placement
-    for rank, row in enumerate(staged.programs):
-        right: set[tuple[type[Action], int, int]] = set()
-        for index, action in enumerate(row):
-            stage = action.stage
-            if isinstance(action, Reduce) and staged.schedule.placement.replicas(stage) == 1:
-                fix = "drop it, or let lower() derive it"
-                report(staged, invariant, rank, index, expected=f"none: stage {stage} has no replicas", fix=fix)
-            if not isinstance(action, Message):
-                continue
+    staged, placement = row.staged, row.staged.placement
+    places = np.flatnonzero((row.kinds > KINDS[BackwardWeight]) & (row.kinds != KINDS[Update]))
+    # An all-reduce has a version where a message has the other stage.
+    others = np.where(row.kinds == KINDS[Reduce], row.stages, row.others)
+    ways = np.stack((row.kinds, row.stages, others), axis=1)[places]
+    for index in sorted(places[np.unique(ways, axis=0, return_index=True)[1]]):
+        action = row.actions[index]
+        if isinstance(action, Reduce):
+            if staged.schedule.placement.replicas(action.stage) == 1:
+                expected = f"none: stage {action.stage} has no replicas"
+                row.fail(index, invariant, expected, "drop it, or let lower() derive it")
+        elif isinstance(action, Message):
             other = counterpart(action).stage
-            if (type(action), stage, other) in right:
-                continue
             allowed, expected = _find_neighbors(action, staged)
-            if other not in allowed or other >= len(placement.stages) or rank in placement.stages[other]:
-                report(staged, invariant, rank, index, expected=expected, fix="let lower() derive the messages")
-            right.add((type(action), stage, other))
+            if other not in allowed or other >= len(placement.stages) or row.rank in placement.stages[other]:
+                row.fail(index, invariant, expected, "let lower() derive the messages")
 
 
 def _find_neighbors(message: Message, staged: StagedPrograms) -> tuple[tuple[int, ...], str]:
@@ -228,26 +229,6 @@ def _last_backward(stage: int, version: int, rank: int, staged: StagedPrograms) 
         yield "W", stage, mine[-1], -1
 
 
-def _require_matches(staged: StagedPrograms) -> None:
-    invariant = "every message is sent once and received once; none is left over after the drain"
-    found: dict[tuple[int, Message], int] = {}
-    for rank, row in enumerate(staged.programs):
-        for index, action in enumerate(row):
-            if isinstance(action, Message):
-                if (rank, action) in found:
-                    report(staged, invariant, rank, index, expected="a new message", fix="drop the second one")
-                found[rank, action] = index
-    for sends in (True, False):
-        for (rank, action), index in found.items():
-            other = counterpart(action)
-            if isinstance(action, Sending) != sends:
-                continue
-            for there in peers(action, rank, staged.placement):
-                if (there, other) not in found:
-                    fix = "receive it, or do not send it" if sends else "send it, or do not receive it"
-                    report(staged, invariant, rank, index, expected=f"{other} on rank {there}", fix=fix)
-
-
 _Edge: TypeAlias = tuple[int, int]
 _Stops: TypeAlias = list[list[tuple[int, Message | Reduce, tuple[_Edge, ...]]]]
 """By rank: the messages and all-reduces of its row, each with its place and the edges that it passes."""
@@ -282,34 +263,34 @@ def _find_queues(stops: _Stops) -> tuple[_Queues, _Queues]:
     return sends, receives
 
 
-def _require_fifo(staged: StagedPrograms) -> None:
-    invariant = "messages are received in the order in which they were sent, on each edge between two ranks"
-    sends, receives = _find_queues(_find_stops(staged))
-    for (source_rank, rank), queue in receives.items():
-        for (_, send), (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
-            if counterpart(send) != receive:
-                expected = f"{counterpart(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
-                fix = "order the two ranks alike"
-                report(staged, invariant, rank, index, expected=expected, fix=fix)
-
-
-def are_delivered(staged: StagedPrograms) -> bool:
-    """Whether every message is sent once and received once, in order, and no rank waits forever.
-
-    The invariants of matches, order and progress say the same, and where one is violated; this takes less time.
-    """
-    stops = _find_stops(staged)
-    if any(len({action for _, action, _ in own}) < len(own) for own in stops):
-        return False
+def _require_delivery(staged: StagedPrograms, stops: _Stops) -> None:
+    """Every message is sent once and received once, and in order."""
+    invariant = "every message is sent once and received once; none is left over after the drain"
+    for rank, own in enumerate(stops):
+        first = {action: index for index, action, _ in reversed(own)}
+        if len(first) < len(own):
+            repeated = next(index for index, action, _ in own if index != first[action])
+            report(staged, invariant, rank, repeated, expected="a new message", fix="drop the second one")
     sends, receives = _find_queues(stops)
-    sent = {edge: [counterpart(action) for _, action in queue] for edge, queue in sends.items()}
-    received = {edge: [action for _, action in queue] for edge, queue in receives.items()}
-    return sent == received and not any(_find_waiting(staged, stops))
-
-
-def _require_progress(staged: StagedPrograms) -> None:
-    for segment, position in _find_waiting(staged, _find_stops(staged)):
-        _report_deadlock(staged, segment, position)
+    due = {edge: [counterpart(action) for _, action in queue] for edge, queue in sends.items()}
+    found = {edge: [action for _, action in queue] for edge, queue in receives.items()}
+    wrong = [] if due == found else [edge for edge in {**due, **found} if due.get(edge) != found.get(edge)]
+    for queues, others, end, fix in (
+        (sends, found, 0, "receive it, or do not send it"),
+        (receives, {edge: [action for _, action in sends[edge]] for edge in wrong}, 1, "send it, or do not receive it"),
+    ):
+        for edge in wrong:
+            for index, action in queues[edge]:
+                other = counterpart(action)
+                if other not in others.get(edge, ()):
+                    expected = f"{other} on rank {edge[1 - end]}"
+                    report(staged, invariant, edge[end], index, expected=expected, fix=fix)
+    invariant = "messages are received in the order in which they were sent, on each edge between two ranks"
+    for source, rank in wrong:
+        for (_, send), (index, receive) in zip(sends[source, rank], receives[source, rank], strict=True):
+            if counterpart(send) != receive:
+                expected = f"{counterpart(send)}, since {send} is what rank {source} sends next to rank {rank}"
+                report(staged, invariant, rank, index, expected=expected, fix="order the two ranks alike")
 
 
 def _find_waiting(staged: StagedPrograms, stops: _Stops) -> Iterator[tuple[int, dict[int, int]]]:
@@ -369,7 +350,7 @@ def _report_deadlock(staged: StagedPrograms, segment: int, position: dict[int, i
             reasons.append(f"rank {rank} waits for rank {peer(action, rank, staged.placement)}")
     within, fix = "", "send before the receive that waits for the answer"
     if staged.segments:
-        within = f" within {_name(staged, segment)}"
+        within = f" within {staged.name_of(segment)}"
         fix += ", and in the same step or an earlier one"
     raise ScheduleError(
         f"schedule {staged.schedule.name!r} violates an invariant: no rank waits forever{within}, "
@@ -380,55 +361,82 @@ def _report_deadlock(staged: StagedPrograms, segment: int, position: dict[int, i
     )
 
 
-def require_segments(staged: StagedPrograms) -> None:
-    """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too."""
-    flushes = staged.schedule.flushes
-    invariant = f"a step carries the {'actions' if flushes else 'forwards'} of its own minibatch, and a drain none"
-    starts = ((0,) * staged.schedule.ranks, *staged.ends)
-    for number, segment in enumerate(staged.segments):
-        match segment:
-            case Step(minibatch):
-                own = staged.shape.microbatches_of(minibatch)
-            case Drain():
-                own = range(0)
-            case _:
-                assert_never(segment)
-        for rank, row in enumerate(staged.programs):
-            start, end = starts[number][rank], staged.ends[number][rank]
-            for index in range(start, end):
-                action = row[index]
-                if isinstance(action, Update) and staged.schedule.definition.updates_at_once:
-                    microbatch = (action.version - 1) * staged.schedule.microbatches
-                elif isinstance(action, Forward | InputGradients | WeightGradients | Send | Receive):
-                    microbatch = action.microbatch
-                else:
-                    continue
-                if (flushes or isinstance(action, Forward)) and microbatch not in own:
-                    expected = f"in {_name(staged, number)} " + (
-                        f"only microbatches {own.start} to {own.stop - 1}" if own else "no such action"
-                    )
-                    report(
-                        staged, invariant, rank, index, expected=expected, fix="yield it in the step that it belongs to"
-                    )
+def require_message_invariants(staged: StagedPrograms, turns: Sequence[Turns], *, in_full: bool) -> None:
+    """Raises `ScheduleError` for the first invariant that does not hold. `turns`: of all stages.
+
+    What actions need is checked on columns first, and if that does not succeed, or `in_full`, along the actions.
+    """
+    for row in dict.fromkeys(own.row for own in turns):
+        _require_neighbors(row)
+    stops = _find_stops(staged)
+    _require_delivery(staged, stops)
+    if in_full or not has_data(staged, turns):
+        _require_data(staged)
+    for segment, position in _find_waiting(staged, stops):
+        _report_deadlock(staged, segment, position)
 
 
-def _name(staged: StagedPrograms, segment: int) -> str:
-    match staged.segments[segment]:
-        case Step(minibatch):
-            return f"step({minibatch})"
-        case Drain(minibatches):
-            return f"drain({minibatches})"
-        case _ as unknown:
-            assert_never(unknown)
+def has_data(staged: StagedPrograms, turns: Sequence[Turns]) -> bool:
+    """Whether a fast proof that every action comes after what it needs succeeds. One that does not says nothing.
+
+    What microbatches need is checked on columns, and what updates need by a walk along the few actions that matter.
+    """
+    if not all(_computes_in_order(own, turns) and _reduces_in_order(own) for own in turns):
+        return False
+    if not staged.schedule.ties and staged.schedule.norm_rule is NormRule.NONE:
+        return True
+    few: list[tuple[Action, ...]] = [() for _ in staged.programs]
+    for row in dict.fromkeys(own.row for own in turns):
+        chosen = row.kinds >= KINDS[Update]
+        for own in turns:
+            if own.row is row:
+                # The last microbatch of each update.
+                chosen |= np.isin(row.numbers, row.mine[np.append(np.diff(own.rounds) != 0, True)[: len(row.mine)]])
+        few[row.rank] = tuple(compress(row.actions, chosen.tolist()))
+    try:
+        _require_data(replace(staged, programs=tuple(few)))
+    except ScheduleError:
+        return False
+    return True
 
 
-MESSAGE_INVARIANTS: tuple[Callable[[StagedPrograms], None], ...] = (
-    _require_neighbors,
-    _require_matches,
-    _require_data,
-    _require_fifo,
-    _require_progress,
-)
+def _computes_in_order(turns: Turns, others: Sequence[Turns]) -> bool:
+    """Whether every forward and backward comes after what it needs and before its messages."""
+    row, schedule = turns.row, turns.row.staged.schedule
+    beside = {own.stage: own for own in others if own.row is row}
+    trains = turns.guarantees.trains
+    orders = [turns.forwards[: len(turns.inputs)] < turns.inputs]
+    orders.append((turns.inputs < turns.weights) | (row.kinds[turns.inputs] == KINDS[Backward]))
+    for name, later in (("forwards", False), ("inputs", True)) if trains else (("forwards", False),):
+        computed: Numbers = getattr(turns, name)
+        for kind, side in ((KINDS[Receive], later), (KINDS[Send], not later)):
+            for other in nexts(turns.stage, schedule.stages, schedule.skips, later=side):
+                if other not in beside:
+                    places = _places_of(turns, kind, other)
+                    if len(places) != len(computed):
+                        return False
+                    orders.append(places < computed if side is later else computed < places)
+                elif side is later:
+                    orders.append(getattr(beside[other], name) < computed)
+    return all(bool(order.all()) for order in orders)
 
-ROW_INVARIANTS = (_require_neighbors, _require_data)
-"""Those of `MESSAGE_INVARIANTS` that a row keeps or violates by itself, whatever other ranks do."""
+
+def _places_of(turns: Turns, kind: int, other: int) -> Numbers:
+    """The places of the messages with stage `other`, by microbatch; none if not each of the rank has one."""
+    row = turns.row
+    places = np.flatnonzero((row.stages == turns.stage) & (row.kinds == kind) & (row.others == other))
+    numbers = row.numbers[places]
+    order = np.argsort(numbers)
+    return places[order] if np.array_equal(numbers[order], row.mine) else places[:0]
+
+
+def _reduces_in_order(turns: Turns) -> bool:
+    """Whether replicas sum their gradients between the last backward and the update."""
+    row, updates = turns.row, turns.updates
+    reduces = np.flatnonzero((row.stages == turns.stage) & (row.kinds == KINDS[Reduce]))
+    if row.staged.schedule.placement.replicas(turns.stage) == 1 or not turns.guarantees.trains:
+        return not len(reduces)
+    if not np.array_equal(row.numbers[reduces], row.numbers[updates]):
+        return False
+    ends = np.searchsorted(row.mine, row.numbers[reduces] * turns.size)
+    return bool(((reduces < updates) & (np.searchsorted(turns.weights, reduces) >= ends)).all())

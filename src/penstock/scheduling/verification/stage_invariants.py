@@ -1,344 +1,367 @@
 """The invariants that each stage keeps by itself: order, weight versions, and what it holds in memory.
 
-One walk along the rows counts what every stage has done, without the order that made the rows, and asks each invariant
-about each action.
+The rows are read once, rank by rank, into columns of numbers, and an invariant compares whole columns: the versions of
+forwards with those of backwards, or the places of updates with those of the backwards that they sum up.
 
 Rules of this file:
-  1. An invariant is a function of the counts before an action, and of that action, or None at the end of the row.
-     It yields its violations.
-  2. An invariant may rely on those before it in `_INVARIANTS`; the violation of the first one is reported.
+  1. What is expected is counted along the rows, without the order that made them.
+  2. An invariant is a function of the turns of a stage on one rank. It reports its first violation.
+  3. An invariant may rely on those before it in `_INVARIANTS`, which hold for all stages by then.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Final, TypeAlias, assert_never
+from operator import attrgetter, call
+from typing import Final, NoReturn, TypeAlias, assert_never
 
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
+    Action,
     Backward,
     BackwardInput,
     BackwardWeight,
-    Compute,
     Forward,
-    InputGradients,
     Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Reduce,
     Send,
+    SendNorms,
+    SendTied,
     Update,
-    WeightGradients,
 )
 from penstock.scheduling.definitions import Guarantees, VersionRule
 from penstock.scheduling.verification.violations import Peaks, StagedPrograms, report
 
+Numbers: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+KINDS: Final[dict[type[Action], int]] = {
+    kind: number
+    for number, kind in enumerate(
+        (
+            *(Forward, Backward, BackwardInput, BackwardWeight, Send, Receive, Update, Reduce),
+            *(SendTied, ReceiveTied, SendNorms, ReceiveNorms),
+        )
+    )
+}
+"""Of each kind of action its number in a column; the kinds of microbatches come before those of updates."""
+_F, _B, _I, _W = (KINDS[kind] for kind in (Forward, Backward, BackwardInput, BackwardWeight))
+_U = KINDS[Update]
+_FIELDS = {kind: attrgetter(*([field.name for field in fields(kind)] + ["version"])[:3]) for kind in KINDS}
+"""Of each kind, what reads its three fields; the version of an all-reduce, which has two, counts twice."""
 
-@dataclass(slots=True)
-class _Counts:
-    """What a replica has done of its stage so far.
 
-    `mine`: the microbatches that it has to take. `beside`: the counts of all stages of its rank. `admitted`: by
-    microbatch, how many updates the input stage had made when it took it. `named`: by stage and version, the gradient
-    version of the first replica's update.
-    """
+class Row:
+    """The actions of a rank in columns; `others` is the last field of an action."""
 
-    staged: StagedPrograms
-    stage: int
-    rank: int
-    mine: range
-    beside: Sequence["_Counts"]
-    admitted: dict[int, int]
-    named: dict[tuple[int, int], int]
-    forwards: dict[int, Forward] = field(default_factory=dict)
-    inputs: set[int] = field(default_factory=set)
-    weights: set[int] = field(default_factory=set)
-    newest: int = 0
-    sums: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By the version to make: the versions that the backwards which it sums up read."""
-    begun: set[int] = field(default_factory=set)
-    """The versions to make that have gradients."""
+    def __init__(self, rank: int, staged: StagedPrograms) -> None:
+        self.rank, self.staged = rank, staged
+        self.actions = staged.programs[rank]
+        types = list(map(type, self.actions))
+        self.kinds = np.fromiter(map(KINDS.__getitem__, types), np.int64, len(types))
+        numbers = chain.from_iterable(map(call, map(_FIELDS.__getitem__, types), self.actions))
+        try:
+            columns = np.fromiter(numbers, np.int64, 3 * len(types)).reshape(-1, 3)
+        except OverflowError as error:
+            raise ScheduleError(f"rank {rank}: an action has a number above 2^63; number from 0 on") from error
+        self.stages, self.numbers, self.others = np.ascontiguousarray(columns.T)
+        ends = [segment[rank] for segment in staged.ends]
+        self.segments = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+        own = staged.placement.microbatches_of(rank, range(staged.microbatches))
+        self.mine = np.arange(own.start, own.stop, own.step, dtype=np.int64)
+        """The microbatches that the rank has to take."""
+
+    def fail(self, index: int | np.int64, invariant: str, expected: str, fix: str) -> NoReturn:
+        report(self.staged, invariant, self.rank, int(index), expected=expected, fix=fix)
+
+
+class Turns:
+    """Where a stage computes in the `row` of its rank: forwards, input and weight backwards, and updates."""
+
+    def __init__(self, row: Row, stage: int) -> None:
+        here = row.stages == stage
+        forwards, backwards, inputs, weights, updates = (here & (row.kinds == kind) for kind in (_F, _B, _I, _W, _U))
+        self.row, self.stage = row, stage
+        self.forwards, self.inputs, self.weights, self.updates = map(
+            np.flatnonzero, (forwards, backwards | inputs, backwards | weights, updates)
+        )
+        self.size = self.guarantees.microbatches_per_update[stage]
 
     @property
     def guarantees(self) -> Guarantees:
-        return self.staged.guarantees
+        return self.row.staged.guarantees
 
     @property
-    def in_flight(self) -> int:
-        return len(self.forwards) - len(self.weights)
+    def backwards(self) -> tuple[Numbers, Numbers]:
+        return self.inputs, self.weights
 
     @property
-    def in_flight_of_rank(self) -> int:
-        return sum(counts.in_flight for counts in self.beside)
+    def rounds(self) -> Numbers:
+        """Of each microbatch of the rank, how many updates come before the one that sums it up."""
+        return self.row.mine // self.size
 
-    @property
-    def pending(self) -> int:
-        return len(self.inputs) - len(self.weights)
-
-    def update_of(self, microbatch: int) -> int:
-        """The version that sums up the gradients of `microbatch`."""
-        return microbatch // self.guarantees.microbatches_per_update[self.stage] + 1
-
-    def add(self, action: Compute) -> None:
-        if isinstance(action, Update):
-            self.newest += 1
-            self.begun.discard(action.version)
-            self.sums.pop(action.version, None)
-            return
-        if isinstance(action, Forward):
-            self.forwards[action.microbatch] = action
-            if self.stage == 0:
-                self.admitted[action.microbatch] = self.newest
-        if isinstance(action, InputGradients):
-            self.inputs.add(action.microbatch)
-            # An input backward may make gradients of weights, too: of those that are not split.
-            self.begun.add(self.update_of(action.microbatch))
-        if isinstance(action, WeightGradients):
-            self.weights.add(action.microbatch)
-            self.sums[self.update_of(action.microbatch)].append(action.version)
+    def made(self, places: Numbers) -> Numbers:
+        """How many updates come before each of the `places`."""
+        return np.searchsorted(self.updates, places)
 
 
-@dataclass(frozen=True, slots=True)
-class _Violation:
-    """An invariant that does not hold at an action: at `action`, or at the one that was asked about."""
-
-    invariant: str
-    expected: str
-    fix: str
-    action: Compute | None = None
-
-
-_Invariant: TypeAlias = Callable[[_Counts, Compute | None], Iterator[_Violation]]
+@dataclass(slots=True)
+class _Proof:
+    staged: StagedPrograms
+    peaks: Peaks
+    admitted: Numbers
+    """By microbatch: how many updates the input stage had made when it took it."""
+    gradient_versions: dict[int, Numbers]
+    """By stage, the versions that the updates of its first replica name."""
 
 
-def require_stage_invariants(staged: StagedPrograms) -> Peaks:
+def require_stage_invariants(staged: StagedPrograms) -> tuple[Peaks, list[Turns]]:
     """Raises `ScheduleError` for the first invariant that does not hold; what the programs reach, if all hold."""
-    _require_places(staged)
-    shape = staged.shape
-    peaks = Peaks.of(shape)
-    admitted: dict[int, int] = {}
-    named: dict[tuple[int, int], int] = {}
-    asked: Sequence[_Invariant] = _INVARIANTS
-    found: tuple[int, int, _Violation] | None = None
-    # The input stage is first, because it decides what others read.
-    for rank in dict.fromkeys(chain.from_iterable(staged.placement.stages)):
-        row, beside = staged.programs[rank], list[_Counts]()
-        mine = staged.placement.microbatches_of(rank, range(staged.microbatches))
-        for stage in staged.placement.stages_of(rank):
-            counts = _Counts(staged, stage, rank, mine, beside, admitted=admitted, named=named)
-            beside.append(counts)
-        by_stage = {counts.stage: counts for counts in beside}
-        turns = [(index, by_stage[action.stage], action) for index, action in enumerate(row)]
-        for index, counts, action in (*turns, *((len(row), counts, None) for counts in beside)):
-            if not isinstance(action, Compute | None):
-                continue
-            for number, invariant in enumerate(asked):
-                if violation := next(invariant(counts, action), None):
-                    found = rank, index if violation.action is None else row.index(violation.action), violation
-                    asked = _INVARIANTS[:number]
-                    break
-            if action is not None:
-                counts.add(action)
-                _note(peaks, counts, action)
-    if found is not None:
-        rank, index, violation = found
-        report(staged, violation.invariant, rank, index, expected=violation.expected, fix=violation.fix)
-    peaks.share(staged.schedule.placement)
-    peaks.actions = sum(map(len, staged.programs))
-    return peaks
+    proof = _Proof(staged, Peaks.of(staged.shape), np.zeros(staged.microbatches, np.int64), {})
+    turns: list[Turns] = []
+    rows = [Row(rank, staged) for rank in dict.fromkeys(chain.from_iterable(staged.placement.stages))]
+    for row in rows:
+        _require_places(row)
+        turns += [Turns(row, stage) for stage in staged.placement.stages_of(row.rank)]
+        proof.peaks.actions += len(row.actions)
+    for own in turns:
+        if own.stage == 0:
+            proof.admitted[own.row.numbers[own.forwards]] = own.made(own.forwards)
+    for invariant in _INVARIANTS:
+        for own in turns:
+            invariant(proof, own)
+    proof.peaks.share(staged.schedule.placement)
+    for row in rows if staged.segments else ():
+        _require_segments(row)
+    return proof.peaks, turns
 
 
-def _require_places(staged: StagedPrograms) -> None:
+def _first(wrong: Flags) -> int | None:
+    """The index of the first violation."""
+    return int(wrong.argmax()) if wrong.any() else None
+
+
+def _require_places(row: Row) -> None:
     invariant = "an action is of a stage of its rank and of a microbatch of the program"
-    for rank, row in enumerate(staged.programs):
-        mine = staged.schedule.stages_of(rank)
-        for index, action in enumerate(row):
-            if action.stage not in mine:
-                expected = f"stages {sorted(mine)} on rank {rank}"
-                report(staged, invariant, rank, index, expected=expected, fix="move the action")
-            if not isinstance(action, Forward | InputGradients | WeightGradients | Send | Receive):
-                continue
-            if action.microbatch >= staged.microbatches:
-                expected, fix = f"microbatches 0 to {staged.microbatches - 1}", "verify more minibatches"
-                report(staged, invariant, rank, index, expected=expected, fix=f"drop the action, or {fix}")
+    held = row.staged.schedule.stages_of(row.rank)
+    elsewhere = ~np.isin(row.stages, held)
+    if (index := _first(elsewhere | (row.kinds < _U) & (row.numbers >= row.staged.microbatches))) is not None:
+        if elsewhere[index]:
+            row.fail(index, invariant, f"stages {sorted(held)} on rank {row.rank}", "move the action")
+        expected = f"microbatches 0 to {row.staged.microbatches - 1}"
+        row.fail(index, invariant, expected, "drop the action, or verify more minibatches")
 
 
-def _note(peaks: Peaks, counts: _Counts, action: Compute) -> None:
-    """Adds what the replica has reached with `action`."""
-    stage, rank = counts.stage, counts.rank
-    if counts.guarantees.trains:
-        peaks.in_flight[stage] = max(peaks.in_flight[stage], counts.in_flight)
-        peaks.in_flight_of_rank[rank] = max(peaks.in_flight_of_rank[rank], counts.in_flight_of_rank)
-    peaks.pending_weight_backwards[stage] = max(peaks.pending_weight_backwards[stage], counts.pending)
-    if isinstance(action, WeightGradients):
-        peaks.versions[stage] = max(peaks.versions[stage], counts.newest - action.version + 1)
+def _require_segments(row: Row) -> None:
+    """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too."""
+    schedule = row.staged.schedule
+    bound = row.kinds < _U if schedule.flushes else row.kinds == _F
+    due = row.numbers // schedule.microbatches
+    if schedule.definition.updates_at_once:
+        updates = row.kinds == _U
+        bound, due = bound | updates, np.where(updates, row.numbers - 1, due)
+    if (index := _first(bound & (due != row.segments))) is not None:
+        what = "actions" if schedule.flushes else "forwards"
+        minibatch = int(row.segments[index])
+        own = schedule.shape.microbatches_of(minibatch)
+        drains = minibatch == row.staged.minibatches
+        only = "no such action" if drains else f"only microbatches {own.start} to {own.stop - 1}"
+        row.fail(
+            index,
+            f"a step carries the {what} of its own minibatch, and a drain none",
+            f"in {row.staged.name_of(minibatch)} {only}",
+            "yield it in the step that it belongs to",
+        )
 
 
-def _require_training(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
-    if not (action is None or isinstance(action, Forward) or counts.guarantees.trains):
-        yield _Violation("an inference has forwards only", "no backward and no update", "drop it, or train")
+def _require_training(proof: _Proof, turns: Turns) -> None:
+    others = np.concatenate((*turns.backwards, turns.updates))
+    if len(others) and not turns.guarantees.trains:
+        turns.row.fail(others.min(), "an inference has forwards only", "no backward and no update", "drop it, or train")
 
 
-def _require_once(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+def _require_once(proof: _Proof, turns: Turns) -> None:
     invariant = "each microbatch goes forward and backward exactly once on each stage"
-    if action is None:
-        for missing in counts.mine:
-            if missing not in counts.forwards:
-                expected = f"a forward of microbatch {missing} on stage {counts.stage} before the end"
-                yield _Violation(invariant, expected, "add it, or verify fewer minibatches")
-    elif not isinstance(action, Update):
-        microbatch = action.microbatch
-        if (
-            (isinstance(action, Forward) and microbatch in counts.forwards)
-            or (isinstance(action, InputGradients) and microbatch in counts.inputs)
-            or (isinstance(action, WeightGradients) and microbatch in counts.weights)
-        ):
-            yield _Violation(invariant, "a microbatch that is not done yet", "drop the second one")
-        if microbatch not in counts.mine:
-            rank = counts.staged.placement.rank_of(counts.stage, microbatch)
-            yield _Violation(invariant, f"it on rank {rank}", f"move it to rank {rank}")
+    row, stage = turns.row, turns.stage
+    for places in (turns.forwards, *turns.backwards):
+        numbers = row.numbers[places]
+        seen = np.unique(numbers, return_index=True)[1]
+        if len(repeated := np.delete(places, seen)):
+            row.fail(repeated.min(), invariant, "a microbatch that is not done yet", "drop the second one")
+        if (index := _first(~np.isin(numbers, row.mine))) is not None:
+            rank = row.staged.placement.rank_of(stage, int(numbers[index]))
+            row.fail(places[index], invariant, f"it on rank {rank}", f"move it to rank {rank}")
+    if len(missing := np.setdiff1d(row.mine, row.numbers[turns.forwards])):
+        expected = f"a forward of microbatch {missing[0]} on stage {stage} before the end"
+        row.fail(len(row.actions), invariant, expected, "add it, or verify fewer minibatches")
 
 
-def _require_drained(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+def _require_drained(proof: _Proof, turns: Turns) -> None:
     invariant = "nothing is in flight after the drain: every forward had its backward"
-    if action is not None or not counts.guarantees.trains:
-        return
-    for microbatch, forward in counts.forwards.items():
-        if microbatch not in counts.weights:
-            left = "the weight backward" if microbatch in counts.inputs else "a backward"
-            expected = f"{left} of microbatch {microbatch} on stage {counts.stage} before the end"
-            yield _Violation(invariant, expected, "let the step or the drain yield it", forward)
+    row = turns.row
+    forwards, inputs, weights = (row.numbers[places] for places in (turns.forwards, *turns.backwards))
+    for done, left in ((weights, "the weight backward"), (inputs, "the input backward")):
+        index = _first(~np.isin(forwards, done)) if turns.guarantees.trains else None
+        if index is not None:
+            begun = np.isin(forwards[index], np.union1d(inputs, weights))
+            expected = f"{left if begun else 'a backward'} of microbatch {forwards[index]} on stage {turns.stage}"
+            fix = "let the step or the drain yield it"
+            row.fail(turns.forwards[index], invariant, f"{expected} before the end", fix)
 
 
-def _require_ascending(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+def _require_ascending(proof: _Proof, turns: Turns) -> None:
     invariant = "a stage takes its microbatches in ascending order, so that all schedules sum gradients alike"
-    match action:
-        case None | Update():
-            return
-        case Forward():
-            done = len(counts.forwards)
-        case BackwardInput():
-            done = len(counts.inputs)
-        case BackwardWeight():
-            done = len(counts.weights)
-        case Backward():
-            # The weight backwards that are left come first.
-            done = min(len(counts.inputs), len(counts.weights))
-        case _:
-            assert_never(action)
-    due, microbatch = counts.mine[done], action.microbatch
-    if microbatch != due:
-        yield _Violation(invariant, f"microbatch {due} first", f"put {due} before {microbatch}")
+    row = turns.row
+    for places in (turns.forwards, *turns.backwards):
+        numbers, due = row.numbers[places], row.mine[: len(places)]
+        if (index := _first(numbers != due)) is not None:
+            fix = f"put {due[index]} before {numbers[index]}"
+            row.fail(places[index], invariant, f"microbatch {due[index]} first", fix)
 
 
-def _require_stash(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+def _require_stash(proof: _Proof, turns: Turns) -> None:
     invariant = "a backward reads the version that its forward read"
-    if isinstance(action, InputGradients | WeightGradients):
-        # A backward before its forward is left to the invariant of data.
-        forward = counts.forwards.get(action.microbatch)
-        if forward is not None and action.version != forward.version:
-            expected = f"version {forward.version}, which {forward} read"
-            yield _Violation(invariant, expected, "give both the same version")
+    row = turns.row
+    for places in turns.backwards:
+        read = row.others[turns.forwards[: len(places)]]
+        if (index := _first(row.others[places] != read)) is not None:
+            expected = f"version {read[index]}, which {row.actions[turns.forwards[index]]} read"
+            row.fail(places[index], invariant, expected, "give both the same version")
 
 
-def _require_version(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
-    if not isinstance(action, Forward):
-        return
-    invariant = f"a forward reads {counts.guarantees.rule.value}"
-    microbatch, version, newest = action.microbatch, action.version, counts.newest
-    due = _version_due(counts, microbatch)
-    if counts.staged.schedule.continued:
-        # The version that the stage reads where its pipe has always been full.
-        due = min(due, counts.update_of(microbatch) - 1 - counts.guarantees.delays[counts.stage])
-    if version != due:
-        expected = f"version {due} for microbatch {microbatch} on stage {counts.stage}"
-        yield _Violation(invariant, expected, f"read version {due}")
-    if version > newest:
-        expected = f"a version that exists: stage {counts.stage} has made only {newest} by then"
-        yield _Violation(invariant, expected, "put the update before the forward, or the forward later")
+def _require_version(proof: _Proof, turns: Turns) -> None:
+    invariant = f"a forward reads {turns.guarantees.rule.value}"
+    row, stage = turns.row, turns.stage
+    made, read = turns.made(turns.forwards), row.others[turns.forwards]
+    due = _versions_due(proof, turns, made)
+    if (index := _first(read != due)) is not None:
+        expected = f"version {due[index]} for microbatch {row.mine[index]} on stage {stage}"
+        row.fail(turns.forwards[index], invariant, expected, f"read version {due[index]}")
+    if (index := _first(read > made)) is not None:
+        expected = f"a version that exists: stage {stage} has made only {made[index]} by then"
+        row.fail(turns.forwards[index], invariant, expected, "put the update before the forward, or the forward later")
 
 
-def _version_due(counts: _Counts, microbatch: int) -> int:
-    minibatch = microbatch // counts.staged.shape.microbatches
-    match counts.guarantees.rule:
+def _versions_due(proof: _Proof, turns: Turns, made: Numbers) -> Numbers:
+    """The version that each forward has to read. `made`: the updates before it."""
+    minibatches = turns.row.mine // proof.staged.schedule.microbatches
+    match turns.guarantees.rule:
         case VersionRule.OWN_MINIBATCH:
-            return minibatch
+            due = minibatches
         case VersionRule.PREVIOUS_MINIBATCH:
-            return max(minibatch - 1, 0)
+            due = np.maximum(minibatches - 1, 0)
         case VersionRule.NEWEST:
-            return counts.newest
+            due = made
         case VersionRule.INPUT_STAGE:
-            return counts.admitted.get(microbatch, counts.newest)
+            due = proof.admitted[turns.row.mine]
         case VersionRule.INITIAL:
-            return 0
+            due = np.zeros_like(minibatches)
         case _ as unknown:
             assert_never(unknown)
+    if proof.staged.schedule.continued:
+        # The version that the stage reads where its pipe has always been full.
+        due = np.minimum(due, turns.rounds - turns.guarantees.delays[turns.stage])
+    return due
 
 
-def _require_updates(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
+def _require_updates(proof: _Proof, turns: Turns) -> None:
     invariant = "an update makes the next version from all backwards of its microbatches, and they read one version"
-    stage, following = counts.stage, counts.newest + 1
-    size = counts.guarantees.microbatches_per_update[stage]
-    if isinstance(action, Update):
-        version, gradient_version = action.version, action.gradient_version
-        if version != following:
-            yield _Violation(invariant, f"version {following}, the next of stage {stage}", f"make version {following}")
-        taken = counts.sums.get(version, [])
-        summed = range((version - 1) * size, min(version * size, counts.staged.microbatches))
-        due = len(counts.staged.placement.microbatches_of(counts.rank, summed))
-        if len(taken) != due:
-            expected = f"{due} backwards of stage {stage} for it, found {len(taken)}"
-            yield _Violation(invariant, expected, "move the update")
-        others = {counts.named.setdefault((stage, version), gradient_version), *taken} - {gradient_version}
-        if others:
-            expected = f"gradients at version {', '.join(map(str, sorted(others)))}"
-            yield _Violation(invariant, expected, "name the version the backwards read")
-    elif action is None and counts.guarantees.trains:
-        last = -(-counts.staged.microbatches // size)
-        if counts.sums or counts.newest != last:
-            expected = f"an update of stage {stage} after its last backward"
-            yield _Violation(invariant, expected, "yield the update after the last backward")
-
-
-def _require_pending_updates(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
-    if isinstance(action, InputGradients):
-        most = counts.guarantees.pending_updates[counts.stage]
-        invariant = f"pending updates stay within the guarantee: at most {most} on stage {counts.stage}"
-        waiting = {*counts.begun, counts.update_of(action.microbatch)}
-        if len(waiting) > most:
-            expected = f"the update of stage {counts.stage} to version {min(waiting)} first"
-            yield _Violation(invariant, expected, "update first, or guarantee more")
-
-
-def _require_slots(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
-    slots, newest = counts.guarantees.versions[counts.stage], counts.newest
-    invariant = f"no version is overwritten while it is needed: stage {counts.stage} keeps {slots}"
-    if action is not None and not isinstance(action, Update) and newest - action.version >= slots:
-        lost = f"{action.version} gave its slot to {action.version + slots}"
-        expected = f"version {newest - slots + 1} or newer: {lost}"
-        yield _Violation(invariant, expected, "update later, or guarantee more versions")
-
-
-def _require_in_flight(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
-    if not isinstance(action, Forward) or not counts.guarantees.trains:
+    row, stage, size = turns.row, turns.stage, turns.size
+    if not turns.guarantees.trains:
         return
+    versions = np.arange(1, len(turns.updates) + 1)
+    if (index := _first(row.numbers[turns.updates] != versions)) is not None:
+        due = versions[index]
+        row.fail(turns.updates[index], invariant, f"version {due}, the next of stage {stage}", f"make version {due}")
+    starts, stops = np.searchsorted(row.mine, (versions - 1) * size), np.searchsorted(row.mine, versions * size)
+    done = np.searchsorted(turns.weights, turns.updates)
+    if (index := _first(done < stops)) is not None:
+        found, due = max(done[index] - starts[index], 0), stops[index] - starts[index]
+        row.fail(
+            turns.updates[index],
+            invariant,
+            f"{due} backwards of stage {stage} for it, found {found}",
+            "move the update",
+        )
+    if len(versions) != -(-proof.staged.microbatches // size):
+        expected = f"an update of stage {stage} after its last backward"
+        row.fail(len(row.actions), invariant, expected, "yield the update after the last backward")
+    taken, read = row.others[turns.updates], row.others[turns.weights]
+    named = proof.gradient_versions.setdefault(stage, taken)
+    wrong = named != taken
+    wrong[turns.rounds[read != taken[turns.rounds]]] = True
+    if (index := _first(wrong)) is not None:
+        others = {int(named[index]), *read[turns.rounds == index].tolist()} - {int(taken[index])}
+        expected = f"gradients at version {', '.join(map(str, sorted(others)))}"
+        row.fail(turns.updates[index], invariant, expected, "name the version the backwards read")
+
+
+def _require_pending_updates(proof: _Proof, turns: Turns) -> None:
+    rounds, stage = turns.rounds, turns.stage
+    if not len(turns.inputs):
+        return
+    # Of the rounds that this replica has microbatches of, how many it has begun and not updated from yet.
+    own, begun = np.unique(rounds, return_inverse=True)
+    made = np.searchsorted(turns.updates[own], turns.inputs)
+    most = turns.guarantees.pending_updates[stage]
+    if (index := _first(begun + 1 - made > most)) is not None:
+        invariant = f"pending updates stay within the guarantee: at most {most} on stage {stage}"
+        expected = f"the update of stage {stage} to version {own[made[index]] + 1} first"
+        turns.row.fail(turns.inputs[index], invariant, expected, "update first, or guarantee more")
+
+
+def _require_slots(proof: _Proof, turns: Turns) -> None:
+    row, stage = turns.row, turns.stage
+    slots = turns.guarantees.versions[stage]
+    for places in (turns.forwards, *turns.backwards):
+        newest, read = turns.made(places), row.others[places]
+        if (index := _first(newest - read >= slots)) is not None:
+            invariant = f"no version is overwritten while it is needed: stage {stage} keeps {slots}"
+            lost = f"{read[index]} gave its slot to {read[index] + slots}"
+            expected = f"version {newest[index] - slots + 1} or newer: {lost}"
+            row.fail(places[index], invariant, expected, "update later, or guarantee more versions")
+    alive = turns.made(turns.weights) - row.others[turns.weights] + 1
+    proof.peaks.versions[stage] = int(alive.max(initial=proof.peaks.versions[stage]))
+
+
+def _require_in_flight(proof: _Proof, turns: Turns) -> None:
+    row, stage, guarantees, peaks = turns.row, turns.stage, turns.guarantees, proof.peaks
+    if not guarantees.trains:
+        return
+    done = (row.kinds == _B) | (row.kinds == _W)
+    of_rank = np.cumsum((row.kinds == _F).astype(np.int64) - done)[turns.forwards]
+    of_stage = np.arange(1, len(turns.forwards) + 1) - np.searchsorted(turns.weights, turns.forwards)
     for held, most, where in (
-        (counts.in_flight, counts.guarantees.in_flight[counts.stage], f"on stage {counts.stage}"),
-        (counts.in_flight_of_rank, counts.guarantees.in_flight_of_rank[counts.rank], "on all stages of a rank"),
+        (of_stage, guarantees.in_flight[stage], f"on stage {stage}"),
+        (of_rank, guarantees.in_flight_of_rank[row.rank], "on all stages of a rank"),
     ):
-        if held >= most:
+        if (index := _first(held > most)) is not None:
             invariant = f"activations in flight stay within the guarantee: at most {most} {where}"
             expected = f"a backward first: {most} in flight already"
-            yield _Violation(invariant, expected, "run a backward first, or guarantee more")
+            row.fail(turns.forwards[index], invariant, expected, "run a backward first, or guarantee more")
+    peaks.in_flight[stage] = int(of_stage.max(initial=peaks.in_flight[stage]))
+    peaks.in_flight_of_rank[row.rank] = int(of_rank.max(initial=peaks.in_flight_of_rank[row.rank]))
 
 
-def _require_weight_backwards(counts: _Counts, action: Compute | None) -> Iterator[_Violation]:
-    most, pending = counts.guarantees.pending_weight_backwards[counts.stage], counts.pending
-    if isinstance(action, BackwardInput) and pending >= most:
+def _require_weight_backwards(proof: _Proof, turns: Turns) -> None:
+    row, stage, peaks = turns.row, turns.stage, proof.peaks.pending_weight_backwards
+    most = turns.guarantees.pending_weight_backwards[stage]
+    halves = turns.inputs[row.kinds[turns.inputs] == _I]
+    ends = turns.weights[row.kinds[turns.weights] == _W]
+    pending = np.arange(1, len(halves) + 1) - np.searchsorted(ends, halves)
+    if (index := _first(pending > most)) is not None:
         invariant = f"microbatches that wait for their weight backward stay within the guarantee: at most {most}"
-        invariant += f" on stage {counts.stage}"
         fix = "run a weight backward first, let a whole backward do both, or guarantee more"
-        yield _Violation(invariant, f"a weight backward first: {pending} wait already", fix)
+        expected = f"a weight backward first: {pending[index] - 1} wait already"
+        row.fail(halves[index], f"{invariant} on stage {stage}", expected, fix)
+    peaks[stage] = int(pending.max(initial=peaks[stage]))
 
 
-_INVARIANTS: Final[tuple[_Invariant, ...]] = (
+_INVARIANTS: Final[Sequence[Callable[[_Proof, Turns], None]]] = (
     _require_training,
     _require_once,
     _require_drained,

@@ -4,8 +4,8 @@ It reads the programs alone, as the worker will, and recomputes every expectatio
 with the orders is what they guarantee. A wrong schedule would train wrongly or hang, in ways that are hard to
 see from inside a run, so nothing runs that is not proved first.
 
-The proof on columns (`column_proofs`) is the fast one. The walk along the actions here is a second proof of the same
-invariants: it says where a wrong program violates one, and `in_full` asks for it.
+It reads rows as columns of numbers, which is fast. Whether each action has what it needs is proved on columns first; a
+walk along the actions is a second proof of that. It says where a wrong program violates it, and `in_full` asks for it.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,9 @@ from penstock.arguments import FLAG, instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.schedules import Programs, Schedule
-from penstock.scheduling.verification.column_proofs import prove_columns
-from penstock.scheduling.verification.message_invariants import MESSAGE_INVARIANTS, require_segments
+from penstock.scheduling.verification.message_invariants import require_message_invariants
 from penstock.scheduling.verification.stage_invariants import require_stage_invariants
-from penstock.scheduling.verification.violations import Peaks, StagedPrograms, collect
+from penstock.scheduling.verification.violations import StagedPrograms, collect
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +65,6 @@ def verify(schedule: Schedule, minibatches: int | None = None, *, in_full: bool 
     return prove(collect(schedule, minibatches, segments, programs), in_full=in_full)
 
 
-def prove(staged: StagedPrograms, *, in_full: bool) -> Verification:
-    """The proof of steps and their drain; `ScheduleError` shows where one violates an invariant."""
-    peaks = None if in_full else prove_columns(staged)
-    if peaks is not None:
-        return conclude(staged, peaks)
-    verification = _examine(staged)
-    require_segments(staged)
-    return verification
-
-
 def enough_minibatches(schedule: Schedule) -> int:
     """The steps that fill the pipe, reach the steady state and reuse every weight version."""
     return 2 + -(-2 * schedule.stages // schedule.microbatches)
@@ -88,7 +77,7 @@ def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) ->
     `minibatches` whole minibatches and their drain. `ScheduleError` shows the row that does not.
     """
     minibatches = _check_minibatches(minibatches)
-    return _examine(collect(schedule, minibatches, (), (programs,)))
+    return prove(collect(schedule, minibatches, (), (programs,)))
 
 
 def _check_minibatches(minibatches: int) -> int:
@@ -99,15 +88,10 @@ def _check_minibatches(minibatches: int) -> int:
     )
 
 
-def _examine(staged: StagedPrograms) -> Verification:
-    peaks = require_stage_invariants(staged)
-    for invariant in MESSAGE_INVARIANTS:
-        invariant(staged)
-    return conclude(staged, peaks)
-
-
-def conclude(staged: StagedPrograms, peaks: Peaks) -> Verification:
-    """What a proof that reached `peaks` says of all programs."""
+def prove(staged: StagedPrograms, *, in_full: bool = False) -> Verification:
+    """The proof of programs; `ScheduleError` shows where one violates an invariant."""
+    peaks, turns = require_stage_invariants(staged)
+    require_message_invariants(staged, turns, in_full=in_full)
     return Verification(
         method=staged.schedule.name,
         minibatches=staged.minibatches,

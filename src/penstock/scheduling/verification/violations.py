@@ -7,11 +7,11 @@ stands for all.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NoReturn
+from typing import NoReturn, assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action
-from penstock.scheduling.definitions import Guarantees, PipelineShape, Segment
+from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, Segment, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 
@@ -70,6 +70,16 @@ class StagedPrograms:
     def microbatches(self) -> int:
         """How many microbatches the programs run."""
         return self.minibatches * self.schedule.microbatches
+
+    def name_of(self, segment: int) -> str:
+        """The segment of this number as the call that makes it."""
+        match self.segments[segment]:
+            case Step(minibatch):
+                return f"step({minibatch})"
+            case Drain(minibatches):
+                return f"drain({minibatches})"
+            case _ as unknown:
+                assert_never(unknown)
 
 
 def collect(

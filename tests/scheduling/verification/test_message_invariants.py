@@ -1,4 +1,4 @@
-"""Proofs by columns say what proofs action by action say, of schedules and of programs with planted faults."""
+"""Proofs on columns say what walks along the actions say, of schedules and of programs with planted faults."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -13,9 +13,10 @@ from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
-from penstock.scheduling.verification.column_proofs import prove_columns
 from penstock.scheduling.verification.continuations import continue_run
-from penstock.scheduling.verification.verifier import Verification, conclude, prove, verify
+from penstock.scheduling.verification.message_invariants import has_data
+from penstock.scheduling.verification.stage_invariants import require_stage_invariants
+from penstock.scheduling.verification.verifier import Verification, prove, verify
 from penstock.scheduling.verification.violations import StagedPrograms, collect
 from support.own_schedules import EAGER, LATE
 from support.schedule_strategies import replicated_schedules, schedules, waiting_schedules
@@ -53,12 +54,13 @@ def stage(schedule: Schedule, programs: Sequence[Programs]) -> StagedPrograms:
 
 
 def by_columns(schedule: Schedule, programs: Sequence[Programs]) -> Verification | None:
+    """What is proved without a walk along all actions."""
     try:
         staged = stage(schedule, programs)
+        _, turns = require_stage_invariants(staged)
+        return prove(staged) if has_data(staged, turns) else None
     except ScheduleError:
         return None
-    peaks = prove_columns(staged)
-    return None if peaks is None else conclude(staged, peaks)
 
 
 def in_full(schedule: Schedule, programs: Sequence[Programs]) -> Verification | None:
