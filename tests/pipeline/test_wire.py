@@ -206,7 +206,7 @@ def spy_on(pipe: penstock.Pipeline) -> list[torch.Tensor]:
     sent, send = [], transport.send
 
     def note(edge: Any, kind: Any, message: Any) -> None:
-        if edge.channel == Channel.STAGES and kind[0] != "forms":
+        if edge.channel == Channel.STAGES and kind[0] != "specs":
             sent.extend(tensor for tensor in message if tensor is not None)
         send(edge, kind, message)
 

@@ -393,7 +393,7 @@ class _Rounding(torch.autograd.Function):
 
 
 def _rounded(value: Tensor, codec: WireCodec) -> Tensor:
-    if not encodes(codec, value):
+    if not encodes(codec, value.shape, value.dtype):
         return value
     rounded: Tensor = _Rounding.apply(value, codec)  # type: ignore[no-untyped-call]
     return rounded

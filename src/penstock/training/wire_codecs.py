@@ -149,9 +149,9 @@ def sent_bytes(codec: WireCodec | None, shape: Sequence[int], dtype: torch.dtype
     )
 
 
-def encodes(codec: WireCodec, tensor: Tensor) -> bool:
-    """Whether `tensor` is sent encoded."""
-    return sent_bytes(codec, tensor.shape, tensor.dtype) < tensor.numel() * tensor.element_size()
+def encodes(codec: WireCodec, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a tensor of this shape and type is sent encoded."""
+    return sent_bytes(codec, shape, dtype) < math.prod(shape) * dtype.itemsize
 
 
 def encode(codec: WireCodec, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ def decode(codec: WireCodec, parts: tuple[Tensor, ...], shape: Sequence[int], dt
 def round_to_wire(codec: WireCodec, tensor: Tensor) -> Tensor:
     """`tensor` as another stage receives it, without its history; it requires a gradient if `tensor` does."""
     with torch.no_grad():
-        if not encodes(codec, tensor):
+        if not encodes(codec, tensor.shape, tensor.dtype):
             return tensor.detach().requires_grad_(tensor.requires_grad)
         rounded = decode(codec, encode(codec, tensor.detach()), tensor.shape, tensor.dtype)
     return rounded.detach().requires_grad_(tensor.requires_grad)

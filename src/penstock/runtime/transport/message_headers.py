@@ -16,9 +16,10 @@ Invariants of this file:
 import ctypes
 import math
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import zip_longest
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain, name_of
-from penstock.runtime.transport.transport import Edge, Message
+from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 
 MOST_HEADER_BYTES = 2**22
 """The size of the largest header: that of a message of more than fifty thousand tensors."""
@@ -133,22 +134,9 @@ class SentKinds:
             specs = tuple(None if t is None else Spec.of(t) for t in message)
             header = write_specs(specs, self.edge)
             self._agreed[kind] = specs
-        if len(specs) != len(message):
-            raise self._error(specs, message)
-        tensors = []
-        for spec, tensor in zip(specs, message, strict=True):
-            if tensor is None or spec is None:
-                if tensor is not None or spec is not None:
-                    raise self._error(specs, message)
-            elif spec.fits(tensor):
-                tensors.append(spec.flatten(tensor))
-            else:
-                raise self._error(specs, message)
-        return header, tensors
-
-    def _error(self, agreed: Specs, message: Sequence[Tensor | None]) -> TransportError:
-        now = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
-        return other_form(self.edge, _describe(agreed), _describe(now))
+        _require_fit(specs, message, self.edge)
+        pairs = zip(specs, message, strict=True)
+        return header, [spec.flatten(tensor) for spec, tensor in pairs if spec is not None and tensor is not None]
 
 
 class ReceivedKinds:
@@ -166,6 +154,82 @@ class ReceivedKinds:
         """Reads the tensors of `kind` from its `header`. `TransportError` if it is none."""
         specs = self._agreed[kind] = parse_specs(header, self.edge)
         return specs
+
+
+T = TypeVar("T")
+
+
+class SpecsAhead(Generic[T]):
+    """Carries the specs of messages that travel in another form over `transport`, encoded or in slices.
+
+    They are sent ahead of the first message of each kind on an edge, in a message of their own, from `device`. `read`
+    makes of them what the receiver needs, once for each kind.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, read: Callable[[Specs, Edge], T]) -> None:
+        self._transport, self._device, self._read = transport, device, read
+        self._sent: dict[tuple[Edge, Hashable], Specs] = {}
+        self._awaited: dict[tuple[Edge, Hashable], Awaited[T]] = {}
+
+    def send(self, edge: Edge, kind: Hashable, message: Sequence[Tensor | None]) -> bool:
+        """Sends the specs of `message` if it is the first of `kind`. Returns whether it is.
+
+        `TransportError` if they differ from the agreed ones.
+        """
+        known = self._sent.get((edge, kind))
+        if known is not None:
+            _require_fit(known, message, edge)
+            return False
+        specs = self._sent[edge, kind] = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
+        code = torch.frombuffer(bytearray(write_specs(specs, edge)), dtype=torch.uint8)
+        self._transport.send(edge, ("specs", kind), (code.to(self._device),))
+        return True
+
+    def post(self, edge: Edge, kind: Hashable) -> "Awaited[T]":
+        """What `read` makes of the specs of `kind`; a receive is posted for the first message of it."""
+        if (edge, kind) not in self._awaited:
+            self._awaited[edge, kind] = Awaited(edge, self._transport.post(edge, ("specs", kind)), self._read)
+        return self._awaited[edge, kind]
+
+    def discard(self) -> None:
+        """Forgets what was agreed: messages may have been dropped."""
+        self._sent.clear()
+        self._awaited.clear()
+
+
+@dataclass(slots=True, eq=False)
+class Awaited(Generic[T]):
+    """Specs that travel ahead of the first message of their kind."""
+
+    edge: Edge
+    receive: PendingMessage
+    read: Callable[[Specs, Edge], T]
+    found: T | None = None
+
+    def get(self) -> T:
+        if self.found is None:
+            (code,) = self.receive.wait()
+            assert code is not None
+            specs = parse_specs(code.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), self.edge)
+            self.found = self.read(specs, self.edge)
+        return self.found
+
+
+def _require_fit(specs: Specs, message: Sequence[Tensor | None], edge: Edge) -> None:
+    """Raises `TransportError` if the tensors of `message` are not those of `specs`."""
+    for spec, tensor in zip_longest(specs, message):
+        if tensor is None or spec is None:
+            if tensor is None and spec is None:
+                continue
+        elif spec.fits(tensor):
+            continue
+        now = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
+        raise TransportError(
+            f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the first "
+            f"one: {_describe(specs)}; now: {_describe(now)}. The model's shapes or used outputs depend on its data: "
+            "make them depend on the input shapes only. If data decide which values have a gradient, pass a sample= "
+            "for which they have one"
+        )
 
 
 def write_specs(specs: Specs, edge: Edge) -> bytes:
@@ -215,15 +279,6 @@ def _parse_spec(shape: object, dtype: object, requires_grad: object, order: obje
 def _can_send(dtype: torch.dtype) -> bool:
     """Whether `dtype` is one of numbers that need no more data, such as the scales of quantized ones."""
     return not name_of(dtype).startswith(("q", "bits"))
-
-
-def other_form(edge: Edge, agreed: str, now: str) -> TransportError:
-    """The error for a message of another form than the one that was agreed on for its kind."""
-    return TransportError(
-        f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the first one: "
-        f"{agreed}; now: {now}. The model's shapes or used outputs depend on its data: make them depend on the input "
-        "shapes only. If data decide which values have a gradient, pass a sample= for which they have one"
-    )
 
 
 def assemble(specs: Specs, arrived: Iterable[Tensor]) -> Message:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.transport.message_headers import SentKinds, Specs, parse_specs
+from penstock.runtime.transport.message_headers import Awaited, Specs, SpecsAhead
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.placements import Placement
@@ -112,8 +112,8 @@ class TensorParallelTransport:
         self._tp_group = tp_group
         self._tp_rank = dist.get_rank(tp_group)
         self._size = dist.get_world_size(tp_group)
-        self._sent: dict[Edge, SentKinds] = {}
-        self._received: dict[tuple[Edge, Hashable], _AgreedSpecs] = {}
+        self._specs = SpecsAhead(inner, device, lambda specs, edge: specs)
+        """Of whole tensors; the transport between processes describes slices."""
         self.sent_bytes = 0
         """The bytes that this process has sent between stages."""
 
@@ -131,12 +131,8 @@ class TensorParallelTransport:
         if edge.channel != Channel.STAGES:
             self._inner.send(there, kind, message)
             return
-        # The header of `there` describes slices.
-        header, _ = self._sent.setdefault(edge, SentKinds(edge)).agree(kind, message)
-        if header is not None:
+        if self._specs.send(there, kind, message):
             self._check(edge, message)
-            code = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            self._inner.send(there, ("header", kind), (code.to(self._device),))
         slices = [None if tensor is None else self._slice(tensor) for tensor in message]
         self.sent_bytes += sum(own.numel() * own.element_size() for own in slices if own is not None)
         self._inner.send(there, kind, slices)
@@ -145,9 +141,8 @@ class TensorParallelTransport:
         here = self._edge(edge)
         if edge.channel != Channel.STAGES:
             return self._inner.post(here, kind)
-        if (edge, kind) not in self._received:
-            self._received[edge, kind] = _AgreedSpecs(edge, self._inner.post(here, ("header", kind)))
-        return _SlicedMessage(self._inner.post(here, kind), self._received[edge, kind], self._tp_group, self._size)
+        specs = self._specs.post(here, kind)
+        return _SlicedMessage(self._inner.post(here, kind), specs, self._tp_group, self._size)
 
     def agree(self, group: tuple[int, ...], rank: int, kinds: SumKinds) -> None:
         own = processes_of(rank, self._size)[self._tp_rank]
@@ -206,27 +201,11 @@ class TensorParallelTransport:
 
 
 @dataclass(slots=True, eq=False)
-class _AgreedSpecs:
-    """The tensors of the messages of one kind before they are sliced, whose header is sent before the first one."""
-
-    edge: Edge
-    header: PendingMessage
-    specs: Specs | None = None
-
-    def get(self) -> Specs:
-        if self.specs is None:
-            (code,) = self.header.wait()
-            assert code is not None
-            self.specs = parse_specs(bytes(code.detach().reshape(-1).view(torch.uint8).tolist()), self.edge)
-        return self.specs
-
-
-@dataclass(slots=True, eq=False)
 class _SlicedMessage:
     """A message whose slices the tensor-parallel ranks receive and gather."""
 
     receive: PendingMessage
-    agreed: _AgreedSpecs
+    specs: Awaited[Specs]
     tp_group: dist.ProcessGroup
     size: int
 
@@ -234,7 +213,7 @@ class _SlicedMessage:
         return self.receive.ready()
 
     def wait(self) -> Message:
-        specs, slices = self.agreed.get(), self.receive.wait()
+        specs, slices = self.specs.get(), self.receive.wait()
         return tuple(
             None if own is None or spec is None else self._gather(own, spec.shape)
             for own, spec in zip(slices, specs, strict=True)
