@@ -154,7 +154,6 @@ FRAGMENTS = {
     "penstock.doctor.replanning",
     "penstock.profiling.device_speeds",
     "penstock.rendering.heat_maps",
-    "penstock.runtime.parameters.replica_checksums",
     "penstock.runtime.transport.gloo.all_reduce",
     "penstock.timelines.reasons",
     "penstock.torch_internals.cuda",

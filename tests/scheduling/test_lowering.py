@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.scheduling.actions import Compute, Receive, Send, format_programs, parse, parse_programs
-from penstock.scheduling.arrivals import longest_wait
 from penstock.scheduling.definitions import Drain, PipelineShape, Step
-from penstock.scheduling.lowering import lower
+from penstock.scheduling.lowering import longest_wait, lower
 from penstock.scheduling.orders import GPIPE, INTERLEAVED, PIPEDREAM, TWO_BW
 from penstock.scheduling.placements import Placement
 

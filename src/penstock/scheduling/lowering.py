@@ -5,8 +5,7 @@ Orders contain no communication, so an order cannot get it wrong: this one pass 
 Rules of this file:
   1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
   2. A receive is directly before the action that uses it, and a send is directly after the action that makes its value.
-     The gradient of a split backward is sent after the input backward; the weight backward has no messages. (`arrivals`
-     may move a receive further ahead.)
+     The gradient of a split backward is sent after the input backward; the weight backward has no messages.
   3. Only adjacent stages and the two stages of a skip exchange activations and gradients. Stages of one rank send each
      other nothing. A value without a skip is relayed in the messages of the stages between. The message to the neighbor
      is sent first, because most ranks wait for that one.
@@ -21,7 +20,7 @@ Rules of this file:
      lowering a whole program.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -35,8 +34,10 @@ from penstock.scheduling.actions import (
     Receive,
     ReceiveNorms,
     ReceiveTied,
+    Receiving,
     Reduce,
     Send,
+    Sending,
     SendNorms,
     SendTied,
     Update,
@@ -298,3 +299,50 @@ class _Lowering:
 
     def _holds(self, stage: int) -> bool:
         return self.rank in self.placement.stages[stage]
+
+
+def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[int, ...]:
+    """The ranks that the `row` of `rank` receives from, ascending."""
+    receives = (action for action in row if isinstance(action, Receiving))
+    return tuple(sorted({peer(action, rank, placement) for action in receives}))
+
+
+def longest_wait(row: Sequence[Action]) -> int | None:
+    """The index of the receive in `row` that most likely waits longest; None if there is no receive.
+
+    A rank that begins with a receive waits there while the pipe fills; any other rank waits at its last receive, while
+    the pipe drains.
+    """
+    if row and isinstance(row[0], Receive):
+        return 0
+    return next((place for place in reversed(range(len(row))) if isinstance(row[place], Receive)), None)
+
+
+def follow_sends(
+    row: Iterable[Action], rank: int, placement: Placement, others: Mapping[int, Iterable[Action]]
+) -> Iterator[Action]:
+    """The `row` of `rank`, with its receives from each rank of `others` in the order of the sends.
+
+    `others` has rows by rank. A receive without a send stays where it is; the verifier finds it.
+    """
+    queues = {source: _sent(other, source, rank, placement) for source, other in others.items()}
+    early: set[Action] = set()
+    for action in row:
+        if not isinstance(action, Receiving):
+            yield action
+        elif action in early:
+            early.remove(action)
+        else:
+            for message in queues[peer(action, rank, placement)]:
+                if message == action:
+                    break
+                early.add(message)
+                yield message
+            yield action
+
+
+def _sent(row: Iterable[Action], source: int, rank: int, placement: Placement) -> Iterator[Action]:
+    """The receives on `rank` of the messages that the row of `source` sends to it."""
+    for action in row:
+        if isinstance(action, Sending) and rank in peers(action, source, placement):
+            yield counterpart(action)

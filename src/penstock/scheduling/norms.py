@@ -1,11 +1,11 @@
 """The norms of gradients that a stage has when it updates: of which stages, and for which update.
 
 A norm over all gradients of a model (to clip them, or to check that none is infinite) needs a number from every stage.
-If the schedule gives an update time to wait, each stage gets the norms of all stages for the same update: they are
-collected from the last stage to the first and then sent to all. Under `pipedream` an update must not wait for earlier
-stages, because these have their gradients later. Stage s then uses the norms of earlier stages that stage s - 1 had two
-updates earlier; these are the latest that arrive without a stall. The first updates have no norms of earlier stages,
-unless their run continues another one.
+If the schedule gives an update time to wait, each stage gets the norms of all stages for the same update: those of
+later stages are sent from the last stage to the first, and those of earlier stages from the first to the last. Under
+`pipedream` an update must not wait for earlier stages, because these have their gradients later. Stage s then uses the
+norms of earlier stages that stage s - 1 had two updates earlier; these are the latest that arrive without a stall. The
+first updates have no norms of earlier stages, unless their run continues another one.
 
 A weight that several stages share counts in the norm of the first of them only.
 """
@@ -33,9 +33,7 @@ def carried_norms(schedule: Schedule, stage: int, version: int, target: int) -> 
     """The norms that `stage` sends its neighbor `target` at its update to `version`, in the order of the message."""
     if target < stage:
         return tuple((other, version) for other in range(stage, schedule.stages))
-    if schedule.norm_rule is NormRule.LAGGED:
-        return (*_earlier(schedule, stage, version), (stage, version))
-    return known_norms(schedule, stage, version)
+    return (*_earlier(schedule, stage, version), (stage, version))
 
 
 def _earlier(schedule: Schedule, stage: int, version: int) -> tuple[Norm, ...]:

@@ -27,7 +27,6 @@ from penstock.scheduling.actions import (
     Update,
     format_programs,
 )
-from penstock.scheduling.arrivals import follow_sends, sources_of
 from penstock.scheduling.definitions import (
     Drain,
     Guarantees,
@@ -37,7 +36,7 @@ from penstock.scheduling.definitions import (
     Segment,
     Step,
 )
-from penstock.scheduling.lowering import lower_segments
+from penstock.scheduling.lowering import follow_sends, lower_segments, sources_of
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint

@@ -28,7 +28,7 @@ from penstock.runtime.engine.coded_messages import CodedMessages
 from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
-from penstock.runtime.engine.local_stage import LocalStage, share_buffers
+from penstock.runtime.engine.local_stage import LocalStage, ReplicaChecksums, share_buffers
 from penstock.runtime.engine.loss_head import LateLosses, LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import REST, Collect, Snapshot, Snapshots
@@ -42,14 +42,13 @@ from penstock.runtime.engine.step_records import (
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
-from penstock.runtime.parameters.replica_checksums import ReplicaChecksums
 from penstock.runtime.parameters.shards import assign
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import Action
-from penstock.scheduling.arrivals import longest_wait
 from penstock.scheduling.definitions import Drain, Segment, Step
+from penstock.scheduling.lowering import longest_wait
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.continuations import continue_run, steps_until_made

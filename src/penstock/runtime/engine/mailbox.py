@@ -133,15 +133,10 @@ class Mailbox:
         for edge in edges:
             self._post(edge)
 
-    def send_tied(self, action: SendTied, message: Message) -> None:
-        edge = Edge(self.rank, peer(action, self.rank, self._placement))
-        self._transport.send(edge, self._tied_kind(action.stage, action.target, action.version), message)
-
-    def send_norms(self, action: SendNorms, norms: Sequence[Tensor | None]) -> None:
-        """Sends `norms`, those of `carried_norms`, to every rank that receives them from this one."""
+    def send_values(self, action: SendTied | SendNorms, message: Message) -> None:
+        """Sends gradients of weights that two stages share, or norms, to every rank that receives them."""
         for rank in peers(action, self.rank, self._placement):
-            kind = ("norms", action.stage, action.target, len(norms))
-            self._transport.send(Edge(self.rank, rank), kind, tuple(norms))
+            self._transport.send(Edge(self.rank, rank), self._values_kind(action), message)
 
     def receive_values(self, action: ReceiveTied | ReceiveNorms) -> Message:
         """Waits for gradients of weights that two stages share, or for norms."""
@@ -163,10 +158,9 @@ class Mailbox:
                 case Receive(stage, microbatch, source):
                     kind, post = self._kind(source, stage, microbatch), (self._coded or self._transport).post
                 case ReceiveTied(stage, version, source):
-                    kind = self._tied_kind(source, stage, version)
+                    kind = self._values_kind(SendTied(source, version, stage))
                 case ReceiveNorms(stage, version, source):
-                    norms = carried_norms(self._schedule, source, version, stage)
-                    kind = ("norms", source, stage, len(norms))
+                    kind = self._values_kind(SendNorms(source, version, stage))
                 case _:
                     assert_never(action)
             self._receives[action, edge] = post(edge, kind)
@@ -180,10 +174,13 @@ class Mailbox:
     def _kind(self, source: int, target: int, microbatch: int) -> Hashable:
         return (source, target, self._schedule.guarantees.trains, self._microbatches[microbatch].signature)
 
-    def _tied_kind(self, source: int, target: int, version: int) -> Hashable:
+    def _values_kind(self, action: SendTied | SendNorms) -> Hashable:
+        stage, version, target = action.stage, action.version, action.target
+        if isinstance(action, SendNorms):
+            return ("norms", stage, target, len(carried_norms(self._schedule, stage, version, target)))
         # A replica without a microbatch has no gradients; the same holds for its partner, so both use one header.
-        own = source if self.rank in self._placement.stages[source] else target
-        return ("tied", source, target, self._schedule.last_microbatch(self.rank, own, version) is None)
+        own = stage if self.rank in self._placement.stages[stage] else target
+        return ("tied", stage, target, self._schedule.last_microbatch(self.rank, own, version) is None)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         known = self._known_nexts.get((stage, later))

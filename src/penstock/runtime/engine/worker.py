@@ -189,11 +189,11 @@ class Worker:
                 case Receive():
                     self._mailbox.receive(action)
                 case SendTied(stage, version, target):
-                    self._mailbox.send_tied(action, self.gradients.tied(stage, version, target))
+                    self._mailbox.send_values(action, self.gradients.tied(stage, version, target))
                 case ReceiveTied(stage, version, source):
                     self.gradients.add_tied(stage, version, source, self._mailbox.receive_values(action))
                 case SendNorms(stage, version, target):
-                    self._mailbox.send_norms(action, self.gradients.norm_vectors(stage, version, target))
+                    self._mailbox.send_values(action, self.gradients.norm_vectors(stage, version, target))
                 case ReceiveNorms(stage, version, source):
                     self.gradients.add_norms(stage, version, source, self._mailbox.receive_values(action))
                 case Reduce(stage, version):
