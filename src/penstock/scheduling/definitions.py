@@ -13,6 +13,7 @@ Rules of this file:
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import wraps
 from typing import TypeAlias
 
 from penstock.arguments import FLAG, check_fields, function, instance, integer, text_of
@@ -112,6 +113,17 @@ class LastUpdate:
 Entry: TypeAlias = Compute | Summed | LastUpdate
 """An action or a mark: the type that an order yields."""
 Order: TypeAlias = Callable[[PipelineShape, int, Segment], Iterator[Entry]]
+"""Yields what a rank computes in a segment."""
+
+
+def flushing(order: Callable[[PipelineShape, int, int], Iterator[Entry]]) -> Order:
+    """The order of a schedule that flushes, from what a rank computes for a minibatch: a drain has nothing to do."""
+
+    @wraps(order)
+    def order_of_segment(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
+        return order(shape, rank, segment.minibatch) if isinstance(segment, Step) else iter(())
+
+    return order_of_segment
 
 
 class VersionRule(Enum):

@@ -5,18 +5,9 @@ groups of p, as in `interleaved`, so that a rank does not wait while a microbatc
 """
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from penstock.scheduling.actions import Compute, Forward
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-    VersionRule,
-)
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule, flushing
 from penstock.scheduling.placements import StageLayout
 
 
@@ -24,20 +15,14 @@ from penstock.scheduling.placements import StageLayout
 #
 #   rank 0   0F0 0F1 2F0 2F1 0F2 ... 2F2
 #   rank 1   ... 1F0 1F1 3F0 3F1 1F2 ... 3F2
-def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `segment`."""
-    match segment:
-        case Step(minibatch):
-            microbatches = shape.rank_microbatches(rank, minibatch)
-            group = shape.placement.length
-            for first in range(0, len(microbatches), group):
-                for stage in shape.stages_of(rank):
-                    for microbatch in microbatches[first : first + group]:
-                        yield Forward(stage, microbatch, 0)
-        case Drain():
-            pass
-        case _:
-            assert_never(segment)
+@flushing
+def order(shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
+    microbatches = shape.rank_microbatches(rank, minibatch)
+    group = shape.placement.length
+    for first in range(0, len(microbatches), group):
+        for stage in shape.stages_of(rank):
+            for microbatch in microbatches[first : first + group]:
+                yield Forward(stage, microbatch, 0)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:

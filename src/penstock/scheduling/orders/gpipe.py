@@ -6,17 +6,9 @@ Source: [GPipe 2019, section 2.3].
 """
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-)
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
 
 
 # p = 3, m = 3, first step:
@@ -24,20 +16,14 @@ from penstock.scheduling.definitions import (
 #   rank 0   F0 F1 F2 .. .. .. .. B0 B1 B2 U1
 #   rank 1   .. F0 F1 F2 .. .. B0 B1 B2 U1
 #   rank 2   .. .. F0 F1 F2 B0 B1 B2 U1
-def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `segment`."""
-    match segment:
-        case Step(minibatch):
-            (stage,) = shape.stages_of(rank)
-            for microbatch in shape.rank_microbatches(rank, minibatch):
-                yield Forward(stage, microbatch, minibatch)
-            for microbatch in shape.rank_microbatches(rank, minibatch):
-                yield Backward(stage, microbatch, minibatch)
-            yield Update(stage, minibatch + 1, minibatch)
-        case Drain():
-            pass
-        case _:
-            assert_never(segment)
+@flushing
+def order(shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
+    (stage,) = shape.stages_of(rank)
+    for microbatch in shape.rank_microbatches(rank, minibatch):
+        yield Forward(stage, microbatch, minibatch)
+    for microbatch in shape.rank_microbatches(rank, minibatch):
+        yield Backward(stage, microbatch, minibatch)
+    yield Update(stage, minibatch + 1, minibatch)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:

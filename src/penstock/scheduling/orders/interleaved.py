@@ -6,18 +6,10 @@ Source: [PTD-P 2021, section 2.2.2].
 """
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-)
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
 from penstock.scheduling.placements import StageLayout
 
 
@@ -27,27 +19,21 @@ from penstock.scheduling.placements import StageLayout
 #   rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U1 3U1
 #
 # Updates come at the end of the step, because gradients of weights that two stages share must all be complete first.
-def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `segment`."""
-    match segment:
-        case Step(minibatch):
-            stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
-            length = shape.placement.length
-            turns = len(microbatches) * len(stages)
-            warm_up = min(2 * (length - 1 - stages[0]) + (len(stages) - 1) * length, turns)
-            for turn in range(turns + warm_up):
-                if turn < turns:
-                    round_, member = _place(shape, turn)
-                    yield Forward(stages[round_], microbatches[member], minibatch)
-                if turn >= warm_up:
-                    round_, member = _place(shape, turn - warm_up)
-                    yield Backward(stages[-1 - round_], microbatches[member], minibatch)
-            for stage in stages:
-                yield Update(stage, minibatch + 1, minibatch)
-        case Drain():
-            pass
-        case _:
-            assert_never(segment)
+@flushing
+def order(shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
+    stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
+    length = shape.placement.length
+    turns = len(microbatches) * len(stages)
+    warm_up = min(2 * (length - 1 - stages[0]) + (len(stages) - 1) * length, turns)
+    for turn in range(turns + warm_up):
+        if turn < turns:
+            round_, member = _place(shape, turn)
+            yield Forward(stages[round_], microbatches[member], minibatch)
+        if turn >= warm_up:
+            round_, member = _place(shape, turn - warm_up)
+            yield Backward(stages[-1 - round_], microbatches[member], minibatch)
+    for stage in stages:
+        yield Update(stage, minibatch + 1, minibatch)
 
 
 def _place(shape: PipelineShape, turn: int) -> tuple[int, int]:

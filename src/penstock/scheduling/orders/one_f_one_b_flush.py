@@ -6,17 +6,9 @@ Source: [PipeDream-2BW 2021, section 3.2].
 """
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-)
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
 
 
 # p = 3, m = 4, first step (p - 1 - s forwards of warm-up at stage s):
@@ -24,23 +16,17 @@ from penstock.scheduling.definitions import (
 #   rank 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 U1
 #   rank 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 U1
 #   rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 U1
-def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `segment`."""
+@flushing
+def order(shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
     (stage,) = shape.stages_of(rank)
     warm_up = shape.placement.depth(stage) - 1
-    match segment:
-        case Step(minibatch):
-            microbatches = shape.rank_microbatches(rank, minibatch)
-            for turn in range(len(microbatches) + warm_up):
-                if turn < len(microbatches):
-                    yield Forward(stage, microbatches[turn], minibatch)
-                if turn >= warm_up:
-                    yield Backward(stage, microbatches[turn - warm_up], minibatch)
-            yield Update(stage, minibatch + 1, minibatch)
-        case Drain():
-            pass
-        case _:
-            assert_never(segment)
+    microbatches = shape.rank_microbatches(rank, minibatch)
+    for turn in range(len(microbatches) + warm_up):
+        if turn < len(microbatches):
+            yield Forward(stage, microbatches[turn], minibatch)
+        if turn >= warm_up:
+            yield Backward(stage, microbatches[turn - warm_up], minibatch)
+    yield Update(stage, minibatch + 1, minibatch)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:

@@ -32,7 +32,6 @@ from penstock.scheduling.definitions import (
 #   rank 1         F0(0) F1(0) B0(0) F2(1) B1(0) F3(2) B2(1)  |  B3(2)
 #   rank 2               F0(0) B0(0) F1(1) B1(1) F2(2) B2(2) F3(3) B3(3)  |
 def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
-    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     stride, warm_up = shape.placement.stride(stage), shape.placement.depth(stage) - 1
     match segment:

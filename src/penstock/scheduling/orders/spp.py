@@ -7,41 +7,27 @@ Source: [SPP 2022, algorithm 1].
 """
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-)
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
 
 
 # p = 2, m = 6, first step (4(p - 1 - s) + 1 forwards first at stage s):
 #
 #   rank 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 .. B4 .. B5 U1
 #   rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 U1
-def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `segment`."""
+@flushing
+def order(shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
     (stage,) = shape.stages_of(rank)
     ahead = _most_in_flight(shape, stage)
-    match segment:
-        case Step(minibatch):
-            microbatches = shape.rank_microbatches(rank, minibatch)
-            for microbatch in microbatches[:ahead]:
-                yield Forward(stage, microbatch, minibatch)
-            for turn, microbatch in enumerate(microbatches):
-                yield Backward(stage, microbatch, minibatch)
-                if turn + ahead < len(microbatches):
-                    yield Forward(stage, microbatches[turn + ahead], minibatch)
-            yield Update(stage, minibatch + 1, minibatch)
-        case Drain():
-            pass
-        case _:
-            assert_never(segment)
+    microbatches = shape.rank_microbatches(rank, minibatch)
+    for microbatch in microbatches[:ahead]:
+        yield Forward(stage, microbatch, minibatch)
+    for turn, microbatch in enumerate(microbatches):
+        yield Backward(stage, microbatch, minibatch)
+        if turn + ahead < len(microbatches):
+            yield Forward(stage, microbatches[turn + ahead], minibatch)
+    yield Update(stage, minibatch + 1, minibatch)
 
 
 def _most_in_flight(shape: PipelineShape, stage: int) -> int:

@@ -38,7 +38,6 @@ from penstock.scheduling.definitions import (
 #   rank 1   F3 B2 F4 B3 F5 B4  |  U1 F6 B5 F7 B6 F8 B7  |  B8 U2 U3
 #   rank 2   F3 B3 F4 B4 F5 B5  |  U1 F6 B6 F7 B7 F8 B8  |  U2 U3
 def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
-    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     behind = (shape.placement.depth(stage) - 1) * shape.placement.stride(stage)
     waits = stage in shape.waiting

@@ -9,17 +9,9 @@ Source: [ZeroBubble 2024, section 2.2].
 """
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-)
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
 
 
 # p = 3, m = 4, first step; stage s defers s weight backwards. B -- is a whole backward: no rank waits for a gradient of
@@ -28,26 +20,20 @@ from penstock.scheduling.definitions import (
 #   rank 0   F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 -- U1
 #   rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 U1
 #   rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 U1
-def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `segment`."""
+@flushing
+def order(shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
     (stage,) = shape.stages_of(rank)
     warm_up, behind = shape.placement.depth(stage) - 1, _kept_back(shape, stage)
-    match segment:
-        case Step(minibatch):
-            microbatches = shape.rank_microbatches(rank, minibatch)
-            for turn in range(len(microbatches) + warm_up + behind):
-                if turn < len(microbatches):
-                    yield Forward(stage, microbatches[turn], minibatch)
-                if 0 <= turn - warm_up < len(microbatches):
-                    backward = BackwardInput if stage else Backward
-                    yield backward(stage, microbatches[turn - warm_up], minibatch)
-                if stage and turn >= warm_up + behind:
-                    yield BackwardWeight(stage, microbatches[turn - warm_up - behind], minibatch)
-            yield Update(stage, minibatch + 1, minibatch)
-        case Drain():
-            pass
-        case _:
-            assert_never(segment)
+    microbatches = shape.rank_microbatches(rank, minibatch)
+    for turn in range(len(microbatches) + warm_up + behind):
+        if turn < len(microbatches):
+            yield Forward(stage, microbatches[turn], minibatch)
+        if 0 <= turn - warm_up < len(microbatches):
+            backward = BackwardInput if stage else Backward
+            yield backward(stage, microbatches[turn - warm_up], minibatch)
+        if stage and turn >= warm_up + behind:
+            yield BackwardWeight(stage, microbatches[turn - warm_up - behind], minibatch)
+    yield Update(stage, minibatch + 1, minibatch)
 
 
 def _kept_back(shape: PipelineShape, stage: int) -> int:

@@ -9,18 +9,10 @@ Source: [ZB-V 2024, section 6].
 """
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-)
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
 from penstock.scheduling.placements import StageLayout
 
 
@@ -31,28 +23,22 @@ from penstock.scheduling.placements import StageLayout
 #   rank 1   ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1
 #
 # Updates come at the end of the step, because gradients of weights that two stages share must all be complete first.
-def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `segment`."""
-    match segment:
-        case Step(minibatch):
-            stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
-            forwards, inputs, weights = ({stage: iter(microbatches) for stage in stages} for _ in range(3))
-            for turn in _turns(shape.placement.length, min(stages), len(microbatches)):
-                stage = stages[turn.islower()]
-                letter = turn.upper()
-                if letter == "F" and (due := next(forwards[stage], None)) is not None:
-                    yield Forward(stage, due, minibatch)
-                whole = letter == "B" and _sends_nothing(shape, stage)
-                if letter in "BI" and (due := next(inputs[stage], None)) is not None:
-                    yield Backward(stage, due, minibatch) if whole else BackwardInput(stage, due, minibatch)
-                if letter in "BW" and (due := next(weights[stage], None)) is not None and not whole:
-                    yield BackwardWeight(stage, due, minibatch)
-            for stage in stages:
-                yield Update(stage, minibatch + 1, minibatch)
-        case Drain():
-            pass
-        case _:
-            assert_never(segment)
+@flushing
+def order(shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
+    stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
+    forwards, inputs, weights = ({stage: iter(microbatches) for stage in stages} for _ in range(3))
+    for turn in _turns(shape.placement.length, min(stages), len(microbatches)):
+        stage = stages[turn.islower()]
+        letter = turn.upper()
+        if letter == "F" and (due := next(forwards[stage], None)) is not None:
+            yield Forward(stage, due, minibatch)
+        whole = letter == "B" and _sends_nothing(shape, stage)
+        if letter in "BI" and (due := next(inputs[stage], None)) is not None:
+            yield Backward(stage, due, minibatch) if whole else BackwardInput(stage, due, minibatch)
+        if letter in "BW" and (due := next(weights[stage], None)) is not None and not whole:
+            yield BackwardWeight(stage, due, minibatch)
+    for stage in stages:
+        yield Update(stage, minibatch + 1, minibatch)
 
 
 def _turns(length: int, rank: int, microbatches: int) -> str:
