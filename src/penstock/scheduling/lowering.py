@@ -62,25 +62,9 @@ def lower(
     pairs of stages that are not adjacent and exchange activations and gradients directly.
     """
     return tuple(
-        next(lower_segments((row,), rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips))
+        tuple(Lowering(rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips).lower(row))
         for rank, row in enumerate(programs)
     )
-
-
-def lower_segments(
-    segments: Iterable[Iterable[Entry]],
-    rank: int,
-    placement: Placement,
-    *,
-    ties: Sequence[Sequence[int]] = (),
-    norms: NormRule = NormRule.NONE,
-    deferred: frozenset[int] = frozenset(),
-    skips: Sequence[Skip] = (),
-) -> Iterator[tuple[Action, ...]]:
-    """Each of the `segments` of the row of `rank` with its messages."""
-    lowering = _Lowering(rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips)
-    for segment in segments:
-        yield tuple(lowering.lower(segment))
 
 
 def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -142,7 +126,9 @@ def peers(message: Message, rank: int, placement: Placement) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lowering:
+class Lowering:
+    """Adds the messages to the row of `rank`, segment by segment; see `lower`."""
+
     rank: int
     placement: Placement
     ties: Sequence[Sequence[int]]

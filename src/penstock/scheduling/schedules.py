@@ -36,7 +36,7 @@ from penstock.scheduling.definitions import (
     Segment,
     Step,
 )
-from penstock.scheduling.lowering import follow_sends, lower_segments, sources_of
+from penstock.scheduling.lowering import Lowering, follow_sends, sources_of
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint
@@ -241,12 +241,12 @@ class Schedule:
         return next(self._lower(rank, (segment,)))
 
     def _lower(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
-        orders = (self.definition.order(self.shape, rank, segment) for segment in segments)
-        rows = lower_segments(
-            orders, rank, self.placement, ties=self.ties, norms=self.norm_rule, deferred=self.deferred, skips=self.skips
+        lowering = Lowering(
+            rank, self.placement, ties=self.ties, norms=self.norm_rule, deferred=self.deferred, skips=self.skips
         )
-        for row in rows:
-            yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else row
+        for segment in segments:
+            row = lowering.lower(self.definition.order(self.shape, rank, segment))
+            yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else tuple(row)
 
     def _rows(self, segment: Segment) -> Programs:
         return tuple(self.row(rank, segment) for rank in range(self.ranks))

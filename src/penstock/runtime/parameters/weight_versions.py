@@ -303,13 +303,11 @@ class VersionedWeights:
                 gradients[name], parameter.grad = redistributed_like(parameter.grad, parameter), None
         return gradients
 
-    def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> bool:
+    def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> None:
         """Makes the parameters a copy of version `version - 1` in the slot of `version`, with `gradients`; others have
-        been set aside. False if another replica has made this version already.
+        been set aside.
         """
         slots = self._slots
-        if slots.newest >= version:
-            return False
         self._unpoint()
         slots.count_writes()
         current, following = slots.slot_of(slots.newest), slots.slot_of(version)
@@ -321,7 +319,6 @@ class VersionedWeights:
             slots.rest()
         for name, parameter in self.stepped.items():
             parameter.grad = gradients.get(name)
-        return True
 
     def end_update(self, published: Mapping[str, Tensor] | None = None) -> None:
         """Ends an update: removes the gradients of the optimizer's parameters, and publishes the newest version.
