@@ -9,9 +9,9 @@ Rules of this file:
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, compress
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from math import lcm
 from typing import NoReturn, TypeAlias, assert_never
 
 import numpy as np
@@ -22,7 +22,6 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Compute,
     Forward,
     Message,
     Receive,
@@ -39,14 +38,15 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
-from penstock.scheduling.verification.stage_invariants import KINDS, Numbers, Row, Turns
+from penstock.scheduling.verification.stage_invariants import KINDS, Row
 from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
-Need: TypeAlias = tuple[str, int, int, int]
-"""What a rank has done: F, I, B (the gradients of inputs are there) or W (those of weights are) of a stage and a
-microbatch, U or an all-reduce (R) of a stage for a version, or the receive of an activation (A) or gradient (G) of a
-microbatch, of the gradients of tied weights (T) for a version, or of the norm (N) of a stage for a version; of A, G and
-T then the stage that it came from, else -1."""
+Deed: TypeAlias = tuple[str, int, int]
+"""What a rank does: F, I, B (the gradients of inputs are there) or W (those of weights are) of a stage, U or an
+all-reduce (R) of a stage, or the receive of an activation (A) or gradient (G), of the gradients of tied weights (T), or
+of the norm (N) of a stage; of A, G and T then the stage that it came from, else -1."""
+Need: TypeAlias = tuple[Deed, int]
+"""A deed, and the microbatch, or of U, R, T and N the version, that it is to be done for."""
 
 _NAMES = {
     "F": "forward",
@@ -73,74 +73,95 @@ def _require_neighbors(row: Row) -> None:
                 row.fail(index, invariant, expected, "drop it, or let lower() derive it")
         elif isinstance(action, Message):
             other = counterpart(action).stage
-            allowed, expected = _find_neighbors(action, staged)
+            allowed, expected = _find_neighbors(action, row)
             if other not in allowed or other >= len(placement.stages) or row.rank in placement.stages[other]:
                 row.fail(index, invariant, expected, "let lower() derive the messages")
 
 
-def _find_neighbors(message: Message, staged: StagedPrograms) -> tuple[tuple[int, ...], str]:
+def _find_neighbors(message: Message, row: Row) -> tuple[tuple[int, ...], str]:
     """The stages that such a message may pass to or from, and in words."""
     stage = message.stage
     match message:
         case Send() | Receive():
-            allowed = (*_nexts(stage, staged, later=False), *_nexts(stage, staged, later=True))
+            allowed = (*_nexts(stage, row, later=False), *_nexts(stage, row, later=True))
             expected = f"a neighbor of stage {stage} on another rank"
             if far := [other for other in allowed if abs(other - stage) > 1]:
                 expected += f", or stage {' or '.join(map(str, far))}, with which it shares a skip"
             return allowed, expected
         case SendTied() | ReceiveTied():
             expected = f"a stage on another rank that shares weights with stage {stage}"
-            return partners(stage, staged.schedule.ties), expected
+            return partners(stage, row.staged.schedule.ties), expected
         case SendNorms() | ReceiveNorms():
-            allowed = () if staged.schedule.norm_rule is NormRule.NONE else (stage - 1, stage + 1)
+            allowed = () if row.staged.schedule.norm_rule is NormRule.NONE else (stage - 1, stage + 1)
             return allowed, f"a neighbor of stage {stage} on another rank, and a schedule with norms"
         case _:
             assert_never(message)
 
 
-def _require_data(staged: StagedPrograms) -> None:
+def _require_data(row: Row) -> None:
     invariant = "an action comes after what it needs"
-    for rank, row in enumerate(staged.programs):
-        done: set[Need] = set()
-        for index, action in enumerate(row):
-            for need in _needs(action, rank, staged):
-                if need not in done:
-                    expected = f"{_describe(need)} on stage {need[1]} before {action}"
-                    fix = "put it before, or let lower() derive the messages"
-                    report(staged, invariant, rank, index, expected=expected, fix=fix)
-            if isinstance(action, SendTied | SendNorms | Reduce) and ("U", action.stage, action.version, -1) in done:
-                expected = f"it before the update of stage {action.stage} to version {action.version}"
-                report(staged, invariant, rank, index, expected=expected, fix="put it before the update")
-            match action:
-                case Forward(stage, microbatch):
-                    done.add(("F", stage, microbatch, -1))
-                case Backward(stage, microbatch):
-                    done.update((letter, stage, microbatch, -1) for letter in "BW")
-                case BackwardInput(stage, microbatch):
-                    done.update((letter, stage, microbatch, -1) for letter in "BI")
-                case BackwardWeight(stage, microbatch):
-                    done.add(("W", stage, microbatch, -1))
-                case Receive(stage, microbatch, source):
-                    done.add(("A" if source < stage else "G", stage, microbatch, source))
-                case ReceiveTied(stage, version, source):
-                    done.add(("T", stage, version, source))
-                case ReceiveNorms(stage, version, source):
-                    norms = carried_norms(staged.schedule, source, version, stage)
-                    done.update(("N", *norm, -1) for norm in norms)
-                case Reduce(stage, version):
-                    # A sum over replicas that lacks gradients is none.
-                    if done.issuperset(_summands(stage, version, rank, staged)):
-                        done.add(("R", stage, version, -1))
-                case Update(stage, version):
-                    done.add(("U", stage, version, -1))
-                case Send() | SendTied() | SendNorms():
-                    pass
-                case _:
-                    assert_never(action)
+    done: defaultdict[Deed, set[int]] = defaultdict(set)
+    known: dict[tuple[int, int, int], tuple[list[set[int]], list[set[int]]]] = {}
+    """By kind, stage and other stage of actions of microbatches: what is done of the deeds that they need and do."""
+    ways = zip(row.kinds.tolist(), row.stages.tolist(), row.others.tolist(), row.numbers.tolist(), strict=True)
+    for index, (kind, stage, other, number) in enumerate(ways):
+        # The last field of what computes is a version.
+        key = kind, stage, other if kind > KINDS[BackwardWeight] else -1
+        seen = known.get(key)
+        if seen is not None and all([number in of for of in seen[0]]):
+            for of in seen[1]:
+                of.add(number)
+            continue
+        action = row.actions[index]
+        needs = list(_needs(action, row))
+        for need in needs:
+            if need[1] not in done[need[0]]:
+                expected = f"{_describe(need)} on stage {need[0][1]} before {action}"
+                row.fail(index, invariant, expected, "put it before, or let lower() derive the messages")
+        if isinstance(action, SendTied | SendNorms | Reduce) and number in done["U", stage, -1]:
+            expected = f"it before the update of stage {stage} to version {number}"
+            row.fail(index, invariant, expected, "put it before the update")
+        deeds = list(_deeds(action, row, done))
+        for deed, done_for in deeds:
+            done[deed].add(done_for)
+        if kind < KINDS[Update]:
+            known[key] = [done[deed] for deed, _ in needs], [done[deed] for deed, _ in deeds]
+
+
+def _deeds(action: Action, row: Row, done: Mapping[Deed, set[int]]) -> Iterator[Need]:
+    """What a rank has done with `action`, after what is `done`."""
+    match action:
+        case Forward(stage, microbatch):
+            yield ("F", stage, -1), microbatch
+        case Backward(stage, microbatch):
+            yield ("B", stage, -1), microbatch
+            yield ("W", stage, -1), microbatch
+        case BackwardInput(stage, microbatch):
+            yield ("B", stage, -1), microbatch
+            yield ("I", stage, -1), microbatch
+        case BackwardWeight(stage, microbatch):
+            yield ("W", stage, -1), microbatch
+        case Receive(stage, microbatch, source):
+            yield ("A" if source < stage else "G", stage, source), microbatch
+        case ReceiveTied(stage, version, source):
+            yield ("T", stage, source), version
+        case ReceiveNorms(stage, version, source):
+            for other, of in carried_norms(row.staged.schedule, source, version, stage):
+                yield ("N", other, -1), of
+        case Reduce(stage, version):
+            # A sum over replicas that lacks gradients is none.
+            if all(number in done[deed] for deed, number in _summands(stage, version, row)):
+                yield ("R", stage, -1), version
+        case Update(stage, version):
+            yield ("U", stage, -1), version
+        case Send() | SendTied() | SendNorms():
+            pass
+        case _:
+            assert_never(action)
 
 
 def _describe(need: Need) -> str:
-    letter, stage, number, source = need
+    (letter, stage, source), number = need
     if letter == "T":
         return f"the gradients of tied weights of stage {source} for version {number}"
     if letter == "R":
@@ -151,82 +172,82 @@ def _describe(need: Need) -> str:
     return f"the {_NAMES[letter]} of microbatch {number}{from_afar}"
 
 
-def _needs(action: Action, rank: int, staged: StagedPrograms) -> Iterator[Need]:
-    """What `rank` must have done before `action`."""
-    placement = staged.placement.stages
+def _needs(action: Action, row: Row) -> Iterator[Need]:
+    """What a rank must have done before `action`."""
+    schedule, placement = row.staged.schedule, row.staged.placement.stages
     match action:
         case Forward(stage, microbatch):
-            for other in _nexts(stage, staged, later=False):
-                together = rank in placement[other]
-                yield ("F", other, microbatch, -1) if together else ("A", stage, microbatch, other)
+            for other in _nexts(stage, row, later=False):
+                together = row.rank in placement[other]
+                yield ("F", other, -1) if together else ("A", stage, other), microbatch
         case Backward(stage, microbatch) | BackwardInput(stage, microbatch):
-            yield "F", stage, microbatch, -1
-            for other in _nexts(stage, staged, later=True):
-                together = rank in placement[other]
-                yield ("B", other, microbatch, -1) if together else ("G", stage, microbatch, other)
+            yield ("F", stage, -1), microbatch
+            for other in _nexts(stage, row, later=True):
+                together = row.rank in placement[other]
+                yield ("B", other, -1) if together else ("G", stage, other), microbatch
         case BackwardWeight(stage, microbatch):
-            yield "I", stage, microbatch, -1
+            yield ("I", stage, -1), microbatch
         case Send(stage, microbatch, target):
-            yield "F" if target > stage else "B", stage, microbatch, -1
+            yield ("F" if target > stage else "B", stage, -1), microbatch
         case SendTied(stage, version):
-            yield from _last_backward(stage, version, rank, staged)
+            yield from _last_backward(stage, version, row)
         case SendNorms(stage, version, target):
-            for norm in carried_norms(staged.schedule, stage, version, target):
-                yield from _norm_sources(norm, rank, staged)
+            for norm in carried_norms(schedule, stage, version, target):
+                yield from _norm_sources(norm, row)
         case Update(stage, version):
-            yield from _summands(stage, version, rank, staged)
-            if staged.schedule.placement.replicas(stage) > 1:
-                yield "R", stage, version, -1
-            for norm in known_norms(staged.schedule, stage, version):
-                yield from _norm_sources(norm, rank, staged)
+            yield from _summands(stage, version, row)
+            if schedule.placement.replicas(stage) > 1:
+                yield ("R", stage, -1), version
+            for norm in known_norms(schedule, stage, version):
+                yield from _norm_sources(norm, row)
         case Receive() | ReceiveTied() | ReceiveNorms() | Reduce():
             pass
         case _:
             assert_never(action)
 
 
-def _nexts(stage: int, staged: StagedPrograms, *, later: bool) -> tuple[int, ...]:
-    return nexts(stage, staged.schedule.stages, staged.schedule.skips, later=later)
+def _nexts(stage: int, row: Row, *, later: bool) -> tuple[int, ...]:
+    return nexts(stage, row.staged.schedule.stages, row.staged.schedule.skips, later=later)
 
 
-def _summands(stage: int, version: int, rank: int, staged: StagedPrograms) -> Iterator[Need]:
-    """The gradients that the update of `stage` to `version` sums up on `rank`."""
-    yield from _last_backward(stage, version, rank, staged)
-    for partner in partners(stage, staged.schedule.ties):
-        yield from _tied_gradients(stage, version, partner, rank, staged)
+def _summands(stage: int, version: int, row: Row) -> Iterator[Need]:
+    """The gradients that the update of `stage` to `version` sums up."""
+    yield from _last_backward(stage, version, row)
+    for partner in partners(stage, row.staged.schedule.ties):
+        yield from _tied_gradients(stage, version, partner, row)
 
 
-def _tied_gradients(stage: int, version: int, partner: int, rank: int, staged: StagedPrograms) -> Iterator[Need]:
-    if rank in staged.placement.stages[partner]:
-        yield from _last_backward(partner, version, rank, staged)
+def _tied_gradients(stage: int, version: int, partner: int, row: Row) -> Iterator[Need]:
+    if row.rank in row.staged.placement.stages[partner]:
+        yield from _last_backward(partner, version, row)
     else:
-        yield "T", stage, version, partner
+        yield ("T", stage, partner), version
 
 
-def _norm_sources(norm: Norm, rank: int, staged: StagedPrograms) -> Iterator[Need]:
-    """What gives `rank` a norm: a message, or the gradients, with those of later stages that share weights. A run that
+def _norm_sources(norm: Norm, row: Row) -> Iterator[Need]:
+    """What gives a rank a norm: a message, or the gradients, with those of later stages that share weights. A run that
     continues another one has the norms of that run.
     """
     stage, version = norm
     if version <= 0:
         return
-    if rank not in staged.placement.stages[stage]:
-        yield "N", stage, version, -1
-    elif staged.schedule.placement.replicas(stage) > 1:
-        yield "R", stage, version, -1
+    if row.rank not in row.staged.placement.stages[stage]:
+        yield ("N", stage, -1), version
+    elif row.staged.schedule.placement.replicas(stage) > 1:
+        yield ("R", stage, -1), version
     else:
-        yield from _last_backward(stage, version, rank, staged)
-        for partner in partners(stage, staged.schedule.ties):
+        yield from _last_backward(stage, version, row)
+        for partner in partners(stage, row.staged.schedule.ties):
             if partner > stage:
-                yield from _tied_gradients(stage, version, partner, rank, staged)
+                yield from _tied_gradients(stage, version, partner, row)
 
 
-def _last_backward(stage: int, version: int, rank: int, staged: StagedPrograms) -> Iterator[Need]:
-    """The last backward of `stage` on `rank` of those that its update to `version` sums up."""
-    size = staged.guarantees.microbatches_per_update[stage]
-    own = range((version - 1) * size, min(version * size, staged.microbatches))
-    if mine := staged.placement.microbatches_of(rank, own):
-        yield "W", stage, mine[-1], -1
+def _last_backward(stage: int, version: int, row: Row) -> Iterator[Need]:
+    """The last backward of `stage` on its rank of those that its update to `version` sums up."""
+    size = row.staged.guarantees.microbatches_per_update[stage]
+    own = range((version - 1) * size, min(version * size, row.staged.microbatches))
+    if mine := row.staged.placement.microbatches_of(row.rank, own):
+        yield ("W", stage, -1), mine[-1]
 
 
 _Edge: TypeAlias = tuple[int, int]
@@ -236,19 +257,29 @@ _Queues: TypeAlias = defaultdict[_Edge, list[tuple[int, Message]]]
 """By edge: messages with their places in the row, in its order."""
 
 
-def _find_stops(staged: StagedPrograms) -> _Stops:
+def _find_stops(staged: StagedPrograms, rows: Sequence[Row]) -> _Stops:
     placement = staged.placement
     stops: _Stops = [[] for _ in staged.programs]
-    for rank, row in enumerate(staged.programs):
-        for index, action in enumerate(row):
-            if isinstance(action, Compute):
+    # Replicas take microbatches in turn, so that this number of them have all the edges that there are.
+    rounds = lcm(*(placement.stride(stage) for stage in range(len(placement.stages))))
+    for row in rows:
+        known: dict[tuple[int, int, int, int], tuple[_Edge, ...]] = {}
+        ways = zip(
+            row.kinds.tolist(), row.stages.tolist(), (row.numbers % rounds).tolist(), row.others.tolist(), strict=True
+        )
+        for index, way in enumerate(ways):
+            if way[0] <= KINDS[BackwardWeight] or way[0] == KINDS[Update]:
                 continue
-            edges: tuple[_Edge, ...] = ()
-            if isinstance(action, Sending):
-                edges = tuple((rank, there) for there in peers(action, rank, placement))
-            elif isinstance(action, Receiving):
-                edges = ((peer(action, rank, placement), rank),)
-            stops[rank].append((index, action, edges))
+            action = row.actions[index]
+            assert isinstance(action, Message | Reduce)
+            edges = known.get(way)
+            if edges is None:
+                if isinstance(action, Sending):
+                    edges = tuple((row.rank, there) for there in peers(action, row.rank, placement))
+                else:
+                    edges = ((peer(action, row.rank, placement), row.rank),) if isinstance(action, Message) else ()
+                known[way] = edges
+            stops[row.rank].append((index, action, edges))
     return stops
 
 
@@ -361,82 +392,13 @@ def _report_deadlock(staged: StagedPrograms, segment: int, position: dict[int, i
     )
 
 
-def require_message_invariants(staged: StagedPrograms, turns: Sequence[Turns], *, in_full: bool) -> None:
-    """Raises `ScheduleError` for the first invariant that does not hold. `turns`: of all stages.
-
-    What actions need is checked on columns first, and if that does not succeed, or `in_full`, along the actions.
-    """
-    for row in dict.fromkeys(own.row for own in turns):
+def require_message_invariants(staged: StagedPrograms, rows: Sequence[Row]) -> None:
+    """Raises `ScheduleError` for the first invariant that does not hold. `rows`: of all ranks."""
+    for row in rows:
         _require_neighbors(row)
-    stops = _find_stops(staged)
+    stops = _find_stops(staged, rows)
     _require_delivery(staged, stops)
-    if in_full or not has_data(staged, turns):
-        _require_data(staged)
+    for row in rows:
+        _require_data(row)
     for segment, position in _find_waiting(staged, stops):
         _report_deadlock(staged, segment, position)
-
-
-def has_data(staged: StagedPrograms, turns: Sequence[Turns]) -> bool:
-    """Whether a fast proof that every action comes after what it needs succeeds. One that does not says nothing.
-
-    What microbatches need is checked on columns, and what updates need by a walk along the few actions that matter.
-    """
-    if not all(_computes_in_order(own, turns) and _reduces_in_order(own) for own in turns):
-        return False
-    if not staged.schedule.ties and staged.schedule.norm_rule is NormRule.NONE:
-        return True
-    few: list[tuple[Action, ...]] = [() for _ in staged.programs]
-    for row in dict.fromkeys(own.row for own in turns):
-        chosen = row.kinds >= KINDS[Update]
-        for own in turns:
-            if own.row is row:
-                # The last microbatch of each update.
-                chosen |= np.isin(row.numbers, row.mine[np.append(np.diff(own.rounds) != 0, True)[: len(row.mine)]])
-        few[row.rank] = tuple(compress(row.actions, chosen.tolist()))
-    try:
-        _require_data(replace(staged, programs=tuple(few)))
-    except ScheduleError:
-        return False
-    return True
-
-
-def _computes_in_order(turns: Turns, others: Sequence[Turns]) -> bool:
-    """Whether every forward and backward comes after what it needs and before its messages."""
-    row, schedule = turns.row, turns.row.staged.schedule
-    beside = {own.stage: own for own in others if own.row is row}
-    trains = turns.guarantees.trains
-    orders = [turns.forwards[: len(turns.inputs)] < turns.inputs]
-    orders.append((turns.inputs < turns.weights) | (row.kinds[turns.inputs] == KINDS[Backward]))
-    for name, later in (("forwards", False), ("inputs", True)) if trains else (("forwards", False),):
-        computed: Numbers = getattr(turns, name)
-        for kind, side in ((KINDS[Receive], later), (KINDS[Send], not later)):
-            for other in nexts(turns.stage, schedule.stages, schedule.skips, later=side):
-                if other not in beside:
-                    places = _places_of(turns, kind, other)
-                    if len(places) != len(computed):
-                        return False
-                    orders.append(places < computed if side is later else computed < places)
-                elif side is later:
-                    orders.append(getattr(beside[other], name) < computed)
-    return all(bool(order.all()) for order in orders)
-
-
-def _places_of(turns: Turns, kind: int, other: int) -> Numbers:
-    """The places of the messages with stage `other`, by microbatch; none if not each of the rank has one."""
-    row = turns.row
-    places = np.flatnonzero((row.stages == turns.stage) & (row.kinds == kind) & (row.others == other))
-    numbers = row.numbers[places]
-    order = np.argsort(numbers)
-    return places[order] if np.array_equal(numbers[order], row.mine) else places[:0]
-
-
-def _reduces_in_order(turns: Turns) -> bool:
-    """Whether replicas sum their gradients between the last backward and the update."""
-    row, updates = turns.row, turns.updates
-    reduces = np.flatnonzero((row.stages == turns.stage) & (row.kinds == KINDS[Reduce]))
-    if row.staged.schedule.placement.replicas(turns.stage) == 1 or not turns.guarantees.trains:
-        return not len(reduces)
-    if not np.array_equal(row.numbers[reduces], row.numbers[updates]):
-        return False
-    ends = np.searchsorted(row.mine, row.numbers[reduces] * turns.size)
-    return bool(((reduces < updates) & (np.searchsorted(turns.weights, reduces) >= ends)).all())

@@ -119,7 +119,7 @@ class _Proof:
     """By stage, the versions that the updates of its first replica name."""
 
 
-def require_stage_invariants(staged: StagedPrograms) -> tuple[Peaks, list[Turns]]:
+def require_stage_invariants(staged: StagedPrograms) -> tuple[Peaks, list[Row]]:
     """Raises `ScheduleError` for the first invariant that does not hold; what the programs reach, if all hold."""
     proof = _Proof(staged, Peaks.of(staged.shape), np.zeros(staged.microbatches, np.int64), {})
     turns: list[Turns] = []
@@ -137,7 +137,7 @@ def require_stage_invariants(staged: StagedPrograms) -> tuple[Peaks, list[Turns]
     proof.peaks.share(staged.schedule.placement)
     for row in rows if staged.segments else ():
         _require_segments(row)
-    return proof.peaks, turns
+    return proof.peaks, rows
 
 
 def _first(wrong: Flags) -> int | None:
