@@ -157,10 +157,8 @@ class Mailbox:
             match action:
                 case Receive(stage, microbatch, source):
                     kind, post = self._kind(source, stage, microbatch), (self._coded or self._transport).post
-                case ReceiveTied(stage, version, source):
-                    kind = self._values_kind(SendTied(source, version, stage))
-                case ReceiveNorms(stage, version, source):
-                    kind = self._values_kind(SendNorms(source, version, stage))
+                case ReceiveTied() | ReceiveNorms():
+                    kind = self._values_kind(action)
                 case _:
                     assert_never(action)
             self._receives[action, edge] = post(edge, kind)
@@ -174,13 +172,16 @@ class Mailbox:
     def _kind(self, source: int, target: int, microbatch: int) -> Hashable:
         return (source, target, self._schedule.guarantees.trains, self._microbatches[microbatch].signature)
 
-    def _values_kind(self, action: SendTied | SendNorms) -> Hashable:
-        stage, version, target = action.stage, action.version, action.target
-        if isinstance(action, SendNorms):
-            return ("norms", stage, target, len(carried_norms(self._schedule, stage, version, target)))
-        # A replica without a microbatch has no gradients; the same holds for its partner, so both use one header.
-        own = stage if self.rank in self._placement.stages[stage] else target
-        return ("tied", stage, target, self._schedule.last_microbatch(self.rank, own, version) is None)
+    def _values_kind(self, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms) -> Hashable:
+        match action:
+            case SendTied(stage, version, target) | ReceiveTied(target, version, stage):
+                # A replica without a microbatch has no gradients; its partner has none either, so both use one header.
+                own = stage if self.rank in self._placement.stages[stage] else target
+                return ("tied", stage, target, self._schedule.last_microbatch(self.rank, own, version) is None)
+            case SendNorms(stage, version, target) | ReceiveNorms(target, version, stage):
+                return ("norms", stage, target, len(carried_norms(self._schedule, stage, version, target)))
+            case _:
+                assert_never(action)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         known = self._known_nexts.get((stage, later))

@@ -101,7 +101,7 @@ class Turns:
 
     @property
     def rounds(self) -> Numbers:
-        """Of each microbatch of the rank, how many updates come before the one that sums it up."""
+        """The updates before the one that sums up a microbatch, for each of the rank."""
         return self.row.mine // self.size
 
     def made(self, places: Numbers) -> Numbers:
