@@ -380,7 +380,7 @@ def _report_deadlock(staged: StagedPrograms, segment: int, position: dict[int, i
             assert isinstance(action, Receiving)
             reasons.append(f"rank {rank} waits for rank {peer(action, rank, staged.placement)}")
     within, fix = "", "send before the receive that waits for the answer"
-    if staged.segments:
+    if staged.in_segments:
         within = f" within {staged.name_of(segment)}"
         fix += ", and in the same step or an earlier one"
     raise ScheduleError(

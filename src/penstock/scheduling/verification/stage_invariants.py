@@ -135,7 +135,7 @@ def require_stage_invariants(staged: StagedPrograms) -> tuple[Peaks, list[Row]]:
         for own in turns:
             invariant(proof, own)
     proof.peaks.share(staged.schedule.placement)
-    for row in rows if staged.segments else ():
+    for row in rows if staged.in_segments else ():
         _require_segments(row)
     return proof.peaks, rows
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from penstock.arguments import FLAG, instance, integer
 from penstock.errors import ScheduleError
-from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.message_invariants import require_message_invariants
 from penstock.scheduling.verification.stage_invariants import require_stage_invariants
@@ -57,9 +56,8 @@ def verify(schedule: Schedule, minibatches: int | None = None, *, in_full: bool 
     )
     FLAG.check("verify(in_full=)", in_full, ScheduleError)
     minibatches = enough_minibatches(schedule) if minibatches is None else _check_minibatches(minibatches)
-    segments: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
     programs = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
-    return prove(collect(schedule, minibatches, segments, programs))
+    return prove(collect(schedule, minibatches, programs))
 
 
 def enough_minibatches(schedule: Schedule) -> int:
@@ -74,7 +72,7 @@ def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) ->
     `minibatches` whole minibatches and their drain. `ScheduleError` shows the row that does not.
     """
     minibatches = _check_minibatches(minibatches)
-    return prove(collect(schedule, minibatches, (), (programs,)))
+    return prove(collect(schedule, minibatches, (programs,)))
 
 
 def _check_minibatches(minibatches: int) -> int:

@@ -7,11 +7,11 @@ stands for all.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NoReturn, assert_never
+from typing import NoReturn
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action
-from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, Segment, Step
+from penstock.scheduling.definitions import Guarantees, PipelineShape
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 
@@ -44,15 +44,14 @@ class Peaks:
 class StagedPrograms:
     """Programs to be verified.
 
-    `programs`: the rows of actions, segments joined; empty for a rank that another one stands for. `segments`: the
-    steps and the drain that they were joined from, or none if the programs came whole. `ends[segment][rank]`: where a
-    segment ends in a row. `placement`: where the stages are, without ranks that others stand for.
+    `programs`: the rows of actions, segments joined; empty for a rank that another one stands for.
+    `ends[segment][rank]`: where a segment ends in a row. `placement`: where the stages are, without ranks that others
+    stand for.
     """
 
     schedule: Schedule
     minibatches: int
     programs: Programs
-    segments: tuple[Segment, ...]
     ends: tuple[tuple[int, ...], ...]
     placement: Placement
 
@@ -71,20 +70,17 @@ class StagedPrograms:
         """How many microbatches the programs run."""
         return self.minibatches * self.schedule.microbatches
 
+    @property
+    def in_segments(self) -> bool:
+        """Whether the programs came as steps and their drain, and not as whole rows."""
+        return len(self.ends) > 1
+
     def name_of(self, segment: int) -> str:
         """The segment of this number as the call that makes it."""
-        match self.segments[segment]:
-            case Step(minibatch):
-                return f"step({minibatch})"
-            case Drain(minibatches):
-                return f"drain({minibatches})"
-            case _ as unknown:
-                assert_never(unknown)
+        return f"drain({segment})" if segment == self.minibatches else f"step({segment})"
 
 
-def collect(
-    schedule: Schedule, minibatches: int, segments: Sequence[Segment], programs_of: Sequence[Programs]
-) -> StagedPrograms:
+def collect(schedule: Schedule, minibatches: int, programs_of: Sequence[Programs]) -> StagedPrograms:
     """Joins the programs of the segments, in order; `ScheduleError` if there is not one row for each rank."""
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     ends: list[tuple[int, ...]] = []
@@ -104,7 +100,6 @@ def collect(
         schedule=schedule,
         minibatches=minibatches,
         programs=programs,
-        segments=tuple(segments),
         ends=tuple(ends),
         placement=placement,
     )
