@@ -72,9 +72,11 @@ def _relative(a: Any, b: Any) -> float:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return math.inf
+        if a.is_sparse and b.is_sparse:
+            a, b = a.to_dense(), b.to_dense()
         if torch.equal(a, b) or a.numel() == 0:
             return 0.0
-        if a.is_sparse or a.is_quantized:
+        if a.is_quantized:
             return math.inf
         wide = torch.complex128 if a.is_complex() else torch.float64
         a, b = a.detach().to(wide), b.detach().to(wide)

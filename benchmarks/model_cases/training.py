@@ -98,24 +98,20 @@ def train_plainly(case: Case, batches: Batches, delayed: bool = False) -> Outcom
 def train_staged(
     case: Case,
     batches: Batches,
-    *,
-    schedule: str,
-    stages: int,
     note: Callable[[str, Any], None] = lambda name, value: None,
     predicts: bool = False,
+    **options: Any,
 ) -> Outcome:
-    """The same by a pipeline; `note` hears facts of it as soon as they are known."""
+    """The same by a pipeline with `options`; `note` hears facts of it as soon as they are known."""
     model = build(case, batches.dtype)
     sample, *data, last = batches.draw(case)
-    options: dict[str, Any] = {"schedule": schedule, "stages": stages, "seed": None if case.draws else 0}
+    options = _with_microbatches(case, options) | {"seed": None if case.draws else 0}
     start = time.process_time()
     with ExitStack() as stack:
 
         def open_pipeline() -> penstock.Pipeline:
             stack.close()
-            return stack.enter_context(
-                penstock.Pipeline(model, sample, case.loss, _sgd, microbatches=case.microbatches, **options)
-            )
+            return stack.enter_context(penstock.Pipeline(model, sample, case.loss, _sgd, **options))
 
         pipe = open_pipeline()
         note("layers", pipe.plan.layers)
@@ -139,7 +135,7 @@ def train_staged(
     return Outcome(tuple(losses), {**state, **saved}, prediction)
 
 
-def train_by_oracle(case: Case, batches: Batches, *, schedule: str, stages: int) -> Outcome:
+def train_by_oracle(case: Case, batches: Batches, **options: Any) -> Outcome:
     """The same by `penstock.reference_train`."""
     sample, *data, _ = batches.draw(case)
     model = build(case, batches.dtype)
@@ -150,11 +146,14 @@ def train_by_oracle(case: Case, batches: Batches, *, schedule: str, stages: int)
         sample=sample,
         loss_fn=case.loss,
         optimizer=_sgd,
-        schedule=schedule,
-        stages=stages,
-        microbatches=case.microbatches,
+        **_with_microbatches(case, options),
     )
     return Outcome(found.losses, dict(found.state))
+
+
+def _with_microbatches(case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    """A plan in `options` has their number already."""
+    return options if "plan" in options else {"microbatches": case.microbatches, **options}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

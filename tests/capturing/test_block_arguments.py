@@ -1,16 +1,17 @@
 """Blocks that are given modules, sizes or decisions, and a beginning without gradients."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import penstock
+from model_cases.cases import arguments
 from model_cases.habit_models import OUTSIDE
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support.blocks import WIDTH, Block, Stack, batches, sgd, squares, train_plainly
+from support.blocks import WIDTH, Block, Stack, assert_trains, batches
 
 
 class Biased(Block):
@@ -31,46 +32,17 @@ class Borrowing(Stack):
         super().__init__(lambda: Biased(bias if holds else None))
         self.bias = bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        early = x = self.first(x)
+    def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x) if block.held else block(x, self.bias)
-        return self.last(x + early)
+        return x
 
 
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 2), ("2bw", 2)])
 def test_blocks_train_the_weights_of_a_module_that_they_are_given(holds: bool, schedule: str, stages: int) -> None:
-    def made() -> Stack:
-        torch.manual_seed(5)
-        return Borrowing(holds).double()
-
-    data = batches((6, 5, 6))
-    model = made()
-    optimizer, before = sgd(list(model.parameters())), [p.detach().clone() for p in model.parameters()]
-    expected = []
-    for x, target in data:
-        newest = [parameter.detach().clone() for parameter in model.parameters()]
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), before if schedule == "2bw" else newest, strict=True):
-                parameter.copy_(value)
-        losses = [squares(model(part), target) for part in x.chunk(2)]
-        (sum(losses) / 2).backward()  # type: ignore[union-attr]
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), newest, strict=True):
-                parameter.copy_(value)
-        before = newest
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append((sum(losses) / 2).item())  # type: ignore[union-attr]
-    staged = made()
-    with penstock.Pipeline(
-        staged, (data[0][0][:2],), squares, sgd, schedule=schedule, stages=stages, microbatches=2
-    ) as pipe:
-        # Gradients of the shared module are added layer by layer.
-        assert [pipe.step(x, target).loss.item() for x, target in data] == pytest.approx(expected, rel=1e-13)
-        pipe.drain()
-    torch.testing.assert_close(staged.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-14)
+    # Gradients of the shared module are added layer by layer.
+    assert_trains(partial(Borrowing, holds), schedule, stages, within=1e-13)
 
 
 class Sized(Block):
@@ -84,32 +56,18 @@ class PassingSizes(Stack):
     def __init__(self) -> None:
         super().__init__(Sized)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x.shape[1], x)
-        return self.last(x)
+        return x
 
 
 def test_a_block_may_take_sizes_before_tensors() -> None:
-    def made() -> Stack:
-        torch.manual_seed(5)
-        return PassingSizes().double()
-
-    data = batches((7, 6, 9))
-    expected = train_plainly(made(), data)
-    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, stages=3) as pipe:
-        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+    assert_trains(PassingSizes)
 
 
 def test_evaluation_is_checked_without_gradients() -> None:
-    data = batches((6,))
-    torch.manual_seed(5)
-    model = OUTSIDE["NoGradTrunk"]().double()
-    with penstock.Pipeline(model, (data[0][0],), squares, sgd, stages=2) as pipe:
-        found = pipe.predict(data[0][0])
-    with torch.no_grad():
-        assert torch.equal(model.eval()(data[0][0]), found)
+    assert_trains(OUTSIDE["NoGradTrunk"], stages=2)
 
 
 class Deciding(Block):
@@ -121,8 +79,11 @@ class DecidingByValues(Stack):
     def __init__(self) -> None:
         super().__init__(Deciding)
 
+    def decide(self, x: Tensor) -> bool | float:
+        return (x > 5).any().item()
+
     def forward(self, x: Tensor) -> Tensor:
-        doubles = (x > 5).any().item()
+        doubles = self.decide(x)
         x = self.first(x)
         for block in self.blocks:
             x = block(x, doubles)
@@ -130,12 +91,8 @@ class DecidingByValues(Stack):
 
 
 class DecidingBySizes(DecidingByValues):
-    def forward(self, x: Tensor) -> Tensor:
-        doubles = x.shape[1] > 5
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, doubles)
-        return self.last(x)
+    def decide(self, x: Tensor) -> bool:
+        return x.shape[1] > 5
 
 
 class DecidingByResults(DecidingByValues):
@@ -151,20 +108,10 @@ class DecidingByResults(DecidingByValues):
 def test_a_decision_by_values_that_is_passed_to_blocks_is_made_for_every_batch(
     kind: Callable[[], Stack], schedule: str, stages: int
 ) -> None:
-    def made() -> Stack:
-        torch.manual_seed(5)
-        return kind().double()
-
-    data = [(x + 6 * (index % 2), target) for index, (x, target) in enumerate(batches((6, 5, 6, 8)))]
-    plain = made()
-    expected = train_plainly(plain, data)
-    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, schedule=schedule, stages=stages) as pipe:
-        losses = [pipe.step(x, target).loss.item() for x, target in data]
-        state = pipe.state_dict()["model"]
-
-    assert losses == expected
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(state[name], tensor), name
+    # Samples of four and more are large.
+    inputs = arguments(lambda samples, length: torch.randn(samples, length, WIDTH) + 6 * (samples > 3))
+    sizes = [(2, 6), (2, 6), (4, 5), (2, 6), (4, 8)]
+    assert_trains(kind, schedule, stages, inputs=inputs, sizes=sizes, microbatches=1)
 
 
 def test_a_decision_by_sizes_that_is_passed_to_blocks_holds_for_sizes_that_decide_alike() -> None:
@@ -196,13 +143,12 @@ class PassingNumbers(Stack):
     def change(self, scale: Scale, x: Tensor) -> None:
         """What the code between blocks does with the number."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         scale = Scale()
-        x = self.first(x)
         for block in self.blocks:
             x = block(x, scale)
             self.change(scale, x)
-        return self.last(x)
+        return x
 
 
 class AssigningNumbers(PassingNumbers):
@@ -224,14 +170,7 @@ class WritingNumbers(PassingNumbers):
 
 @pytest.mark.parametrize("kind", [PassingNumbers, AssigningNumbers, WritingNumbers])
 def test_an_object_with_a_number_in_a_tensor_is_passed_to_blocks(kind: Callable[[], Stack]) -> None:
-    def made() -> Stack:
-        torch.manual_seed(5)
-        return kind().double()
-
-    data = batches((6, 5, 6))
-    expected = train_plainly(made(), data)
-    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, schedule="1f1b-flush", stages=3) as pipe:
-        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+    assert_trains(kind)
 
 
 class PassingMeans(PassingNumbers):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import penstock
+from model_cases.cases import arguments, normal
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support.blocks import sgd, squares
+from support.blocks import assert_trains
 
 SAMPLE = torch.randn(2, 4)
 
@@ -88,23 +88,8 @@ def test_a_parameter_that_a_layer_hands_on_is_an_input_of_the_next_one() -> None
 
 def test_a_module_that_both_layers_register_is_trained_by_both() -> None:
     def build() -> nn.Sequential:
-        torch.manual_seed(0)
         first = nn.Linear(4, 4)
-        return nn.Sequential(first, nn.Tanh(), Registered(first)).double()
-
-    data = [(torch.randn(4, 4).double(), torch.randn(4, 4).double()) for _ in range(3)]
-    plain, staged = build(), build()
-    optimizer = sgd(list(plain.parameters()))
-    for x, target in data:
-        loss = sum(squares(plain(part), wanted) / 2 for part, wanted in zip(x.chunk(2), target.chunk(2), strict=True))
-        loss.backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    with penstock.Pipeline(staged, (data[0][0][:2],), squares, sgd, stages=2, microbatches=2) as pipe:
-        for x, target in data:
-            pipe.step(x, target)
-        state = pipe.state_dict()["model"]
+        return nn.Sequential(first, nn.Tanh(), Registered(first))
 
     # Gradients of the shared weight are added stage by stage.
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-14)
+    assert_trains(build, stages=2, inputs=arguments(normal(4)), within=1e-12)

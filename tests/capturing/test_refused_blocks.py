@@ -5,7 +5,6 @@ reads.
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,35 +15,13 @@ from model_cases.habit_blocks import KINDS
 from model_cases.modules import InOrder
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support import blocks
-from support.blocks import WIDTH, Block
-
-
-def build(kind: Callable[[], nn.Module], count: int = 4) -> nn.Module:
-    torch.manual_seed(5)
-    model = InOrder(kind, count).double()
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5)
-    return model
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(6)
-    return [(torch.randn(4, 6, WIDTH, dtype=torch.float64, generator=generator), torch.zeros(4)) for _ in range(2)]
-
-
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
+from support.blocks import WIDTH, Block, assert_trains, batches, build
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_that_would_be_a_block_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"blocks\.0 is a program of torch\.jit.* Put it in a module of Python"):
-        capture(build(lambda: torch.jit.script(Block()), 2), (batches()[0][0],))
+        capture(build(lambda: torch.jit.script(Block())), (batches((6,))[0][0],))
 
 
 class AveragedTarget(Block):
@@ -64,33 +41,16 @@ class AveragedTarget(Block):
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1"])
 def test_a_block_that_writes_what_its_backward_reads_trains_on_a_copy(schedule: str) -> None:
-    data = batches()
-    shared: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": schedule}
-    model = build(partial(AveragedTarget, copies=True))
-    optimizer, expected = sgd(list(model.parameters())), []
-    for x, target in data:
-        losses = []
-        for part in x.chunk(2):
-            losses.append(squares(model(part), target))
-            (losses[-1] / 2).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append((sum(losses) / 2).item())  # type: ignore[union-attr]
-    with penstock.Pipeline(
-        build(partial(AveragedTarget, copies=True)), (data[0][0][:2],), squares, sgd, **shared
-    ) as pipe:
-        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+    assert_trains(partial(InOrder, partial(AveragedTarget, copies=True)), schedule, 2)
 
-    model = build(partial(AveragedTarget, copies=False))
-    pipe = penstock.Pipeline(model, (data[0][0][:2],), squares, sgd, **shared)
-    with pipe, pytest.raises(penstock.PenstockError, match=r"written in place after its forward.*self\.weight\.clone"):
-        pipe.step(*data[0])
+    with pytest.raises(penstock.PenstockError, match=r"written in place after its forward.*self\.weight\.clone"):
+        assert_trains(partial(InOrder, partial(AveragedTarget, copies=False)), schedule, 2)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoints_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"the backward of Stack fails on the sample: .* needs use_reentrant=False"):
-        capture(blocks.build(KINDS["Reentrant"]), (blocks.batches((6,))[0][0],))
+        capture(build(KINDS["Reentrant"]), (batches((6,))[0][0],))
 
 
 class Freezing(Block):
@@ -106,7 +66,7 @@ class Freezing(Block):
 
 def test_a_forward_that_freezes_a_parameter_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"the backward of Stack fails .* no forward may change requires_grad"):
-        capture(blocks.build(Freezing), (blocks.batches((6,))[0][0],))
+        capture(build(Freezing), (batches((6,))[0][0],))
 
 
 class Penalized(Block):
@@ -127,10 +87,10 @@ def build_in_a_row(kind: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(kind(), kind()).double()
 
 
-@pytest.mark.parametrize("build", [blocks.build, build_in_a_row], ids=["traced", "in a row"])
-def test_gradients_in_a_forward_need_enable_grad(build: Callable[[Callable[[], nn.Module]], nn.Module]) -> None:
-    sample = (blocks.batches((6,))[0][0],)
+@pytest.mark.parametrize("make", [build, build_in_a_row], ids=["traced", "in a row"])
+def test_gradients_in_a_forward_need_enable_grad(make: Callable[[Callable[[], nn.Module]], nn.Module]) -> None:
+    sample = (batches((6,))[0][0],)
     with pytest.raises(CaptureError, match=r"fails on the sample: .* takes some in torch\.enable_grad\(\)"):
-        capture(build(lambda: Penalized(enables=False)), sample)
+        capture(make(lambda: Penalized(enables=False)), sample)
 
-    capture(build(lambda: Penalized(enables=True)), sample)
+    capture(make(lambda: Penalized(enables=True)), sample)

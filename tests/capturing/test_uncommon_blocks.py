@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import penstock
+from model_cases.cases import arguments
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support.blocks import WIDTH, Block, Stack, batches, sgd, squares, train_plainly
+from support.blocks import WIDTH, Block, Stack, assert_trains, batches, sgd, squares
 
 
 class Branching(Block):
@@ -47,26 +49,6 @@ def sequential(kind: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(*(kind() for _ in range(3)))
 
 
-def assert_trains(make: Callable[[], nn.Module], data: list[tuple[Tensor, Tensor]], schedule: str, stages: int) -> None:
-    """Whether a pipeline has the losses and the weights of a plain loop."""
-
-    def made() -> Any:
-        torch.manual_seed(5)
-        return make().double()
-
-    plain = made()
-    expected = train_plainly(plain, data)
-    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, schedule=schedule, stages=stages) as pipe:
-        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
-        plain.eval()
-        # Parts of a batch are added.
-        found = pipe.evaluate(*data[0]).loss.item()
-        assert found == pytest.approx(squares(plain(data[0][0]), data[0][1]).item(), rel=1e-12)
-        state = pipe.state_dict()["model"]
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(state[name], parameter), name
-
-
 @pytest.mark.slow
 # Dynamo's own, where it looks at what a block is given.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -76,15 +58,15 @@ def test_blocks_branch_by_torch_cond(
     around: Callable[[Any], nn.Module], kind: type[Block], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Branches that are not taken in the sample are, too."""
-    data = [(x if index != 1 else -x.abs(), target) for index, (x, target) in enumerate(batches((6, 6, 6)))]
-
-    assert_trains(lambda: around(kind), data, "1f1b-flush", 3)
+    inputs = arguments(lambda samples, length: torch.rand(samples, length, WIDTH) * (1 if samples < 5 else -1))
+    assert_trains(partial(around, kind), sizes=[(4, 6), (4, 6), (5, 6)], microbatches=1, inputs=inputs)
     assert "fake_tensor" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("around", [of_blocks, sequential])
 def test_blocks_have_sparse_buffers(around: Callable[[Any], nn.Module]) -> None:
-    assert_trains(lambda: around(Sparse), batches((6, 5)), "zb-h1", 2)
+    # The backward of a sparse product makes gradients of a memory layout that the message between stages does not keep.
+    assert_trains(partial(around, Sparse), "zb-h1", 2, within=1e-16)
 
 
 class WritingSparse(Sparse):
@@ -112,7 +94,7 @@ class WithTable(Block):
 
 @pytest.mark.parametrize("around", [of_blocks, sequential])
 def test_tensors_are_keys_of_dictionaries(around: Callable[[Any], nn.Module]) -> None:
-    assert_trains(lambda: around(WithTable), batches((6, 5)), "1f1b-flush", 2)
+    assert_trains(partial(around, WithTable), stages=2)
 
 
 class Pack(nn.Module):
@@ -137,9 +119,7 @@ class Unpack(Block):
 
 def test_a_packed_sequence_passes_from_layer_to_layer() -> None:
     """Between stages, too, and for another length."""
-    assert_trains(
-        lambda: nn.Sequential(Block(), Pack(), Recurrent(), Recurrent(), Unpack()), batches((6, 5)), "zb-h1", 3
-    )
+    assert_trains(lambda: nn.Sequential(Block(), Pack(), Recurrent(), Recurrent(), Unpack()), "zb-h1", microbatches=1)
 
 
 class PackingOutside(nn.Module):
@@ -162,21 +142,19 @@ def test_a_model_that_packs_between_its_blocks_is_refused() -> None:
 class Halved(Stack):
     """Calls blocks with other tensors in the place of their parameters."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             halves = {name: parameter * 0.5 for name, parameter in block.named_parameters()}
             x = torch.func.functional_call(block, halves, (x,))
-        return self.last(x)
+        return x
 
 
 class Detached(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             frozen = {name: parameter.detach() for name, parameter in block.named_parameters()}
             x = block(x) + torch.func.functional_call(block, frozen, (x,))
-        return self.last(x)
+        return x
 
 
 class OfATwin(Stack):
@@ -195,16 +173,15 @@ class OfATwin(Stack):
 
 
 class Own(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = torch.func.functional_call(block, dict(block.named_parameters()), (x,))
-        return self.last(x)
+        return x
 
 
 @pytest.mark.parametrize("kind", [Halved, Detached, OfATwin, Own])
 def test_blocks_are_called_with_other_parameters(kind: Callable[[Any], nn.Module]) -> None:
-    assert_trains(lambda: kind(Block), batches((6, 5, 6)), "1f1b-flush", 3)
+    assert_trains(partial(kind, Block))
 
 
 class Encoder(nn.Module):
@@ -245,4 +222,4 @@ class Causal(Encoder):
 def test_an_encoder_that_looks_for_a_causal_mask_needs_an_argument() -> None:
     with pytest.raises(CaptureError, match="asks there whether the mask is causal: pass is_causal=True or False"):
         capture(Causal(None).double(), (batches((6,))[0][0],))
-    assert_trains(lambda: Causal(True), batches((6, 6)), "1f1b-flush", 2)
+    assert_trains(partial(Causal, True), stages=2, sizes=[(2, 6), (4, 6), (4, 6)])
