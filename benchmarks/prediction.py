@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,21 +31,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import penstock
+from contenders.contenders import pipeline, stages_per_rank
+from contenders.jobs import MICROBATCH_SIZE, Language, Placed, Setting, plain_microbatch, sgd
 from measurement.launches import alone, everywhere, launch, timed
 from measurement.resident_memory import ALLOCATOR, forget_peak, own_bytes
 from measurement.slowdowns import groups_up_to, seconds_in_company
 from penstock.capturing import capture
 from penstock.simulating import evaluate
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from train_gpt import BYTES, GPT, loss_fn
-
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "2bw")
-MICROBATCH_SIZE, LARGE_SIZE = 2, 8
-CONTEXT, WIDTH, HEADS, BLOCKS = 128, 256, 8, 12
+JOB = Language(width=256, heads=8, blocks=12, context=128)
+LARGE_SIZE = 8
+"""Samples of a microbatch where memory is measured; elsewhere there are `MICROBATCH_SIZE`."""
 MICROBATCHES_PER_PROCESS = 4
 WARM_UP_STEPS = 2
 BUSY_SECONDS = 1.0
@@ -83,38 +82,21 @@ HEAD = (
 )
 
 
-def build() -> GPT:
-    torch.manual_seed(0)
-    return GPT(CONTEXT, WIDTH, HEADS, BLOCKS)
+def setting_of(processes: int, samples: int = MICROBATCH_SIZE) -> Setting:
+    """The training on `processes` processes, with `samples` in a microbatch."""
+    return Setting(Placed(JOB, torch.device("cpu"), samples), processes, MICROBATCHES_PER_PROCESS * processes)
 
 
-def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3)
+def pipeline_of(schedule: str, setting: Setting) -> penstock.Pipeline:
+    return pipeline(setting, schedule=schedule, stages=setting.processes * stages_per_rank(schedule))
 
 
-def batch(microbatches: int, size: int = MICROBATCH_SIZE) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    windows = torch.randint(BYTES, (microbatches * size, CONTEXT + 1), generator=generator)
-    return windows[:, :-1], windows[:, 1:]
-
-
-def pipeline(schedule: str, processes: int, microbatches: int, size: int = MICROBATCH_SIZE) -> penstock.Pipeline:
-    per_rank = 2 if schedule == "interleaved" else 1
-    return penstock.Pipeline(
-        build(),
-        sample=(batch(1, size)[0],),
-        loss_fn=loss_fn,
-        optimizer=sgd,
-        schedule=schedule,
-        microbatches=microbatches,
-        stages=processes * per_rank,
+def measure_profile(setting: Setting, iterations: int, warmup: int) -> penstock.Profile:
+    """The profile of the model with its loss, for the microbatches of `setting`."""
+    tokens, target = setting.job.batch(1)
+    return penstock.profile(
+        JOB.build(), (tokens,), loss_fn=JOB.loss, target=target, iterations=iterations, warmup=warmup
     )
-
-
-def measure_profile(size: int, iterations: int, warmup: int) -> penstock.Profile:
-    """The profile of the model with its loss, for microbatches of `size` samples."""
-    tokens, target = batch(1, size)
-    return penstock.profile(build(), (tokens,), loss_fn=loss_fn, target=target, iterations=iterations, warmup=warmup)
 
 
 def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup | None]) -> tuple[float, ...]:
@@ -123,21 +105,19 @@ def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup | None]
     Two things that are measured apart: a plain loop over the whole model in one process, and how much longer a stage's
     share takes in company. `groups`: of the first 1, 2, ... processes.
     """
-    tokens, target = batch(1)
+    tokens, target = JOB.batch(1)
     # The layers that the profile is of, and a pipeline runs: they are traced, and quicker than the model's own modules.
-    chain = capture(build(), (tokens,), check=False)
+    chain = capture(JOB.build(), (tokens,), check=False)
     whole, (name,) = chain.stage(0, len(chain.layers)), chain.inputs.names
-    streaming = alone(lambda: timed(lambda: loss_fn(*whole((), {name: tokens}), target).backward(), BUSY_SECONDS))
+    streaming = alone(lambda: timed(lambda: JOB.loss(*whole((), {name: tokens}), target).backward(), BUSY_SECONDS))
     streaming /= seconds
-    torch.manual_seed(0)
-    share = GPT(CONTEXT, WIDTH, HEADS, BLOCKS // len(groups))
-    together = seconds_in_company(lambda: loss_fn(share(tokens), target).backward(), groups, BUSY_SECONDS)
+    together = seconds_in_company(plain_microbatch(JOB.share(len(groups))), groups, BUSY_SECONDS)
     return tuple(streaming * one / together[0] for one in together)
 
 
 def measure_update() -> float:
     """Seconds of an update per byte of weights; the copy to another version's slot is in it."""
-    model = build()
+    model = JOB.build()
     optimizer = sgd(list(model.parameters()))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -189,13 +169,13 @@ def measure_steps(
 def measure_peaks() -> dict[str, tuple[int, float, float]]:
     """By schedule: the rank where the prediction is off the most, and its bytes, predicted and measured. Collective."""
     processes = dist.get_world_size()
-    microbatches = MICROBATCHES_PER_PROCESS * processes
-    tokens, target = batch(microbatches, LARGE_SIZE)
-    profile = alone(lambda: measure_profile(LARGE_SIZE, iterations=1, warmup=1))
+    setting = setting_of(processes, LARGE_SIZE)
+    batch = setting.job.batch(setting.microbatches)
+    profile = alone(lambda: measure_profile(setting, iterations=1, warmup=1))
     peaks = {}
     for name in SCHEDULES:
-        with closing(pipeline(name, processes, microbatches, LARGE_SIZE)) as pipe:
-            measured = everywhere(measure_peak(pipe, tokens, target))
+        with closing(pipeline_of(name, setting)) as pipe:
+            measured = everywhere(measure_peak(pipe, *batch))
             cluster = penstock.Cluster.uniform(processes, 1e10)
             predicted = evaluate(pipe.plan, profile, cluster, optimizer_copies=0.0).peak_bytes
         ratios = [abs(guess / truth - 1) for guess, truth in zip(predicted, measured, strict=True)]
@@ -207,12 +187,14 @@ def measure_peaks() -> dict[str, tuple[int, float, float]]:
 def measure_times(rounds: int, peaks: dict[str, tuple[int, float, float]]) -> list[Row]:
     """The rows of this number of processes. Collective; the same on every rank."""
     processes = dist.get_world_size()
-    microbatches = MICROBATCHES_PER_PROCESS * processes
-    profile = alone(lambda: measure_profile(MICROBATCH_SIZE, iterations=20, warmup=2))
+    setting = setting_of(processes)
+    profile = alone(lambda: measure_profile(setting, iterations=20, warmup=2))
     update = alone(measure_update)
     cluster = penstock.probe()
-    pipes = {name: pipeline(name, processes, microbatches) for name in SCHEDULES}
-    factors, times = everywhere(measure_steps(pipes, rounds, profile.seconds, *batch(microbatches)))[0]
+    pipes = {name: pipeline_of(name, setting) for name in SCHEDULES}
+    factors, times = everywhere(
+        measure_steps(pipes, rounds, profile.seconds, *setting.job.batch(setting.microbatches))
+    )[0]
     if dist.get_rank() == 0:
         reported = "; ".join(", ".join(f"{factor:.2f}" for factor in found) for found in factors)
         print(

@@ -1,78 +1,90 @@
 """However a rank ends, also while a save is under way, all others end soon and say why."""
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.fork_server import ForkServer, finish
-from support.paths import SCRIPTS
+import penstock
+from support.fork_server import Child, ForkServer, finish
 
-SCRIPT = str(SCRIPTS / "ending_script.py")
 SECONDS = 90
 """Far less than ``timeout_seconds`` of the script."""
+SLOW_SAVE = "; ".join(f"slow rank=0 path=run/ change={change} seconds=0.4" for change in range(4, 12))
+
+
+@pytest.fixture
+def start(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Child]]:
+    """Starts a training in two processes; its saves take long, or have other `faults`."""
+
+    def begin(rank: int, when: str, deed: str, *options: str, faults: str = SLOW_SAVE) -> list[Child]:
+        monkeypatch.setenv("PENSTOCK_FAULTS", faults)
+        given = ("--seconds", "600", "--step", "2", "--directory", str(tmp_path / "run"), *options)
+        return fork_server.start_faulty(2, rank, when, deed, *given)
+
+    return begin
 
 
 @pytest.mark.parametrize(
-    ("words", "failing"),
+    ("deed", "failing", "options"),
     [
-        *(("raises", 0), ("raises", 1), ("killed", 0), ("killed", 1)),
-        *(("interrupted", 1), ("hook raises", 0), ("resume raises", 1)),
+        *(("raise", 0, ()), ("raise", 1, ()), ("kill", 0, ()), ("kill", 1, ())),
+        *(("interrupt", 1, ()), ("raise", 0, ("--hook",)), ("raise", 1, ("--resume",))),
+        # With several versions of the weights.
+        ("raise", 1, ("--schedule", "pipedream")),
     ],
 )
 def test_a_save_under_way_keeps_no_rank_alive(
-    fork_server: ForkServer, tmp_path: Path, words: str, failing: int
+    start: Callable[..., list[Child]], tmp_path: Path, deed: str, failing: int, options: tuple[str, ...]
 ) -> None:
-    started = fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), f"save {words}", str(failing)], 2)
-    ended = finish(started, SECONDS)
+    ended = finish(start(failing, "between", deed, "--saving", *options), SECONDS)
 
     (code, errors), (other_code, other) = ended[failing], ended[1 - failing]
-    assert code == (-signal.SIGKILL if words == "killed" else 1 if words != "interrupted" else -signal.SIGINT), errors
+    assert code == {"kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}.get(deed, 1), errors
     assert other_code == 1, other
-    cause = {"interrupted": "KeyboardInterrupt", "killed": "probably killed"}.get(words, "the data set is gone")
-    assert cause in other
+    assert {"interrupt": "KeyboardInterrupt", "kill": "probably killed"}.get(deed, "the data set is gone") in other
+    # It may have ended before the other noticed, and is never half there.
+    assert penstock.latest_checkpoint(tmp_path / "run") in (None, tmp_path / "run" / "step-000001")
 
 
-def test_a_kill_at_a_change_of_a_file_ends_the_other_rank(fork_server: ForkServer, tmp_path: Path) -> None:
-    ended = finish(fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), "save files", "0"], 2), SECONDS)
+def test_a_kill_at_a_change_of_a_file_ends_the_other_rank(start: Callable[..., list[Child]]) -> None:
+    ended = finish(start(0, "never", "nothing", "--saving", faults="kill rank=0 path=run/ change=4"), SECONDS)
 
     assert ended[0][0] == -signal.SIGKILL
     assert ended[1][0] == 1
     assert "rank 0" in ended[1][1]
 
 
-@pytest.mark.parametrize(("words", "failing"), [("hook raises", 1), ("hook interrupted", 0)])
-def test_a_hook_of_the_script_hides_no_cause(fork_server: ForkServer, tmp_path: Path, words: str, failing: int) -> None:
-    ended = finish(fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), words, str(failing)], 2), SECONDS)
+def test_processes_end_when_the_files_are_written(start: Callable[..., list[Child]], tmp_path: Path) -> None:
+    """The pipeline is not closed."""
+    ended = finish(start(0, "save in the background", "nothing"), SECONDS)
 
-    assert "my own hook" in ended[failing][1]
-    cause = "KeyboardInterrupt" if "interrupted" in words else "the data set is gone"
-    assert f"rank {failing} failed outside the pipeline, so rank {1 - failing} stops too" in ended[1 - failing][1]
-    assert cause in ended[1 - failing][1]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert penstock.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000005"
 
 
 @pytest.mark.parametrize(
     ("call", "caller"),
     [
         *(("save", 0), ("save", 1), ("step", 0), ("step", 1)),
-        *(("evaluate", 0), ("predict", 1), ("full_state_dict", 0), ("timeline", 1)),
+        *(("evaluate", 0), ("predict", 1), ("weights", 0), ("timeline", 1)),
     ],
 )
-def test_a_call_of_one_rank_only_is_named(fork_server: ForkServer, tmp_path: Path, call: str, caller: int) -> None:
-    started = fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), f"calls {call}", str(caller)], 2)
-    ended = finish(started, SECONDS)
+def test_a_call_of_one_rank_only_is_named(start: Callable[..., list[Child]], call: str, caller: int) -> None:
+    ended = finish(start(caller, "alone", call), SECONDS)
 
     assert [ended[caller][0], ended[1 - caller][0]] == [1, 0]
-    named = f"ank {caller} is in {call}(), which all ranks must call"
+    name = "full_state_dict" if call == "weights" else call
+    named = f"ank {caller} is in {name}(), which all ranks must call"
     assert named in ended[caller][1]
     # Rank 0 holds the store, which may be gone before rank 1 reads there what rank 0 did.
-    assert caller == 1 or "and rank 1 ended after step 1 without it" in ended[caller][1]
+    assert caller == 1 or "and rank 1 ended after step 5 without it" in ended[caller][1]
 
 
-def test_a_rank_beside_one_that_failed_ends_by_a_signal(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_rank_beside_one_that_failed_ends_by_a_signal(start: Callable[..., list[Child]]) -> None:
     """torchrun sends it SIGTERM, which would be noted for the next step, and kills it half a minute later."""
-    arguments = [SCRIPT, str(tmp_path / "run"), "sleeps resume raises", "1"]
-    sleeping, failed = fork_server.start_ranks(arguments, 2)
+    sleeping, failed = start(1, "end", "raise", "--resume")
     try:
         ((code, _),) = finish([failed], SECONDS)
         sleeping.kill(signal.SIGTERM)
@@ -81,3 +93,13 @@ def test_a_rank_beside_one_that_failed_ends_by_a_signal(fork_server: ForkServer,
         sleeping.kill()
 
     assert (code, other_code) == (1, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("options", [(), ("--with",)], ids=["open", "closed"])
+def test_a_script_ends_with_a_child_that_waits_for_ever(
+    start: Callable[..., list[Child]], options: tuple[str, ...]
+) -> None:
+    """`multiprocessing` ends its daemons by SIGTERM at the end of the script, and joins them."""
+    ended = finish(start(0, "end", "have a daemon", "--resume", *options), SECONDS)
+
+    assert [code for code, _ in ended] == [0, 0], ended

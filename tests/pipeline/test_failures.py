@@ -6,92 +6,55 @@ import signal
 import pytest
 import torch
 
-from support.fork_server import Child, ForkServer, finish
-from support.paths import SCRIPTS
+from support.fork_server import ForkServer, finish, outlive
 
-SCRIPT = SCRIPTS / "failure_script.py"
 GPU_SECONDS = 90
 """Until a device has started and all ranks have ended."""
-
-
-def launch(
-    fork_server: ForkServer,
-    scenario: str,
-    failing: int,
-    ranks: int,
-    schedule: str = "1f1b-flush",
-    replicas: str = "",
-    device: str = "cpu",
-) -> list[Child]:
-    """`ranks` processes of the script.
-
-    `replicas` of the stages, such as 2-1; one each by default.
-    """
-    arguments = [str(SCRIPT), scenario, str(failing), schedule, replicas or "-".join("1" * ranks), device]
-    return fork_server.start_ranks(arguments, ranks)
-
-
-def outlive(living: Child, frozen: Child, seconds: float = 30) -> tuple[int | None, str]:
-    """Exit code and standard error of `living`, which must end although `frozen` never does."""
-    try:
-        (answer,) = finish([living], seconds)
-        return answer
-    finally:
-        frozen.kill()
-        frozen.communicate()
+GONE = "ValueError: the data set is gone"
+FREEZES = ("forward", "stop", "--seconds", "4")
 
 
 @pytest.mark.parametrize(("failing", "schedule"), [(0, "2bw"), (1, "1f1b-flush"), (2, "2bw")])
 def test_an_exception_ends_every_rank_with_its_traceback(fork_server: ForkServer, failing: int, schedule: str) -> None:
-    for rank, (code, errors) in enumerate(finish(launch(fork_server, "raise", failing, 3, schedule))):
+    ended = finish(fork_server.start_faulty(3, failing, "forward", "raise", "--schedule", schedule))
+    for rank, (code, errors) in enumerate(ended):
         assert code != 0
-        assert "ValueError: the layer is broken" in errors
-        assert "self.fail()" in errors
+        assert GONE in errors
+        assert "    do()\n" in errors
         assert f"this was action {failing}F" in errors
         assert f"of rank {failing}; stage {failing} holds the layers {failing} to {failing}" in errors
         assert (f"rank {failing} failed in a step, so rank {rank} stops too" in errors) == (rank != failing)
 
 
-def test_a_caught_exception_ends_the_other_ranks(fork_server: ForkServer) -> None:
-    living, caught = launch(fork_server, "catch", 1, 2)
-    try:
-        [(code, errors)] = finish([living], 20)
-
-        assert code != 0
-        assert "rank 1 failed in a step, so rank 0 stops too" in errors
-        assert caught.poll() is None
-    finally:
-        caught.kill()
-        caught.communicate()
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_the_script_ends_every_rank(fork_server: ForkServer, failing: int) -> None:
-    for code, errors in finish(launch(fork_server, "outside", failing, 2)):
+    for code, errors in finish(fork_server.start_faulty(2, failing, "between", "raise")):
         assert code != 0
-        assert "OSError: the data set is gone" in errors
+        assert GONE in errors
 
 
-@pytest.mark.parametrize(("failing", "schedule"), [(0, "1f1b-flush"), (1, "2bw"), (2, "1f1b-flush")])
-def test_an_exception_in_a_with_block_ends_every_rank(fork_server: ForkServer, failing: int, schedule: str) -> None:
-    for rank, (code, errors) in enumerate(finish(launch(fork_server, "with outside", failing, 3, schedule))):
+@pytest.mark.parametrize(
+    ("when", "failing", "schedule"),
+    [
+        *(("between", 0, "1f1b-flush"), ("between", 1, "2bw"), ("between", 2, "1f1b-flush")),
+        *(("forward", 0, "2bw"), ("forward", 2, "2bw")),
+    ],
+)
+def test_an_exception_in_a_with_block_ends_every_rank(
+    fork_server: ForkServer, when: str, failing: int, schedule: str
+) -> None:
+    where = {"between": "outside the pipeline", "forward": "in a step"}[when]
+    ended = finish(fork_server.start_faulty(3, failing, when, "raise", "--with", "--schedule", schedule))
+    for rank, (code, errors) in enumerate(ended):
         assert code == 1
-        assert "OSError: the data set is gone" in errors
-        assert (f"rank {failing} failed outside the pipeline, so rank {rank} stops too" in errors) == (rank != failing)
-
-
-@pytest.mark.parametrize("failing", [0, 2])
-def test_an_exception_in_a_step_passes_a_with_block(fork_server: ForkServer, failing: int) -> None:
-    for rank, (code, errors) in enumerate(finish(launch(fork_server, "with raise", failing, 3, "2bw"))):
-        assert code == 1
-        assert "ValueError: the layer is broken" in errors
-        assert (f"rank {failing} failed in a step, so rank {rank} stops too" in errors) == (rank != failing)
+        assert GONE in errors
+        assert (f"rank {failing} failed {where}, so rank {rank} stops too" in errors) == (rank != failing)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_killed_rank_is_named_by_those_whose_devices_wait(fork_server: ForkServer, failing: int) -> None:
     """Their communicators say that they are broken; nothing else does, since no host waits."""
-    answers = finish(launch(fork_server, "kill", failing, 2, device="tardy"))
+    answers = finish(fork_server.start_faulty(2, failing, "forward", "kill", "--device", "tardy"))
 
     assert answers[failing][0] == -signal.SIGKILL
     code, errors = answers[1 - failing]
@@ -102,7 +65,7 @@ def test_a_killed_rank_is_named_by_those_whose_devices_wait(fork_server: ForkSer
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_killed_rank_is_named(fork_server: ForkServer, failing: int) -> None:
-    answers = finish(launch(fork_server, "kill", failing, 3))
+    answers = finish(fork_server.start_faulty(3, failing, "forward", "kill"))
 
     assert answers[failing][0] == -signal.SIGKILL
     # Whichever is seen first: the end of the process, or that of its connection.
@@ -112,7 +75,7 @@ def test_a_killed_rank_is_named(fork_server: ForkServer, failing: int) -> None:
 
 
 def test_a_rank_that_leaves_early_is_named(fork_server: ForkServer) -> None:
-    (left, _), (code, errors) = finish(launch(fork_server, "leave", 0, 2))
+    (left, _), (code, errors) = finish(fork_server.start_faulty(2, 0, "between", "leave"))
 
     assert left == 0
     assert code != 0
@@ -122,7 +85,7 @@ def test_a_rank_that_leaves_early_is_named(fork_server: ForkServer) -> None:
 
 @pytest.mark.slow
 def test_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
-    code, errors = outlive(*launch(fork_server, "freeze", 1, 2))
+    [(code, errors)] = outlive(fork_server.start_faulty(2, 1, *FREEZES), 1, 30)
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors
@@ -130,10 +93,11 @@ def test_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
 
 
 def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(fork_server: ForkServer) -> None:
-    answers = finish(launch(fork_server, "raise", 1, 3, "pipedream", "2-1"))
+    replicated = ("--schedule", "pipedream", "--stages", "2-1")
+    answers = finish(fork_server.start_faulty(3, 1, "forward", "raise", *replicated))
     for rank, (code, errors) in enumerate(answers):
         assert code != 0
-        assert "ValueError: the layer is broken" in errors
+        assert GONE in errors
         assert (f"rank 1 failed in a step, so rank {rank} stops too" in errors) == (rank != 1)
 
     # The other replica of the stage had nothing left to do but to add.
@@ -141,7 +105,8 @@ def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(fork_server
 
 
 def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
-    (killed, _), *others = finish(launch(fork_server, "kill", 0, 3, "gpipe", "3"))
+    replicated = ("--schedule", "gpipe", "--stages", "3")
+    (killed, _), *others = finish(fork_server.start_faulty(3, 0, "forward", "kill", *replicated))
     living = [errors for _, errors in others]
 
     assert killed == -signal.SIGKILL
@@ -156,27 +121,41 @@ def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
 
 @pytest.mark.slow
 def test_a_frozen_replica_is_named(fork_server: ForkServer) -> None:
-    code, errors = outlive(*launch(fork_server, "freeze", 1, 2, "2bw", "2"))
+    replicated = ("--schedule", "2bw", "--stages", "2")
+    [(code, errors)] = outlive(fork_server.start_faulty(2, 1, *FREEZES, *replicated), 1, 30)
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s (the sum over ranks [0, 1])" in errors
 
 
+def test_a_killed_rank_ends_the_ends_of_a_skip_past_it(fork_server: ForkServer) -> None:
+    ranks = fork_server.start_faulty(3, 1, "between", "kill", "--skips")
+    (_, (killed, _), _) = answers = finish(ranks)
+
+    assert killed == -signal.SIGKILL
+    for rank in (0, 2):
+        printed, errors = ranks[rank].communicate()
+        assert printed.splitlines()[0] == "((0, 2),)"
+        assert len(printed.splitlines()) == 2, "it made no second step"
+        assert answers[rank][0] not in (0, None)
+        assert "rank 1 closed its connection" in errors
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("scenario", ["raise", "outside"])
+@pytest.mark.parametrize("when", ["forward", "between"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_on_a_gpu_an_exception_ends_every_rank(fork_server: ForkServer, failing: int, scenario: str) -> None:
-    cause = {"raise": "ValueError: the layer is broken", "outside": "OSError: the data set is gone"}[scenario]
-    for code, errors in finish(launch(fork_server, scenario, failing, 2, "2bw", device="cuda:0"), GPU_SECONDS):
+def test_on_a_gpu_an_exception_ends_every_rank(fork_server: ForkServer, failing: int, when: str) -> None:
+    on_a_gpu = ("--schedule", "2bw", "--device", "cuda:0")
+    for code, errors in finish(fork_server.start_faulty(2, failing, when, "raise", *on_a_gpu), GPU_SECONDS):
         assert code != 0
-        assert cause in errors
+        assert GONE in errors
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
-    code, errors = outlive(*launch(fork_server, "freeze", 1, 2, device="cuda:0"), GPU_SECONDS)  # type: ignore[call-arg]
+    [(code, errors)] = outlive(fork_server.start_faulty(2, 1, *FREEZES, "--device", "cuda:0"), 1, GPU_SECONDS)
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors
@@ -185,18 +164,21 @@ def test_on_a_gpu_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("scenario", ["raise", "kill", "freeze"])
+@pytest.mark.parametrize(
+    ("deed", "reported"),
+    [
+        ("raise", "rank {} failed in a step"),
+        ("kill", "rank {} closed its connection to this rank"),
+        ("stop", "nothing came from rank {} for 4 s"),
+    ],
+)
 def test_between_gpus_every_rank_ends_and_the_culprit_is_named(
-    fork_server: ForkServer, scenario: str, failing: int
+    fork_server: ForkServer, deed: str, reported: str, failing: int
 ) -> None:
     """Several receives and sends are pending over NCCL when it happens, all of which must be aborted."""
-    both = launch(fork_server, scenario, failing, 2, "2bw", device="own")
-    code, errors = outlive(both[1 - failing], both[failing], GPU_SECONDS)
-    reported = {
-        "raise": f"rank {failing} failed in a step",
-        "kill": f"rank {failing} closed its connection to this rank",
-        "freeze": f"nothing came from rank {failing} for 4 s",
-    }
+    options = ("--schedule", "2bw", "--device", "own", "--seconds", "4" if deed == "stop" else "60")
+    both = fork_server.start_faulty(2, failing, "forward", deed, *options)
+    [(code, errors)] = outlive(both, failing, GPU_SECONDS)
 
     assert code == 1
-    assert reported[scenario] in errors
+    assert reported.format(failing) in errors

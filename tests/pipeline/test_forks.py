@@ -13,8 +13,6 @@ from torch import nn
 
 import penstock
 from penstock.errors import PenstockError
-from support.fork_server import ForkServer, finish
-from support.paths import SCRIPTS
 from support.processes import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -97,12 +95,3 @@ def test_a_single_process_too(tmp_path: Path) -> None:
         assert terminate_a_child(tmp_path / "run") == (signal.SIGTERM, True)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize("words", ["daemon", "daemon closed"])
-def test_a_script_ends_with_a_child_that_waits_for_ever(fork_server: ForkServer, tmp_path: Path, words: str) -> None:
-    """`multiprocessing` ends its daemons by SIGTERM at the end of the script, and joins them."""
-    script = str(SCRIPTS / "ending_script.py")
-    ended = finish(fork_server.start_ranks([script, str(tmp_path / "run"), f"{words} resume", "0"], 2), 90)
-
-    assert [code for code, _ in ended] == [0, 0], ended

@@ -13,13 +13,10 @@ from penstock.doctor.diagnosis import Diagnosis, Verdict, diagnose
 from penstock.doctor.run_directories import RunDirectory, examine
 from penstock.errors import PenstockError
 from support.fork_server import Child, ForkServer, finish
-from support.paths import SCRIPTS
-
-SCRIPT = SCRIPTS / "hang_script.py"
 
 
 class HungRun:
-    """Processes of `hang_script.py`, whose records are in `directory`."""
+    """Processes of `faulty_training.py`, whose records are in `directory`."""
 
     def __init__(self, processes: list[Child], directory: RunDirectory) -> None:
         self.processes, self.directory = processes, directory
@@ -41,18 +38,18 @@ class HungRun:
             time.sleep(0.2)
 
 
-Hang = Callable[[str, int, str, int, int], HungRun]
+Hang = Callable[..., HungRun]
 
 
 @pytest.fixture
 def hang(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Starts a run: (scenario, culprit, schedule, stages, ranks)."""
+    """Starts a run in which a rank does something in the third step, or before it."""
     processes: list[Child] = []
 
-    def start(scenario: str, culprit: int, schedule: str, stages: int, ranks: int) -> HungRun:
+    def start(ranks: int, rank: int, when: str, deed: str, *options: str) -> HungRun:
         monkeypatch.setenv("PENSTOCK_RUN_DIR", str(tmp_path / "run"))
-        arguments = [str(SCRIPT), scenario, str(culprit), schedule, str(stages), "600"]
-        processes.extend(fork_server.start_ranks(arguments, ranks))
+        given = ("--step", "2", "--seconds", "600", *options)
+        processes.extend(fork_server.start_faulty(ranks, rank, when, deed, *given))
         return HungRun(processes, RunDirectory(tmp_path / "run"))
 
     yield start
@@ -62,11 +59,11 @@ def hang(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_asleep_in_a_forward_is_slow(hang: Hang, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = hang("sleep in a forward", 1, "interleaved", 4, 2)
+    run = hang(2, 1, "forward", "sleep", "--schedule", "interleaved", "--stages", "1-1-1-1")
     evidence, found = run.wait_for(Verdict.SLOW, edge=True)
 
     assert (found.verdict, found.rank) == (Verdict.SLOW, 1), found
-    assert "in hang: time.sleep(600)" in found.sentence
+    assert "in do: time.sleep(600)" in found.sentence
     assert found.edge is not None
     assert (found.edge.source, found.edge.target) == (1, 0)
     records = [process.record for process in evidence.processes]
@@ -83,15 +80,15 @@ def test_a_rank_asleep_in_a_forward_is_slow(hang: Hang, tmp_path: Path, capsys: 
 
 
 def test_a_rank_asleep_between_steps_is_in_the_users_code(hang: Hang) -> None:
-    _, found = hang("sleep between steps", 2, "pipedream", 3, 3).wait_for(Verdict.USER_CODE)
+    _, found = hang(3, 2, "between", "sleep", "--schedule", "pipedream").wait_for(Verdict.USER_CODE)
 
     assert (found.verdict, found.rank) == (Verdict.USER_CODE, 2), found
     assert "after 2 steps; others are in step 2" in found.sentence
-    assert "in train: time.sleep(600)" in found.sentence
+    assert "in do: time.sleep(600)" in found.sentence
 
 
 def test_a_rank_that_never_calls_step_is_named(hang: Hang) -> None:
-    _, found = hang("never step", 0, "1f1b-flush", 2, 2).wait_for(Verdict.USER_CODE)
+    _, found = hang(2, 0, "between", "sleep", "--step", "0").wait_for(Verdict.USER_CODE)
 
     assert (found.verdict, found.rank) == (Verdict.USER_CODE, 0), found
     # The other rank waits for it in the comparison of the first batch.
@@ -99,22 +96,22 @@ def test_a_rank_that_never_calls_step_is_named(hang: Hang) -> None:
 
 
 def test_a_stopped_rank_is_named(hang: Hang) -> None:
-    _, found = hang("stop", 0, "pipedream", 4, 4).wait_for(Verdict.STOPPED)
+    _, found = hang(4, 0, "forward", "stop", "--schedule", "pipedream").wait_for(Verdict.STOPPED)
 
     assert (found.verdict, found.rank) == (Verdict.STOPPED, 0), found
 
 
 def test_a_rank_whose_interpreter_is_blocked_writes_its_stacks_at_a_signal(hang: Hang) -> None:
-    evidence, found = hang("hold the interpreter", 1, "1f1b-flush", 2, 2).wait_for(Verdict.SILENT, edge=True)
+    evidence, found = hang(2, 1, "forward", "hold the interpreter").wait_for(Verdict.SILENT, edge=True)
 
     assert (found.verdict, found.rank) == (Verdict.SILENT, 1), found
-    assert "in hang" in evidence.processes[1].stacks
+    assert "in do" in evidence.processes[1].stacks
     assert found.edge is not None
     assert (found.edge.source, found.edge.target) == (1, 0)
 
 
 def test_a_killed_rank_is_named_after_the_others_have_ended(hang: Hang) -> None:
-    run = hang("kill", 1, "2bw", 3, 3)
+    run = hang(3, 1, "forward", "kill", "--schedule", "2bw")
     finish(run.processes)
     _, found = run.wait_for(Verdict.DEAD)
 

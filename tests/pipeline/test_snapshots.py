@@ -12,7 +12,6 @@ from torch import Tensor
 
 import penstock
 from penstock.scheduling import ScheduleDefinition
-from support.fork_server import ForkServer, finish
 from support.jobs.snapshot_jobs import Cut, run_cut, run_cuts
 from support.own_schedules import LATE, ROLLING
 from support.processes import Pool
@@ -261,24 +260,3 @@ def test_a_save_whose_stages_are_behind_is_given_up_after_an_error(tmp_path: Pat
     with pytest.raises(penstock.CheckpointError, match=r"Call drain\(\) or the save's wait\(\) before close\(\)"):
         save.wait()
     assert penstock.latest_checkpoint(tmp_path / "run") is None
-
-
-SCRIPT = str(Path(__file__).parents[1] / "support" / "scripts" / "background_save_script.py")
-
-
-def test_processes_end_when_the_files_are_written(fork_server: ForkServer, tmp_path: Path) -> None:
-    """The pipeline is not closed."""
-    ended = finish(fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), "ends"], 2))
-
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert penstock.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000003"
-
-
-def test_a_rank_that_fails_ends_the_others_in_a_save(fork_server: ForkServer, tmp_path: Path) -> None:
-    """The other one waits for it in a step and in the thread that saves."""
-    ended = finish(fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), "fails"], 2))
-
-    assert all(code not in (0, None) for code, _ in ended), ended
-    assert "this rank fails" in ended[0][1]
-    # Rank 1 had made all its versions: the save may have ended before the others noticed. It is never half there.
-    assert penstock.latest_checkpoint(tmp_path / "run") in (None, tmp_path / "run" / "step-000003")

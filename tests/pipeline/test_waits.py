@@ -4,44 +4,29 @@ import signal
 
 import pytest
 
-from support.fork_server import Child, ForkServer, finish
-from support.paths import SCRIPTS
+from support.fork_server import ForkServer, finish, outlive
 
-SCRIPT = SCRIPTS / "waiting_script.py"
 ENOUGH_SECONDS = 90.0
 """Much longer than any timeout here, and much shorter than those of PyTorch."""
 LIMIT_SECONDS = 8
 """The timeout of the ranks that wait: enough for a busy machine to start several runs at once."""
+LIMITED = ("--seconds", str(LIMIT_SECONDS))
 HANDLER = "the user's exit handler"
 
 
-def start(fork_server: ForkServer, scenario: str, failing: int, ranks: int = 2) -> list[Child]:
-    """The ranks of a run of the script in which rank `failing` fails."""
-    return fork_server.start_ranks([str(SCRIPT), scenario, str(failing), str(LIMIT_SECONDS)], ranks)
-
-
-def outlive(children: list[Child], failing: int) -> list[tuple[int | None, str]]:
-    """Exit codes and standard errors of all but the failing one of `children`, which end."""
-    try:
-        return finish([child for rank, child in enumerate(children) if rank != failing], ENOUGH_SECONDS)
-    finally:
-        children[failing].kill()
-        children[failing].communicate()
-
-
-def outlive_both(fork_server: ForkServer, scenario: str, ranks: int = 2) -> list[tuple[int, list[str]]]:
+def outlive_both(fork_server: ForkServer, when: str, deed: str, ranks: int = 2) -> list[tuple[int, list[str]]]:
     """A run in which rank 0 fails, and one in which the last rank does, at the same time: that rank, and the
     standard errors of the others, which end with code 1.
     """
-    runs = [(failing, start(fork_server, scenario, failing, ranks)) for failing in (0, ranks - 1)]
-    ended = [(failing, outlive(children, failing)) for failing, children in runs]
+    runs = [(failing, fork_server.start_faulty(ranks, failing, when, deed, *LIMITED)) for failing in (0, ranks - 1)]
+    ended = [(failing, outlive(children, failing, ENOUGH_SECONDS)) for failing, children in runs]
     assert all(code == 1 for _, answers in ended for code, _ in answers), ended
     return [(failing, [errors for _, errors in answers]) for failing, answers in ended]
 
 
 def test_a_rank_that_stands_still_in_a_step_is_named_by_all(fork_server: ForkServer) -> None:
     """Rank 0 holds the store, which then answers no call."""
-    for failing, errors in outlive_both(fork_server, "stop step", 3):
+    for failing, errors in outlive_both(fork_server, "forward", "stop", 3):
         assert len(errors) == 2
         reported = [error for error in errors if f"nothing came from rank {failing} for {LIMIT_SECONDS} s" in error]
         assert reported
@@ -56,9 +41,10 @@ def test_a_rank_that_stands_still_in_a_step_is_named_by_all(fork_server: ForkSer
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_stands_still_before_a_call_ends_it_elsewhere(fork_server: ForkServer, failing: int) -> None:
     # At the same time, since nearly all of it is waiting.
-    runs = {call: start(fork_server, f"stop {call}", failing) for call in ("save", "load", "timeline", "weights")}
+    calls = ("save", "load", "timeline", "weights")
+    runs = {call: fork_server.start_faulty(2, failing, call, "stop", *LIMITED) for call in calls}
     for call, children in runs.items():
-        [(code, errors)] = outlive(children, failing)
+        [(code, errors)] = outlive(children, failing, ENOUGH_SECONDS)
 
         assert code == 1, (call, errors)
         assert f"nothing came from rank {failing} for {LIMIT_SECONDS} s" in errors, call
@@ -66,14 +52,14 @@ def test_a_rank_that_stands_still_before_a_call_ends_it_elsewhere(fork_server: F
 
 
 def test_a_rank_that_never_builds_is_named(fork_server: ForkServer) -> None:
-    for failing, [errors] in outlive_both(fork_server, "never build"):
+    for failing, [errors] in outlive_both(fork_server, "start", "sleep"):
         assert f"expected rank {failing}" in errors
         assert f"within {LIMIT_SECONDS} s, and it did not come" in errors
 
 
-@pytest.mark.parametrize("scenario", ["end before building", "stop probe"])
-def test_a_rank_that_does_not_come_is_named(fork_server: ForkServer, scenario: str) -> None:
-    for failing, [errors] in outlive_both(fork_server, scenario):
+@pytest.mark.parametrize(("when", "deed"), [("start", "leave"), ("probe", "stop")])
+def test_a_rank_that_does_not_come_is_named(fork_server: ForkServer, when: str, deed: str) -> None:
+    for failing, [errors] in outlive_both(fork_server, when, deed):
         assert f"expected rank {failing}" in errors
 
 
@@ -84,7 +70,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives(
     runs = []
     for memory in ("0", "1"):
         monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
-        runs.append(fork_server.start_ranks([str(SCRIPT), "kill with child", "0", "300"], 2))
+        runs.append(fork_server.start_faulty(2, 0, "forward", "kill beside a child", "--seconds", "300"))
     for children in runs:
         (killed, _), (code, errors) = finish(children, ENOUGH_SECONDS)
 
@@ -100,7 +86,8 @@ def test_a_process_that_may_open_no_more_files_says_so_on_every_rank(
 ) -> None:
     """The timeout is longer than the test may take."""
     monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
-    answers = finish(fork_server.start_ranks([str(SCRIPT), "descriptors", "1", "300"], 2), ENOUGH_SECONDS)
+    started = fork_server.start_faulty(2, 1, "build", "open few files", "--seconds", "300")
+    answers = finish(started, ENOUGH_SECONDS)
 
     for code, errors in answers:
         assert code == 1
@@ -110,16 +97,19 @@ def test_a_process_that_may_open_no_more_files_says_so_on_every_rank(
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("failing", "deed"), [(0, "raise"), (1, "raise"), (0, "interrupt")])
 def test_an_error_is_reported_where_the_hook_for_errors_is_replaced(
-    fork_server: ForkServer, failing: int, memory: str, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, failing: int, deed: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
-    answers = finish(fork_server.start_ranks([str(SCRIPT), "hook save", str(failing), "60"], 2), ENOUGH_SECONDS)
+    ended = finish(fork_server.start_faulty(2, failing, "save", deed, "--hook"), ENOUGH_SECONDS)
 
-    assert all(code == 1 and HANDLER in errors for code, errors in answers)
-    assert "OSError: the data set is gone" in answers[1 - failing][1]
-    assert f"rank {failing} failed outside the pipeline" in answers[1 - failing][1]
+    assert "my own hook" in ended[failing][1]
+    assert all(code != 0 and HANDLER in errors for code, errors in ended if code != -signal.SIGINT)
+    code, errors = ended[1 - failing]
+    assert code == 1
+    assert ("KeyboardInterrupt" if deed == "interrupt" else "ValueError: the data set is gone") in errors
+    assert f"rank {failing} failed outside the pipeline, so rank {1 - failing} stops too" in errors
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])
@@ -129,9 +119,10 @@ def test_exit_handlers_run_where_a_rank_ends_whose_peer_lives_on(
 ) -> None:
     """Threads wait for messages of the peer, over Gloo for ever."""
     monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
-    children = fork_server.start_ranks([str(SCRIPT), "catch", str(failing), "60"], 2)
-    [(code, errors)] = outlive(children, failing)
+    children = fork_server.start_faulty(2, failing, "forward", "catch")
+    [(code, errors)] = outlive(children, failing, ENOUGH_SECONDS)
 
     assert code == 1
-    assert f"rank {failing} failed in a step" in errors
+    assert f"rank {failing} failed in a step, so rank {1 - failing} stops too" in errors
     assert HANDLER in errors
+    assert children[failing].returncode == -signal.SIGKILL, "it had ended by itself"

@@ -19,6 +19,15 @@ from pathlib import Path
 from typing import Any
 
 
+def outlive(processes: "list[Child]", failing: int, seconds: float) -> list[tuple[int | None, str]]:
+    """The exit code and standard error of all but the `failing` one, which may never end."""
+    try:
+        return finish([process for rank, process in enumerate(processes) if rank != failing], seconds)
+    finally:
+        processes[failing].kill()
+        processes[failing].communicate()
+
+
 def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | None, str]]:
     """The exit code and standard error of each process. Raises if one does not end in `seconds`."""
     try:
@@ -69,6 +78,11 @@ class ForkServer:
             "PENSTOCK_RUN_DIR": os.environ.get("PENSTOCK_RUN_DIR", f"{self._directory.name}/run {self._started}"),
         }
         return [self.start(arguments, {**os.environ, **shared, "RANK": str(rank)}, folder) for rank in range(ranks)]
+
+    def start_faulty(self, ranks: int, rank: int, when: str, deed: str, *options: str) -> "list[Child]":
+        """Starts a training in `ranks` processes, of which `rank` does something: see scripts/faulty_training.py."""
+        script = Path(__file__).parent / "scripts" / "faulty_training.py"
+        return self.start_ranks([str(script), str(rank), when, deed, *options], ranks)
 
     def ask(self, **request: Any) -> Any:
         """Sends `request` to the process and returns its answer."""
