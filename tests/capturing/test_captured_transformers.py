@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,103 +14,73 @@ from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
 from penstock.errors import CaptureError
 from support.chain_execution import assert_equals_model, every_split, run_stages
-
-VOCABULARY, LENGTH, WIDTH = 50, 8, 16
-
-
-def tokens(samples: int) -> Tensor:
-    generator = torch.Generator().manual_seed(samples)
-    return torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
-
-
-def gpt2(dropout: float) -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=3, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama(dropout: float) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, attention_dropout=dropout,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+from support.jobs.transformer_jobs import (
+    LENGTH,
+    NO_DROPOUT,
+    VOCABULARY,
+    WIDTH,
+    bert,
+    gpt2,
+    image,
+    llama,
+    padded,
+    resnet,
+    t5,
+    text,
+    translation,
+    vit,
+)
 
 
-def mistral(dropout: float) -> nn.Module:
+def mistral() -> nn.Module:
     """Its cache has a tensor in it for every layer."""
     config = transformers.MistralConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, attention_dropout=dropout, sliding_window=4,
+        num_key_value_heads=1, max_position_embeddings=64, sliding_window=4,
     )  # fmt: skip
     return transformers.MistralForCausalLM(config)
 
 
-def bert(dropout: float) -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config)
+def drawn(inputs: Callable[[int], dict[str, Tensor]]) -> "Inputs":
+    """The same inputs for the same number of samples."""
+
+    def draw(samples: int) -> dict[str, Tensor]:
+        torch.manual_seed(samples)
+        return inputs(samples)
+
+    return draw
 
 
-def vit(dropout: float) -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
-        patch_size=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
-    return transformers.ViTForImageClassification(config)
-
-
-def t5(dropout: float) -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def resnet(dropout: float) -> nn.Module:
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic")
-    return transformers.ResNetForImageClassification(config)
-
-
-def text(samples: int) -> dict[str, Tensor]:
-    return {"input_ids": tokens(samples)}
-
-
-def padded(samples: int) -> dict[str, Tensor]:
-    mask = torch.ones(samples, LENGTH, dtype=torch.long)
-    mask[0, 5:] = 0
-    mask[-1, 2:] = 0
-    return {"input_ids": tokens(samples), "attention_mask": mask}
-
-
-def pair(samples: int) -> dict[str, Tensor]:
-    return {"input_ids": tokens(samples), "decoder_input_ids": tokens(samples)[:, :6].clone()}
-
-
-def image(samples: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(samples)
-    return {"pixel_values": torch.randn(samples, 3, 16, 16, generator=generator, dtype=torch.float64)}
-
-
-Build = Callable[[float], nn.Module]
+Build = Callable[[], nn.Module]
 Inputs = Callable[[int], dict[str, Tensor]]
 
 # Llama gets no mask: it would then compute attention in another way (and order of additions) if it knew of the trace.
 MODELS: list[Any] = [
-    pytest.param(gpt2, text, ["transformer.wte", *(f"transformer.h.{i}" for i in range(3)), "lm_head"], id="gpt2"),
-    pytest.param(llama, text, ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"], id="llama"),
     pytest.param(
-        mistral, text, ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"], id="mistral"
+        partial(gpt2, tied=True, layers=3),
+        drawn(text),
+        ["transformer.wte", *(f"transformer.h.{i}" for i in range(3)), "lm_head"],
+        id="gpt2",
     ),
-    pytest.param(bert, padded, ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"], id="bert"),
-    pytest.param(vit, image, ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"], id="vit"),
     pytest.param(
-        t5,
-        pair,
+        partial(llama, key_value_heads=2),
+        drawn(text),
+        ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"],
+        id="llama",
+    ),
+    pytest.param(
+        mistral, drawn(text), ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"], id="mistral"
+    ),
+    pytest.param(
+        partial(bert, tied=True, **NO_DROPOUT),
+        drawn(padded),
+        ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"],
+        id="bert",
+    ),
+    pytest.param(vit, drawn(image), ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"], id="vit"),
+    pytest.param(
+        partial(t5, dropout_rate=0.0),
+        drawn(translation),
         [
             "encoder.embed_tokens", "encoder.block.0", "encoder.block.1",
             "decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "lm_head",
@@ -118,7 +89,7 @@ MODELS: list[Any] = [
     ),
     pytest.param(
         resnet,
-        image,
+        drawn(image),
         [
             "resnet.embedder", *(f"resnet.encoder.stages.{s}.layers.{b}" for s in range(2) for b in range(2)),
             "classifier.1",
@@ -128,9 +99,9 @@ MODELS: list[Any] = [
 ]  # fmt: skip
 
 
-def build(model: Build, dropout: float) -> nn.Module:
+def build(model: Build, **dropout: float) -> nn.Module:
     torch.manual_seed(0)
-    return model(dropout).double().train()
+    return model(**dropout).double().train()
 
 
 def crossing(chain: LayerChain, call: Call) -> list[list[tuple[int, ...]]]:
@@ -146,7 +117,7 @@ def crossing(chain: LayerChain, call: Call) -> list[list[tuple[int, ...]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS)
 def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, names: list[str]) -> None:
-    whole = build(model, 0.0)
+    whole = build(model)
     chain = capture(whole, inputs(3))
     uses = Counter(id(parameter) for parameter in chain.parameters.values())
     summed = frozenset(name for name, parameter in chain.parameters.items() if uses[id(parameter)] > 2)
@@ -161,7 +132,7 @@ def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, 
 
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS[:5])
 def test_only_hidden_states_cross_between_blocks(model: Build, inputs: Inputs, names: list[str]) -> None:
-    chain = capture(build(model, 0.0), inputs(3), check=False)
+    chain = capture(build(model), inputs(3), check=False)
 
     for shapes in crossing(chain, Call((), inputs(3))):
         assert len(shapes) == 1
@@ -171,11 +142,11 @@ def test_only_hidden_states_cross_between_blocks(model: Build, inputs: Inputs, n
 
 @pytest.mark.slow
 def test_t5_sends_what_its_blocks_pass() -> None:
-    chain = capture(build(t5, 0.0), pair(3), check=False)
+    chain = capture(build(t5, dropout_rate=0.0), drawn(translation)(3), check=False)
     hidden, bias = (3, LENGTH, WIDTH), (3, 2, LENGTH, LENGTH)
     decoded, decoded_bias = (3, 6, WIDTH), (3, 2, 6, 6)
 
-    found = [sorted(shapes) for shapes in crossing(chain, Call((), pair(3)))]
+    found = [sorted(shapes) for shapes in crossing(chain, Call((), drawn(translation)(3)))]
 
     # The encoder's result is an output of the model, and rides along to the end. A block of the decoder returns two
     # biases, one of them all zeros for the attention to the encoder's result.
@@ -195,7 +166,7 @@ def test_t5_sends_what_its_blocks_pass() -> None:
 
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS[:2])
 def test_dropout_does_not_depend_on_the_cut(model: Build, inputs: Inputs, names: list[str]) -> None:
-    whole = build(model, 0.3)
+    whole = build(model, dropout=0.3)
     chain = capture(whole, inputs(3))
     call = Call((), inputs(3))
     expected = run_stages(chain, whole, call, (0, len(chain.layers)), seed=7)
@@ -209,7 +180,7 @@ def test_dropout_does_not_depend_on_the_cut(model: Build, inputs: Inputs, names:
 
 
 def test_the_tied_weights_of_gpt2_are_one_parameter() -> None:
-    model = build(gpt2, 0.0)
+    model = build(partial(gpt2, tied=True, layers=3))
     chain = capture(model, text(3), check=False)
 
     assert chain.parameters["lm_head.weight"] is model.get_parameter("transformer.wte.weight")
@@ -220,18 +191,18 @@ def test_the_tied_weights_of_gpt2_are_one_parameter() -> None:
 @pytest.mark.parametrize("collected", ["hidden_states", "attentions"])
 def test_what_hooks_of_the_models_own_code_collect_is_returned(collected: str) -> None:
     """The code of transformers installs the hooks when it first runs, and they stay for good: not in a capture."""
-    model = build(llama, dropout=0.0)
+    model = build(partial(llama, key_value_heads=2))
     model.config._attn_implementation = "eager"
-    sample = {"input_ids": tokens(2), f"output_{collected}": True}
+    sample = {**drawn(text)(2), f"output_{collected}": True}
     chain = capture(model, sample)
 
     assert not any(module._forward_hooks for module in model.modules())
-    assert_equals_model(chain, model, Call((), {**sample, "input_ids": tokens(3)}))
+    assert_equals_model(chain, model, Call((), {**sample, **drawn(text)(3)}))
 
 
 def test_hooks_that_an_earlier_call_installed_are_not_traced() -> None:
-    model = build(llama, dropout=0.0)
-    sample = {"input_ids": tokens(2), "output_hidden_states": True}
+    model = build(partial(llama, key_value_heads=2))
+    sample = {**drawn(text)(2), "output_hidden_states": True}
     model(**sample)
 
     with pytest.raises(CaptureError, match=r"returns 4 tensors, and 1 of them in a trace .* before the model is first"):

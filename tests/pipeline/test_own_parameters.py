@@ -313,11 +313,12 @@ def test_a_plain_loop(way: str) -> None:
     assert_equal(train((way, "1f1b-flush", 2, 1)), train_plainly(way))
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_schedule_in_one_process(way: str, form: tuple[str, int, int]) -> None:
-    run: OwnParameters = (way, *form)
-    assert_equal(train(run), train_twin(run))
+def test_every_schedule_in_one_process(way: str) -> None:
+    """Half of the forms for each way, with versions and without; in two processes it meets others."""
+    for form in FORMS[(list(WAYS).index(way) + 1) % 2 :: 2]:
+        run: OwnParameters = (way, *form)
+        assert_equal(train(run), train_twin(run))
 
 
 FORMS_APART = [("1f1b-flush", 2, 1), ("zb-h1", 2, 1), ("2bw", 2, 1), ("2bw", 1, 2)]
@@ -325,7 +326,7 @@ FORMS_APART = [("1f1b-flush", 2, 1), ("zb-h1", 2, 1), ("2bw", 2, 1), ("2bw", 1, 
 
 @pytest.mark.parametrize("form", FORMS_APART, ids=str)
 def test_two_processes(pool: Pool, form: tuple[str, int, int]) -> None:
-    """Every way under two of the forms; all of them under all are in one process."""
+    """Every way under two of the forms; under others it is in one process."""
     turn = FORMS_APART.index(form)
     runs: list[OwnParameters] = [(way, *form) for number, way in enumerate(WAYS) if number % 2 == turn % 2]
     for outcomes in pool.run(2, train_these, runs):

@@ -142,26 +142,26 @@ def _options(run: Run) -> dict[str, Any]:
     return {**options, "plan": plan}
 
 
-def _text(samples: int, length: int = LENGTH) -> Inputs:
+def text(samples: int, length: int = LENGTH) -> Inputs:
     return {"input_ids": torch.randint(0, VOCABULARY, (samples, length))}
 
 
-def _padded(samples: int, length: int = LENGTH) -> Inputs:
+def padded(samples: int, length: int = LENGTH) -> Inputs:
     """Every sample of another length."""
     lengths = 2 + torch.arange(samples) % (length - 1)
     mask = (torch.arange(length) < lengths[:, None]).long()
-    return {**_text(samples, length), "attention_mask": mask}
+    return {**text(samples, length), "attention_mask": mask}
 
 
-def _translation(samples: int, length: int = LENGTH) -> Inputs:
-    return {**_text(samples, length), "decoder_input_ids": torch.randint(0, VOCABULARY, (samples, length - 2))}
+def translation(samples: int, length: int = LENGTH) -> Inputs:
+    return {**text(samples, length), "decoder_input_ids": torch.randint(0, VOCABULARY, (samples, length - 2))}
 
 
-def _image(samples: int) -> Inputs:
+def image(samples: int) -> Inputs:
     return {"pixel_values": torch.randn(samples, 3, 16, 16, dtype=torch.float64)}
 
 
-def _gpt2(tied: bool, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+def gpt2(tied: bool, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=layers, n_head=2, n_positions=32, bos_token_id=0,
         eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, tie_word_embeddings=tied,
@@ -169,7 +169,7 @@ def _gpt2(tied: bool, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama(key_value_heads: int, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+def llama(key_value_heads: int, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=key_value_heads, max_position_embeddings=64,
@@ -178,7 +178,7 @@ def _llama(key_value_heads: int, layers: int = 2, dropout: float = 0.0) -> nn.Mo
     return transformers.LlamaForCausalLM(config)
 
 
-def _bert(tied: bool, layers: int = 2, **dropout: float) -> nn.Module:
+def bert(tied: bool, layers: int = 2, **dropout: float) -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=32, tie_word_embeddings=tied, **dropout,
@@ -186,7 +186,7 @@ def _bert(tied: bool, layers: int = 2, **dropout: float) -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-def _vit(layers: int = 2, dropout: float = 0.0) -> nn.Module:
+def vit(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     config = transformers.ViTConfig(  # type: ignore[call-arg]
         hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=32, image_size=16,
         patch_size=8, num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
@@ -194,15 +194,15 @@ def _vit(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
-def _t5(decoder_layers: int = 2) -> nn.Module:
+def t5(decoder_layers: int = 2, **dropout: float) -> nn.Module:
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-        num_decoder_layers=decoder_layers,
+        num_decoder_layers=decoder_layers, **dropout,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
-def _resnet() -> nn.Module:
+def resnet() -> nn.Module:
     config = transformers.ResNetConfig(  # type: ignore[call-arg]
         embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic", num_labels=5
     )
@@ -216,7 +216,7 @@ def _lora() -> nn.Module:
     # It asks transformers by a name of old.
     warnings.filterwarnings("ignore", category=FutureWarning, message="`is_gradient_checkpointing` is deprecated")
     config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
-    return peft.get_peft_model(_gpt2(tied=True, layers=4, dropout=0.1), config)
+    return peft.get_peft_model(gpt2(tied=True, layers=4, dropout=0.1), config)
 
 
 class Sharing(nn.Module):
@@ -274,36 +274,36 @@ class SharedExperts(nn.Module):
 
 
 _WORDS = {"classes": VOCABULARY, "positions": (LENGTH,)}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 SUBJECTS = {
-    "gpt2": Subject(lambda: _gpt2(tied=False), _text, **_WORDS),
-    "llama": Subject(lambda: _llama(key_value_heads=4), _text, **_WORDS),
-    "llama-grouped": Subject(lambda: _llama(key_value_heads=2), _text, **_WORDS),
-    "llama-padded": Subject(lambda: _llama(key_value_heads=2), _padded, **_WORDS),
-    "bert": Subject(lambda: _bert(tied=False, **_NO_DROPOUT), _padded, **_WORDS),
-    "bert-dropout": Subject(lambda: _bert(tied=False), _padded, **_WORDS),
-    "vit": Subject(_vit, _image, classes=5),
-    "t5": Subject(_t5, _translation, classes=VOCABULARY, positions=(6,)),
-    "resnet": Subject(_resnet, _image, classes=5),
-    "gpt2-tied": Subject(lambda: _gpt2(tied=True), _text, **_WORDS),
-    "bert-tied": Subject(lambda: _bert(tied=True, **_NO_DROPOUT), _padded, **_WORDS),
-    "neighbours": Subject(lambda: Sharing(4, (2, 3)), _text, **_WORDS),
-    "three-sharing": Subject(lambda: Sharing(4, (0, 2, 3)), _text, **_WORDS),
-    "every-second": Subject(lambda: Sharing(4, (0, 2)), _text, **_WORDS),
-    "shared-experts": Subject(SharedExperts, _text, **_WORDS),
+    "gpt2": Subject(lambda: gpt2(tied=False), text, **_WORDS),
+    "llama": Subject(lambda: llama(key_value_heads=4), text, **_WORDS),
+    "llama-grouped": Subject(lambda: llama(key_value_heads=2), text, **_WORDS),
+    "llama-padded": Subject(lambda: llama(key_value_heads=2), padded, **_WORDS),
+    "bert": Subject(lambda: bert(tied=False, **NO_DROPOUT), padded, **_WORDS),
+    "bert-dropout": Subject(lambda: bert(tied=False), padded, **_WORDS),
+    "vit": Subject(vit, image, classes=5),
+    "t5": Subject(t5, translation, classes=VOCABULARY, positions=(6,)),
+    "resnet": Subject(resnet, image, classes=5),
+    "gpt2-tied": Subject(lambda: gpt2(tied=True), text, **_WORDS),
+    "bert-tied": Subject(lambda: bert(tied=True, **NO_DROPOUT), padded, **_WORDS),
+    "neighbours": Subject(lambda: Sharing(4, (2, 3)), text, **_WORDS),
+    "three-sharing": Subject(lambda: Sharing(4, (0, 2, 3)), text, **_WORDS),
+    "every-second": Subject(lambda: Sharing(4, (0, 2)), text, **_WORDS),
+    "shared-experts": Subject(SharedExperts, text, **_WORDS),
     # With six layers or more, for two stages on each of three ranks, and with dropout where the model has it.
-    "GPT2LMHeadModel": Subject(lambda: _gpt2(tied=True, layers=4, dropout=0.1), _text, **_WORDS),
-    "LlamaForCausalLM": Subject(lambda: _llama(key_value_heads=2, layers=4, dropout=0.1), _padded, **_WORDS),
+    "GPT2LMHeadModel": Subject(lambda: gpt2(tied=True, layers=4, dropout=0.1), text, **_WORDS),
+    "LlamaForCausalLM": Subject(lambda: llama(key_value_heads=2, layers=4, dropout=0.1), padded, **_WORDS),
     "T5ForConditionalGeneration": Subject(
-        lambda: _t5(decoder_layers=1), _translation, classes=VOCABULARY, positions=(6,)
+        lambda: t5(decoder_layers=1), translation, classes=VOCABULARY, positions=(6,)
     ),
-    "BertForMaskedLM": Subject(lambda: _bert(tied=True, layers=4), _padded, **_WORDS),
-    "ViTForImageClassification": Subject(lambda: _vit(layers=4, dropout=0.1), _image, classes=5),
-    "ResNetForImageClassification": Subject(_resnet, _image, classes=5),
-    "UNet": Subject(models.UNet, _image, classes=5, positions=(16, 16)),
-    "Recurrent": Subject(models.Recurrent, _text, **_WORDS),
-    "PeftModel": Subject(_lora, _text, **_WORDS),
+    "BertForMaskedLM": Subject(lambda: bert(tied=True, layers=4), padded, **_WORDS),
+    "ViTForImageClassification": Subject(lambda: vit(layers=4, dropout=0.1), image, classes=5),
+    "ResNetForImageClassification": Subject(resnet, image, classes=5),
+    "UNet": Subject(models.UNet, image, classes=5, positions=(16, 16)),
+    "Recurrent": Subject(models.Recurrent, text, **_WORDS),
+    "PeftModel": Subject(_lora, text, **_WORDS),
 }
 
 LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6, "shared-experts": 6}
