@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import penstock
-from measurement.launches import conditions
+from measurement.reports import conditions
 from model_cases.cases import Case
 from model_cases.families import CASES, missing_packages, warm_up
 from penstock.errors import PenstockError, RehearsalError

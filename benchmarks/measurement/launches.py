@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from measurement.reports import conditions as conditions
-
 Found = TypeVar("Found")
 
 
