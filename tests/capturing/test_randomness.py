@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import penstock
-from support.training import Case, run_pipeline
+from support.training import Case, run_pipeline, train_by_loop
 
 
 @pytest.mark.parametrize("recompute", [None, True, "layers"])
@@ -17,20 +17,10 @@ def test_without_a_seed_dropout_goes_on_in_the_stream_of_pytorch(recompute: obje
     losses = [float(pipe.step(x, y).loss) for x, y in case.batches]
 
     model, options = case.build(), case.options
-    optimizer = options["optimizer"](list(model.parameters()))
     torch.manual_seed(5)
-    expected = []
-    for x, y in case.batches:
-        optimizer.zero_grad()
-        total = 0.0
-        for part, target in zip(x.split(4), y.split(4), strict=True):
-            loss = options["loss_fn"](model(part), target)
-            (loss * 0.25).backward()
-            total += loss.item() * 0.25
-        optimizer.step()
-        expected.append(total)
+    expected = train_by_loop(model, case.batches, options["loss_fn"], options["optimizer"], 4).losses
 
-    assert losses == expected
+    assert tuple(losses) == expected
     assert losses != list(run_pipeline(case).losses)
 
 

@@ -26,6 +26,7 @@ from support.training import (
     share_reference,
     stages_on_a_rank,
     train,
+    train_by_loop,
     train_by_oracle,
 )
 
@@ -91,20 +92,17 @@ def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> No
     case = Case("perceptron", schedule, ranks, 1, stages_per_rank=stages // ranks)
     case = replace(case, microbatches=ranks) if schedule == "interleaved" else case
     model, options = case.build(), case.options
-    optimizer = models.momentum(list(model.parameters()))
-    losses, norms = [], []
-    for x, y in case.batches:
-        optimizer.zero_grad()
-        total = 0.0
-        for xs, ys in zip(x.tensor_split(case.microbatches), y.tensor_split(case.microbatches), strict=True):
-            loss = options["loss_fn"](model(xs), ys)
-            loss.backward(torch.full_like(loss, len(xs) / len(x)))
-            total += loss.item() * (len(xs) / len(x))
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MOST))
-        optimizer.step()
-        losses.append(total)
+    norms: list[Tensor] = []
+    expected = train_by_loop(
+        model,
+        case.batches,
+        options["loss_fn"],
+        models.momentum,
+        case.microbatches,
+        before_step=lambda: norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MOST)),
+    )
 
-    assert run_clipped(case).losses == tuple(losses)
+    assert run_clipped(case).losses == expected.losses
     assert max(norms) > MOST
 
 

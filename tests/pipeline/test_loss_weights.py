@@ -20,7 +20,7 @@ from support.jobs.loss_weight_jobs import (
     weighted_options,
 )
 from support.processes import Pool
-from support.training import Case, assert_equal, train_by_oracle, with_accuracy
+from support.training import Case, assert_equal, train_by_loop, train_by_oracle, with_accuracy
 
 SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "2bw")
 
@@ -51,14 +51,7 @@ def test_in_several_processes(pool: Pool) -> None:
 @pytest.mark.parametrize("microbatches", [3, 6])
 def test_the_numbers_are_those_of_the_whole_batch(microbatches: int) -> None:
     model = build()
-    optimizer = models.momentum(list(model.parameters()))
-    losses = []
-    for x, y in BATCHES:
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_by_loop(model, BATCHES, loss_fn, models.momentum).losses
     found = run_weighted(**weighted_options("1f1b-flush", 3, microbatches))
     unweighted = run_weighted(**{**weighted_options("1f1b-flush", 3, microbatches), "loss_weight": None})
 

@@ -15,7 +15,7 @@ from support.jobs import loss_weight_jobs
 from support.jobs.loss_weight_jobs import replicate
 from support.jobs.transformer_jobs import SUBJECTS
 from support.processes import Pool
-from support.training import Outcome, assert_equal, train_by_oracle
+from support.training import Outcome, assert_equal, train_by_loop, train_by_oracle
 from support.training import train as train_on_pairs
 
 FLOAT32 = 1e-5
@@ -135,16 +135,9 @@ def test_in_two_processes(pool: Pool) -> None:
 
 def plainly(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor], float]:
     """The losses of the whole batches, as their users write it, the final weights, and an evaluation."""
-    optimizer = models.momentum(list(model.parameters()))
-    losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    found = train_by_loop(model, [(batch, None) for batch in batches], lambda output, _: output.loss, models.momentum)
     with torch.no_grad():
-        return losses, model.state_dict(), model.eval()(**batches[0]).loss.item()
+        return list(found.losses), model.state_dict(), model.eval()(**batches[0]).loss.item()
 
 
 def test_the_numbers_are_those_of_the_whole_batch_on_one_device() -> None:
@@ -300,20 +293,14 @@ def test_losses_of_routers_in_all_stages(stages: int) -> None:
     torch.manual_seed(4)
     start = Routed().double()
     batch = (torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64))
-    model = copy.deepcopy(start)
-    optimizer = models.momentum(list(model.parameters()))
-    losses = []
-    for _ in range(2):
-        parts = [model(x, y)["loss"] / 3 for x, y in zip(*(tensor.chunk(3) for tensor in batch), strict=True)]
-        sum(parts, torch.zeros(())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(sum(part.item() for part in parts)))
+    expected = train_by_loop(
+        copy.deepcopy(start), [(batch, None)] * 2, lambda output, _: output["loss"], models.momentum, 3
+    )
     options = labelled_options("1f1b-flush", sample=tuple(t[:2] for t in batch), loss_weight=None, stages=stages)
     found = train(lambda: copy.deepcopy(start), [batch, batch], options)
 
-    assert found.losses == pytest.approx(losses, rel=1e-12)
-    torch.testing.assert_close(found.state, model.state_dict(), rtol=1e-12, atol=1e-14)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+    torch.testing.assert_close(found.state, expected.state, rtol=1e-12, atol=1e-14)
     gradients = {name for name, tensor in found.state.items() if not torch.equal(tensor, start.state_dict()[name])}
     assert {f"blocks.{index}.router.weight" for index in range(4)} <= gradients
 

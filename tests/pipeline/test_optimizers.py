@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import penstock
 from support import models
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train_by_loop
 
 CASES = [
     *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")),
@@ -130,16 +130,11 @@ def test_a_plain_loop_with_the_same_scheduler_gives_the_same_numbers() -> None:
     model, options = case.build(), case.options
     optimizer = models.momentum(list(model.parameters()))
     scheduler = warm(optimizer)
-    losses = []
-    for x, y in case.batches:
-        loss = options["loss_fn"](model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
+    expected = train_by_loop(
+        model, case.batches, options["loss_fn"], lambda parameters: optimizer, after_step=scheduler.step
+    )
 
-    assert run_recipe(case, "warming").losses == tuple(losses)
+    assert run_recipe(case, "warming").losses == expected.losses
 
 
 @pytest.mark.parametrize("recipe", ["warming", "cycling", "several"])

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import penstock
 from support.processes import Pool
+from support.training import train_by_loop
 
 FLUSHING = ("1f1b-flush", "interleaved", "zb-h1")
 LASTING = ("2bw", "pipedream")
@@ -157,15 +158,16 @@ def run_loop(optimizer: str, scheduler: str | None = None, change: str | None = 
     model = build()
     made = OPTIMIZERS[optimizer](list(model.parameters()))
     schedule = SCHEDULERS[scheduler](made) if scheduler else None
-    for step in range(STEPS):
-        made.zero_grad()
-        for inputs, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            (mse_loss(model(inputs), target) / MICROBATCHES).backward()
-        made.step()
+    steps = iter(range(STEPS))
+
+    def after_step() -> None:
         if schedule is not None:
             schedule.step()
-        _change(made, change, step)
-    return model.state_dict()
+        _change(made, change, next(steps))
+
+    return train_by_loop(
+        model, [(x, y)] * STEPS, mse_loss, lambda parameters: made, MICROBATCHES, after_step=after_step
+    ).state
 
 
 def make_pipeline(schedule: str, optimizer: Any, **options: Any) -> penstock.Pipeline:

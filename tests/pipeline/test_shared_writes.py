@@ -11,6 +11,7 @@ import penstock
 from penstock.capturing import capture
 from support.blocks import WIDTH, Block, batches, sgd, squares
 from support.processes import Pool
+from support.training import Outcome, assert_equal, train_by_loop
 
 ROUNDS = batches((6, 5, 8, 7))
 SharedWrite = tuple[bool, str, int]
@@ -70,28 +71,14 @@ RUNS: list[SharedWrite] = [
 ]
 
 
-def train_plainly(run: SharedWrite) -> tuple[list[float], dict[str, Tensor]]:
-    writes, _, microbatches = run
-    model = make_model(writes)
-    optimizer, losses = sgd(list(model.parameters())), []
-    for x, target in ROUNDS:
-        parts = [squares(model(part), target) / microbatches for part in x.chunk(microbatches)]
-        for part in parts:
-            part.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(part.item() for part in parts))
-    return losses, model.state_dict()
-
-
 def assert_plain(run: SharedWrite, found: tuple[list[float], dict[str, Tensor], int]) -> None:
-    losses, state = train_plainly(run)
+    writes, _, microbatches = run
+    expected = train_by_loop(make_model(writes), ROUNDS, squares, sgd, microbatches)
 
-    assert found[0] == losses
-    assert found[1].keys() == state.keys()
-    assert all(torch.equal(found[1][name], tensor) for name, tensor in state.items())
+    assert_equal(expected, Outcome(tuple(found[0]), found[1]))
+    assert found[1].keys() == expected.state.keys()
     # The writer, the reader and what is between them are one layer.
-    assert found[2] == (3 if run[0] else 5)
+    assert found[2] == (3 if writes else 5)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -1,7 +1,7 @@
 """Hooks at the update: corrections of staleness and averages equal the oracle, and the formulas written out by hand."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import penstock
 from support import models
 from support.jobs.hook_jobs import HOOKED, run_hooked
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train_by_loop
 
 CASES = [
     *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "pipedream", "vertical", "2bw")),
@@ -134,15 +134,11 @@ def test_look_ahead_is_nesterovs_method_with_discounted_steps() -> None:
 def test_an_average_is_that_of_pytorch() -> None:
     case = Case("perceptron", "gpipe", 3, 1)
     model, options = case.build(), case.options
-    optimizer = models.momentum(list(model.parameters()))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     # PyTorch's begins with the weights after the first update.
     averaged.update_parameters(model)
-    for x, y in case.batches:
-        optimizer.zero_grad()
-        options["loss_fn"](model(x), y).backward()
-        optimizer.step()
-        averaged.update_parameters(model)
+    follow = partial(averaged.update_parameters, model)
+    train_by_loop(model, case.batches, options["loss_fn"], models.momentum, after_step=follow)
 
     pipe = penstock.Pipeline(case.build(), **options, update_hooks=[penstock.WeightAverage(0.9)])
     for x, y in case.batches:

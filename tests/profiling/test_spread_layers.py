@@ -14,6 +14,7 @@ from penstock.capturing.chain import StageModule
 from penstock.planning import plan
 from penstock.values import Cluster, Plan, Profile
 from support.processes import Pool
+from support.training import train_by_loop
 
 NUMBER = 8
 """Bytes of a number of type float64."""
@@ -82,17 +83,10 @@ def train_with_the_chosen_plan(memory_bytes: float, steps: int) -> tuple[Plan, l
 
 def train_alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """A plain loop over the same batches."""
-    options = _options()
-    model, optimizer = options["model"], _plain(options["model"].parameters())
     torch.manual_seed(1)
-    losses = []
-    for inputs, targets in [torch.randn(2, SAMPLES, WIDTH, dtype=torch.float64) for _ in range(steps)]:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, dict(model.state_dict())
+    batches = [tuple(torch.randn(2, SAMPLES, WIDTH, dtype=torch.float64)) for _ in range(steps)]
+    found = train_by_loop(_options()["model"], batches, F.mse_loss, _plain)
+    return list(found.losses), found.state
 
 
 def test_a_process_holds_its_part_of_every_layer(pool: Pool) -> None:

@@ -8,24 +8,16 @@ import torch
 import penstock
 from penstock.errors import PenstockError, RehearsalError
 from support.found_inputs import FOUND, Found
+from support.training import train_by_loop
 
 OWN = ("model", "batches", "accumulation")
 
 
 def train_by_hand(arguments: dict[str, Any]) -> list[torch.Tensor]:
     """The final weights of a loop over the whole batch, or over its microbatches."""
-    model, loss_fn = arguments["model"], arguments["loss_fn"]
-    optimizer = arguments["optimizer"](list(model.parameters()))
+    model, loss_fn, optimizer = (arguments[name] for name in ("model", "loss_fn", "optimizer"))
     parts = arguments["microbatches"] if arguments.get("accumulation") else 1
-    for inputs, target in arguments["batches"]:
-        optimizer.zero_grad()
-        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-        if parts == 1:
-            loss_fn(model(*tensors), target).backward()
-        else:
-            for x, t in zip(inputs.tensor_split(parts), target.tensor_split(parts), strict=True):
-                (loss_fn(model(x), t) * (len(x) / len(inputs))).backward()
-        optimizer.step()
+    train_by_loop(model, arguments["batches"], loss_fn, optimizer, parts)
     return [parameter.detach() for parameter in model.parameters()]
 
 

@@ -1,6 +1,6 @@
 """Runs of a subject under a schedule: by the pipeline (here or in many processes) and by the oracle."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.torch_internals.pytrees import tree_flatten, tree_unflatten
 from support import models
 from support.live_tensors import count_at_rest, forget_what_is_there
 
@@ -151,6 +152,39 @@ def train_by_oracle(model: Any, batches: Sequence[Any], **options: Any) -> Outco
     given = {name: value for name, value in options.items() if value is not None}
     reference = penstock.reference_train(model, batches, **given)
     return Outcome(reference.losses, reference.state)
+
+
+def train_by_loop(
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Any]],
+    loss_fn: Callable[[Any, Any], Tensor],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    microbatches: int = 1,
+    *,
+    before_step: Callable[[], object] = lambda: None,
+    after_step: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """The same by a loop of PyTorch, as its users write it, which adds up gradients. Inputs are a tensor, a tuple of
+    tensors or a dict of them by keyword; there may be no target.
+    """
+    made, losses = optimizer(list(model.parameters())), []
+    for batch in batches:
+        made.zero_grad()
+        leaves, structure = tree_flatten(tuple(batch))
+        total, count = 0.0, microbatches
+        pieces = (leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves)
+        for part in zip(*pieces, strict=True):
+            inputs, target = tree_unflatten(list(part), structure)
+            given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+            loss = loss_fn(model(**given) if isinstance(given, dict) else model(*given), target)
+            share = len(part[0]) / len(leaves[0])
+            loss.backward(torch.full_like(loss, share))
+            total += loss.item() * share
+        before_step()
+        made.step()
+        after_step()
+        losses.append(total)
+    return Outcome(tuple(losses), {name: tensor.detach() for name, tensor in model.state_dict().items()})
 
 
 def run_pipeline(case: Case, **options: Any) -> Outcome:

@@ -20,7 +20,7 @@ import penstock
 from penstock.values.plans import require_schedule
 from support import models
 from support.exports import built_as
-from support.training import Outcome, train, train_by_oracle
+from support.training import Outcome, train, train_by_loop, train_by_oracle
 
 VOCABULARY, LENGTH, WIDTH, SAMPLES, STEPS, MICROBATCHES = 50, 8, 16, 9, 3, 4
 
@@ -108,21 +108,7 @@ def run_reference(run: Run) -> Outcome:
 def run_plainly(subject: str) -> Outcome:
     """A training loop over the unsplit eager model, as its users write it."""
     chosen = SUBJECTS[subject]
-    model = chosen.build()
-    optimizer = models.adamw(list(model.parameters()))
-    losses = []
-    for inputs, target in chosen.batches:
-        total = 0.0
-        parts = {name: tensor.tensor_split(MICROBATCHES) for name, tensor in inputs.items()}
-        for k, part in enumerate(target.tensor_split(MICROBATCHES)):
-            loss = loss_fn(model(**{name: pieces[k] for name, pieces in parts.items()}), part)
-            share = len(part) / len(target)
-            loss.backward(torch.tensor(share, dtype=loss.dtype))
-            total += loss.item() * share
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return Outcome(tuple(losses), {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    return train_by_loop(chosen.build(), chosen.batches, loss_fn, models.adamw, MICROBATCHES)
 
 
 def _options(run: Run) -> dict[str, Any]:
