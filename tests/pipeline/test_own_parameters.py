@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import penstock
+from model_cases.habit_blocks import does
+from model_cases.modules import Build
 from penstock.errors import PenstockError
 from support.blocks import Block, Stack, batches, build, sgd, squares
 from support.processes import Pool
@@ -29,40 +31,6 @@ OwnParameters = tuple[str, str, int, int]
 SCALES: dict[int, float] = {}
 
 
-class Fixed(Block):
-    """Scales its input by a number of its own."""
-
-    scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.scale)
-
-
-class Attribute(Block):
-    """The number is an attribute of the weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * getattr(self.linear.weight, "scale", 1.0))
-
-
-class Registered(Block):
-    """The number is in a table, by the identity of the weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * SCALES.get(id(self.linear.weight), 1.0))
-
-
-class Keyed(Block):
-    """The number is in a table whose key is the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = {self.linear.weight: 0.3}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.table[self.linear.weight])
-
-
 class ScaledParameter(nn.Parameter):
     """A parameter with a method."""
 
@@ -70,73 +38,60 @@ class ScaledParameter(nn.Parameter):
         return x * 0.3
 
 
-class Subclass(Block):
-    """The weight has a method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.weight = ScaledParameter(self.linear.weight.data)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.linear.weight.scaled(x))  # type: ignore[attr-defined]
+def scales(scale: Callable[[Any, Tensor], Tensor], prepare: Callable[[Any], object] | None = None) -> Build:
+    """Makes blocks that scale their input."""
+    return does(lambda block, inner, x: inner(scale(block, x)), prepare)
 
 
-class Bound(Block):
-    """A function holds the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.compute = partial(F.linear, weight=self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.compute(x) + self.linear.bias).tanh()
-
-
-class Enclosed(Block):
-    """A closure holds the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = self.linear.weight
-        self.compute = lambda x: F.linear(x, weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.compute(x) + self.linear.bias).tanh()
+def computes(
+    product: Callable[[Any, Tensor], Tensor], name: str = "", hold: Callable[[nn.Linear], object] = lambda linear: None
+) -> Build:
+    """Makes blocks that find the weight of their linear layer in what they `hold` as `name`."""
+    return does(
+        lambda block, inner, x: (product(block, x) + block.linear.bias).tanh(),
+        lambda block: setattr(block, name, hold(block.linear)),
+    )
 
 
-class Tabled(Block):
-    """A dict and a tuple hold the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.pair = {"weight": self.linear.weight}, (self.linear.weight, self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.table["weight"], self.pair[1]).tanh()
+def enclose(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(x, weight)
 
 
-class Weak(Block):
-    """A weak reference leads to the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reference = weakref.ref(self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.reference()
-        assert weight is not None
-        return F.linear(x, weight, self.linear.bias).tanh()
-
-
-WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
-    "attribute": (Attribute, Fixed),
-    "table by identity": (Registered, Fixed),
-    "table by weight": (Keyed, Fixed),
-    "method": (Subclass, Fixed),
-    "bound": (Bound, Block),
-    "enclosed": (Enclosed, Block),
-    "tabled": (Tabled, Block),
-    "weak": (Weak, Block),
+fixed = scales(lambda block, x: x * 0.3)
+WAYS: dict[str, tuple[Build, Build]] = {
+    "attribute": (scales(lambda block, x: x * getattr(block.linear.weight, "scale", 1.0)), fixed),
+    "table by identity": (scales(lambda block, x: x * SCALES.get(id(block.linear.weight), 1.0)), fixed),
+    "table by weight": (
+        scales(
+            lambda block, x: x * block.table[block.linear.weight],
+            lambda block: setattr(block, "table", {block.linear.weight: 0.3}),
+        ),
+        fixed,
+    ),
+    "method": (
+        scales(
+            lambda block, x: block.linear.weight.scaled(x),
+            lambda block: setattr(block.linear, "weight", ScaledParameter(block.linear.weight.data)),
+        ),
+        fixed,
+    ),
+    "bound": (
+        computes(lambda block, x: block.compute(x), "compute", lambda linear: partial(F.linear, weight=linear.weight)),
+        Block,
+    ),
+    "enclosed": (computes(lambda block, x: block.compute(x), "compute", lambda linear: enclose(linear.weight)), Block),
+    "tabled": (
+        computes(
+            lambda block, x: F.linear(x, block.table["weight"][0]), "table", lambda linear: {"weight": (linear.weight,)}
+        ),
+        Block,
+    ),
+    "weak": (
+        computes(
+            lambda block, x: F.linear(x, block.reference()), "reference", lambda linear: weakref.ref(linear.weight)
+        ),
+        Block,
+    ),
     "own backward": (Block, Block),
     "own backward of a part": (Block, Block),
     "kept gradients": (Block, Block),
@@ -148,12 +103,8 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 def make(way: str, twin: bool = False) -> Stack:
     model = build(WAYS[way][twin])
     for block in model.blocks:
-        if isinstance(block, Attribute):
-            block.linear.weight.scale = 0.3  # type: ignore[attr-defined]
-        if isinstance(block, Registered):
-            SCALES[id(block.linear.weight)] = 0.3
-        if isinstance(block, Fixed):
-            block.scale = 0.3
+        block.linear.weight.scale = 0.3  # type: ignore[union-attr]
+        SCALES[id(block.linear.weight)] = 0.3  # type: ignore[union-attr]
     if twin:
         _hook(way, model)
     return model

@@ -6,7 +6,7 @@ their nodes joined to the layers of the chains; samples are fewer.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from penstock.values.plans import schedule
 from support import models
 from support.paths import PIPEDREAM
 from support.processes import Pool
+from support.training import Outcome, assert_equal, assert_ranks_equal, train, train_by_oracle
 
 SLOW, MIDDLING, FAST = 1e8, 1.25e9, 1.2e10
 """Bytes per second: a network of 1 and of 10 Gbit/s within reach, and PCIe."""
@@ -68,14 +69,6 @@ class Run:
     plan: penstock.Plan
 
 
-@dataclass(frozen=True)
-class Outcome:
-    losses: tuple[float, ...]
-    state: dict[str, Tensor]
-    done: list[tuple[int, str]]
-    """Ranks and their actions in the last step, each rank's in order."""
-
-
 def profile_of(name: str) -> Profile:
     """Measured by PipeDream's authors; as if a microbatch were of `SAMPLES` samples."""
     measured = Profile.from_pipedream(DATA / name / "graph.txt", SAMPLES)
@@ -99,22 +92,19 @@ def profile_of(name: str) -> Profile:
     return Profile(tuple(joined), SAMPLES, name)
 
 
-def run_planned(run: Run) -> Outcome:
+def run_planned(run: Run) -> tuple[Outcome, list[tuple[int, str]]]:
+    """What a run leaves, and the ranks and their actions in the last step, each rank's in order."""
     subject = SUBJECTS[run.subject]
     pipe = penstock.Pipeline(subject.build(), sample=subject.sample, **_options(run))
     losses = [pipe.step(x, y).loss for x, y in subject.batches(run.plan.microbatches)]
     done = [(span.rank, span.action) for span in pipe.timeline().spans]
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    outcome = Outcome(tuple(float(loss) for loss in losses), state, done)
-    pipe.close()
-    return outcome
+    return replace(train(pipe, []), losses=tuple(map(float, losses))), done
 
 
 def run_reference(run: Run) -> Outcome:
     subject = SUBJECTS[run.subject]
     batches = subject.batches(run.plan.microbatches)
-    reference = penstock.reference_train(subject.build(), batches, sample=subject.sample, **_options(run))
-    return Outcome(reference.losses, reference.state, [])
+    return train_by_oracle(subject.build(), batches, sample=subject.sample, **_options(run))
 
 
 def _options(run: Run) -> dict[str, Any]:
@@ -289,12 +279,8 @@ def test_plans_run_as_planned(pool: Pool, wish: Wish) -> None:
 
     outcomes, expected = pool.run(plan.ranks, run_planned, run), run_reference(run)
 
-    for found in outcomes:
-        assert found.losses == expected.losses
-        for name, tensor in found.state.items():
-            assert torch.equal(expected.state[name], tensor), name
-    assert set(expected.state) == {name for found in outcomes for name in found.state}
-    assert_done(plan, outcomes[0].done)
+    assert_ranks_equal([[found] for found, _ in outcomes], [expected])
+    assert_done(plan, outcomes[0][1])
 
 
 def assert_done(plan: penstock.Plan, done: list[tuple[int, str]]) -> None:
@@ -330,10 +316,9 @@ def test_rows_that_come_in_one_piece_are_like_those_that_are_joined(here: int, t
     """An LSTM's output does not lie in memory in the order of its dimensions, and dropout draws in that order."""
     ends = (penstock.Stage(0, 3, tuple(range(here))), penstock.Stage(3, 11, tuple(range(here, here + there))))
     run = Run("gnmt", penstock.Plan(ends, microbatches=2, routing="split"))
-    found, expected = run_planned(run), run_reference(run)
+    found, _ = run_planned(run)
 
-    assert found.losses == expected.losses
-    assert all(torch.equal(expected.state[name], tensor) for name, tensor in found.state.items())
+    assert_equal(run_reference(run), found)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
