@@ -1,10 +1,7 @@
 """``plan="auto"``: one plan on every rank, run as exactly as any other, and compared with what it promised."""
 
-import logging
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +18,7 @@ from penstock.capturing.export.cutting import takes_statistics
 from penstock.runtime.assembly.pipeline_options import PlanOptions
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from support import models
+from support.logs import logged
 from support.processes import Pool
 
 STEPS = 14
@@ -44,35 +42,10 @@ class Automatic:
     """What was logged on this rank."""
 
 
-class _Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """Collects what is logged meanwhile, level and message."""
-    logger, handler = logging.getLogger("penstock"), _Lines()
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
 def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Automatic:
     """Trains `subject` for `steps` steps under a plan of Penstock's own."""
     chosen = models.SUBJECTS[subject]
-    with listening() as lines:
+    with logged() as lines:
         pipe = penstock.Pipeline(
             chosen.build(),
             sample=chosen.sample,

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler as schedulers
 
 import penstock
+from support.logs import logged
 from support.processes import Pool
 from support.training import train_by_loop
 
@@ -209,13 +210,9 @@ def run_oracle(schedule: str, optimizer: str, scheduler: str | None = None) -> W
 
 
 def warnings_of(optimizer: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("penstock").addHandler(handler)
-    make_pipeline("1f1b-flush", optimizer).close()
-    logging.getLogger("penstock").removeHandler(handler)
-    return said
+    with logged(logging.WARNING) as said:
+        make_pipeline("1f1b-flush", optimizer).close()
+    return [text.removeprefix("WARNING ") for text in said]
 
 
 def rate_of_rank(parameters: Any) -> torch.optim.Optimizer:

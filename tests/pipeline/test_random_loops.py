@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock
+from support.logs import logged
 from support.random_models import WIDTH, DrawnModel, as_module, drawn_models
 
 LOSSES = (
@@ -90,17 +91,6 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 HABITS = ("gradients left behind", "own weight decay between steps")
 """What the script does before a step."""
-
-
-class _Warnings(logging.Handler):
-    """Collects the texts of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 @dataclass(frozen=True)
@@ -222,20 +212,18 @@ class DrawnLoop:
         options: dict[str, Any] = {
             name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "recompute")
         }
-        found, warned = Trained(), _Warnings()
-        make = OPTIMIZERS[self.optimizer]
-        logging.getLogger("penstock").addHandler(warned)
-        try:
-            with penstock.Pipeline(model, sample, self.loss_of(as_module(model)), make, **options) as pipe:
-                for x, target in self.batches():
-                    self._before_step(as_module(model), pipe.optimizer, x)
-                    found.losses.append(float(pipe.step(x, target).loss))
-                    found.evaluations.append(float(pipe.evaluate(x, target).loss))
-                    found.predictions.append(pipe.predict(x))
-        finally:
-            logging.getLogger("penstock").removeHandler(warned)
+        found, make = Trained(), OPTIMIZERS[self.optimizer]
+        with (
+            logged(logging.WARNING) as warned,
+            penstock.Pipeline(model, sample, self.loss_of(as_module(model)), make, **options) as pipe,
+        ):
+            for x, target in self.batches():
+                self._before_step(as_module(model), pipe.optimizer, x)
+                found.losses.append(float(pipe.step(x, target).loss))
+                found.evaluations.append(float(pipe.evaluate(x, target).loss))
+                found.predictions.append(pipe.predict(x))
         found.state.update(as_module(model).state_dict())
-        return found, warned.texts
+        return found, warned
 
 
 @st.composite

@@ -1,6 +1,5 @@
 """Runs that are saved without a stop, and runs that go on from them: by tests, and in the processes of the pool."""
 
-import logging
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -51,29 +50,6 @@ class Cut:
     def batches(self) -> list[Any]:
         """Enough for a pipe of four stages to be full at the cut, and to be filled again after it."""
         return [*self.case.batches, *self.case.batches]
-
-
-class LogText(logging.Handler):
-    """What ``penstock`` logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logger = logging.getLogger("penstock")
-        self._level = logger.level
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logger = logging.getLogger("penstock")
-        logger.removeHandler(self)
-        logger.setLevel(self._level)
 
 
 def run_cut(cut: Cut, directory: str) -> tuple[Outcome, Outcome]:
