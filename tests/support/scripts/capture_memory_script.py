@@ -1,7 +1,7 @@
 """Prints how much memory a capture takes at most, beyond what was resident before, and the bytes of the weights."""
 
-import ctypes
 import gc
+import sys
 from pathlib import Path
 
 import torch
@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 import penstock
 
+sys.path.append(str(Path(__file__).absolute().parents[3] / "benchmarks"))
+from measurement.resident_memory import forget_peak, resident_bytes, return_what_is_freed
+
 WIDTH = 512
 BLOCKS = 96
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class Blocks(nn.Module):
@@ -26,23 +28,15 @@ class Blocks(nn.Module):
 
 
 def main() -> None:
-    for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        # Freed tensors go back to the system at once, so that what is resident is what is alive.
-        ctypes.CDLL(None).mallopt(option, 2**16)
+    return_what_is_freed()
     # What a first capture and a first backward load.
     penstock.capture(Blocks(4, BLOCKS), (torch.ones(2, 4),))
     model = Blocks(WIDTH, BLOCKS)
     gc.collect()
-    before = _status("VmRSS")
-    # Begins to look for the peak anew.
-    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    forget_peak()
     penstock.capture(model, (torch.ones(2, WIDTH),))
-    print(_status("VmHWM") - before, sum(each.numel() * each.element_size() for each in model.parameters()))
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
+    print(resident_bytes("VmHWM") - before, sum(each.numel() * each.element_size() for each in model.parameters()))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 In bytes: the most that it has resident in a step, beyond what it has between steps; and its gradients of weights.
 """
 
-import ctypes
 import gc
 import sys
 from pathlib import Path
@@ -14,19 +13,19 @@ from torch import nn
 
 import penstock
 
+sys.path.append(str(Path(__file__).absolute().parents[3] / "benchmarks"))
+from measurement.resident_memory import forget_peak, resident_bytes, return_what_is_freed
+
 WIDTH = 256
 ROWS = 1024
 LAYERS = 8
 GRADIENT_BYTES = LAYERS // 2 * (WIDTH + 1) * WIDTH * 4
 """Of the weights of a stage."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def resident_peak(schedule: str, microbatches: int) -> int:
     """The most bytes that this process has resident in a step, beyond what it has between steps."""
-    for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        # Freed tensors go back to the system at once, so that what is resident is what is alive.
-        ctypes.CDLL(None).mallopt(option, 2**16)
+    return_what_is_freed()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
     x = torch.zeros(ROWS * microbatches, WIDTH)
@@ -42,18 +41,12 @@ def resident_peak(schedule: str, microbatches: int) -> int:
         float(pipe.step(x, x).loss)
     pipe.drain()
     gc.collect()
-    before = _status("VmRSS")
-    # Begins to look for the peak anew.
-    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    forget_peak()
     float(pipe.step(x, x).loss)
-    peak = _status("VmHWM") - before
+    peak = resident_bytes("VmHWM") - before
     pipe.close()
     return peak
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
 if __name__ == "__main__":
