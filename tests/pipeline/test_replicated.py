@@ -49,7 +49,7 @@ def cases(counts: tuple[int, ...], subject: str, split: bool = False) -> Iterato
         )
 
 
-SMALL = [counts for counts in COUNTS if sum(counts) <= 4]
+SMALL: list[tuple[int, ...]] = [counts for counts in COUNTS if sum(counts) <= 4]
 """Those that several processes train, too: half of the cases there, and the others in one."""
 
 
