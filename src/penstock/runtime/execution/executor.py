@@ -12,6 +12,7 @@ Laws of this file:
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
@@ -73,16 +74,24 @@ class StageExecutor:
         """
         saved = self._take(microbatch)
         outputs, given = _roots(saved, gradients)
+        strided: dict[int, Tensor] = {}
+        hooks = [
+            leaf.register_hook(partial(_keep_strides, strided, index, leaf.stride()))
+            for index, leaf in enumerate(saved.received)
+            if leaf.requires_grad and outputs
+        ]
         if outputs:
             try:
                 run_backward(outputs, given)
             except RuntimeError as error:
                 _explain(error, microbatch)
                 raise
-        result = _mark_missing(saved.received, [leaf.grad for leaf in saved.received])
+        for hook in hooks:
+            hook.remove()
+        found = [strided.get(index, leaf.grad) for index, leaf in enumerate(saved.received)]
         for leaf in saved.received:
             leaf.grad = None
-        return result
+        return _mark_missing(saved.received, found)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Like `backward`, but leaves the gradients of the weights to `backward_weight`."""
@@ -104,6 +113,14 @@ class StageExecutor:
         saved = self.in_flight.pop(microbatch)
         assert isinstance(saved, _SavedForward), "an input backward comes once, and instead of a whole backward"
         return saved
+
+
+def _keep_strides(strided: dict[int, Tensor], index: int, strides: tuple[int, ...], gradient: Tensor) -> None:
+    """Keeps a `gradient` that lies in memory otherwise than its leaf. Autograd would lay it out as the leaf, and what
+    the stage before computes of it would have other roundings than without a cut.
+    """
+    if gradient.stride() != strides:
+        strided[index] = gradient
 
 
 def _explain(error: RuntimeError, microbatch: int) -> None:

@@ -179,15 +179,8 @@ def run_input_backward(
             deferred.append(_Deferred(partial(formula, caught), operator.uses, operator.exclusive))
     made = zip(others, found[len(leaves) :], strict=False)
     pending = WeightBackward(deferred, [(leaf, gradient) for leaf, gradient in made if gradient is not None])
-    by_leaf = {id(leaf): _laid_out(gradient, leaf) for leaf, gradient in zip(leaves, found, strict=False)}
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
     return tuple(by_leaf.get(id(leaf)) for leaf in received), pending
-
-
-def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """`gradient` with the strides that autograd would give it in ``leaf.grad``."""
-    if gradient is None or gradient.stride() == leaf.stride():
-        return gradient
-    return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 @dataclass(slots=True, eq=False)
