@@ -208,8 +208,8 @@ def test_a_policy_sees_steps_that_no_checkpoint_has(tmp_path):
     """A job that keeps its lease saves nothing, and is decided about as what it is. A promise that cannot be kept any
     more ends no training.
     """
-    later = "".join(job(name, 1, 0.01).replace("{name", f"{{arrives: {at}, name") for name, at in (("b", 2), ("c", 5)))
-    fleet = fleet_file(tmp_path, job("a", 120, 0.05) + later)
+    later = "".join(job(name, 1, 0.01).replace("{name", f"{{arrives: {at}, name") for name, at in (("b", 2), ("c", 9)))
+    fleet = fleet_file(tmp_path, job("a", 240, 0.05) + later)
     seen: list[Job] = []
     lines: list[str] = []
 
@@ -223,8 +223,8 @@ def test_a_policy_sees_steps_that_no_checkpoint_has(tmp_path):
     own = [found for found in seen if found.name == "a"]
 
     assert len(run.jobs) == 3 and "a is late. The nearest allocation is taken" in lines
-    assert own[0].steps == 120 and own[0].isolated_seconds == 0
-    made = 120 - own[-1].steps
+    assert own[0].steps == 240 and own[0].isolated_seconds == 0
+    made = 240 - own[-1].steps
     assert made > 0
     # It has been one of one, two or three jobs.
     assert 0.99 * made * 0.05 <= own[-1].isolated_seconds <= 3.01 * made * 0.05

@@ -156,10 +156,11 @@ def test_sums_from_device_to_device(pool: Pool, schedule: str, replicas: tuple[i
 @pytest.mark.parametrize("tardy", [False, True], ids=["gloo", "device to device"])
 def test_a_rank_takes_few_streams_however_many_it_speaks_to(pool: Pool, tardy: bool) -> None:
     """A GPU has 32, and the 33rd is the first one again. Here: the computing one, one for copies to the host, and one
-    for copies from it, or, from device to device, one for each group that sums; communicators have others.
+    for copies from it, or, from device to device, one for receives and one for each group that sums; communicators have
+    others.
     """
     groups = 5
-    assert pool.run(5, count_streams, tardy) == [2 + (groups if tardy else 1)] * 5
+    assert pool.run(5, count_streams, tardy) == [2 + (1 + groups if tardy else 1)] * 5
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -34,6 +34,9 @@ _LIBRARY.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 torch.fakegpu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
 torch.fakegpu.get_rng_state = lambda device=None: torch.zeros(8, dtype=torch.uint8)  # type: ignore[attr-defined]
 torch.fakegpu.set_rng_state = lambda state, device=None: None  # type: ignore[attr-defined]
+# Nothing else in this process may take it for the accelerator of the machine.
+torch.fakegpu.is_available = lambda: False  # type: ignore[attr-defined]
+torch.fakegpu.device_count = lambda: 0  # type: ignore[attr-defined]
 DEVICE = torch.device("fakegpu:0")
 _MODE = FakeTensorMode()
 """One for all: what is made once in a process and kept belongs to it."""

@@ -75,11 +75,11 @@ class StageExecutor:
         saved = self._take(microbatch)
         outputs, given = _roots(saved, gradients)
         strided: dict[int, Tensor] = {}
-        hooks = [
-            leaf.register_hook(partial(_keep_strides, strided, index, leaf.stride()))
-            for index, leaf in enumerate(saved.received)
-            if leaf.requires_grad and outputs
-        ]
+        hooks = []
+        for index, leaf in enumerate(saved.received if outputs else ()):
+            if leaf.requires_grad:
+                keep = partial(_keep_strides, strided, index, leaf.stride())
+                hooks.append(leaf.register_hook(keep))  # type: ignore[no-untyped-call]
         if outputs:
             try:
                 run_backward(outputs, given)

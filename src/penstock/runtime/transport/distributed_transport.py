@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from penstock.runtime.devices.accelerators import accelerator_of
+from penstock.runtime.devices.accelerators import Stream, accelerator_of
 from penstock.runtime.devices.communicators import Communicator, Members, break_gloo, connect_gloo
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.devices.staging import HostStaging, staging_for
@@ -278,6 +278,11 @@ class DistributedTransport:
         seconds = self._timeout.timeout_seconds + GRACE_SECONDS
         return Members(f"penstock {name}", tuple(sorted(ranks)), self._rank, self._store, seconds)
 
+    @cached_property
+    def _receiving(self) -> Stream:
+        assert self._accelerator is not None
+        return self._accelerator.stream()
+
     def _gloo(self, members: Members) -> Communicator:
         """Makes a communicator on the host. That waits for all members."""
         self._connecting(members, partial(require_descriptors, len(members.ranks) - 1))
@@ -327,6 +332,7 @@ class DistributedTransport:
             group=group,
             peer=peer,
             accelerator=self._accelerator,
+            receiving=self._receiving,
             notices=self._notices,
             timeout=self._timeout,
             check=self._watchdog.check,

@@ -36,6 +36,7 @@ class LazyHosts:
         self._device = SimulatedDevice(seed, streams=10**6)
         self._streams = {rank: [self._device.stream()] for rank in range(schedule.ranks)}
         """By rank: the stream that it computes on and those of its communicators."""
+        self._idle = {rank: self._device.stream() for rank in range(schedule.ranks)}
         self._outboxes: dict[Edge, NcclOutbox] = {}
         self._inboxes: dict[Edge, NcclInbox] = {}
         store = HashStore()
@@ -113,6 +114,7 @@ class LazyHosts:
                 group=group.end(rank),
                 peer=other,
                 accelerator=self._device,
+                receiving=self._idle[rank],
                 notices=self.notices[rank],
                 timeout=timeout,
                 check=lambda: None,

@@ -69,6 +69,7 @@ class Pair:
             endpoints = {(edge, rank): endpoints[FORWARD, rank] for edge, rank in endpoints}
         self.notices = [SendNotices(board.watch, 2, "", seconds) for board in self.boards]
         self.outboxes, self.inboxes = {}, {}
+        idle = device.stream(), device.stream()
         for edge in self.communicators:
             sending, receiving = (
                 EndpointOptions(
@@ -76,6 +77,7 @@ class Pair:
                     group=endpoints[edge, rank],
                     peer=other,
                     accelerator=device,
+                    receiving=idle[rank],
                     notices=self.notices[rank],
                     timeout=self.timeout[rank],
                     check=self.watchdogs[rank].check,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.accelerators import Accelerator, Event, Layout
+from penstock.runtime.devices.accelerators import Accelerator, Event, Layout, Stream
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork, coalesce
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, Specs, assemble
 from penstock.runtime.transport.nccl.send_notices import SendNotices
@@ -58,6 +58,8 @@ class EndpointOptions(NamedTuple):
     peer: int
     """The other end's rank in `group`."""
     accelerator: Accelerator
+    receiving: Stream
+    """Where receives are enqueued: it has no work, and all endpoints of a rank share it, since a GPU has few."""
     notices: SendNotices
     timeout: Timeout
     check: Callable[[], None]
@@ -175,8 +177,7 @@ class NcclInbox(_NcclEndpoint):
     def __init__(self, options: EndpointOptions) -> None:
         super().__init__(options, options.edge.source)
         self._kinds = ReceivedKinds(options.edge)
-        self._receiving = options.accelerator.stream()
-        """Has no work."""
+        self._receiving = options.receiving
         self._unposted: deque[_NcclReceive] = deque()
         """Receives that are not enqueued yet, oldest first."""
         self._number = 0
