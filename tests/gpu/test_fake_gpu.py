@@ -1,5 +1,6 @@
-"""Runs fake_gpu_cases.py in a process of its own: after a device is registered, autograd refuses to run in children that
-the process forks, as other tests do.
+"""Runs fake_gpu_cases.py in a process of its own.
+
+After a device is registered, autograd refuses to run in children that the process forks, as other tests do.
 """
 
 import re
