@@ -352,14 +352,16 @@ class DistributedTransport:
         self._shutdowns.append(group.shutdown)
 
     def _watch_groups(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Has `groups` end as well when a rank fails: their operations would wait until the timeout of PyTorch, which
-        then ends the process.
+        """Has those of `groups` that communicate between devices end as well when a rank fails: their operations would
+        wait until the timeout of PyTorch, which then ends the process. Gloo's end when a connection breaks.
         """
         if self._accelerator is None:
             return
         failure = self._accelerator.failure
         for group in groups:
             backend = device_backend(group, self._device)
+            if backend.name() != self._accelerator.backend:
+                continue
             peers = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
             self._watchdog.watch(
                 f"a collective of ranks {sorted((*peers, self._rank))}",

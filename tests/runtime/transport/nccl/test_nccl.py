@@ -5,9 +5,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -519,6 +521,29 @@ class Unconnected(SimulatedDevice):
     def communicator(self, members: Members, ctas: int) -> Communicator:
         threading.Event().wait()
         raise AssertionError
+
+
+class Sharing(SimulatedDevice):
+    """A device whose communicators tell what broke them, as Gloo's cannot."""
+
+    backend = "nccl"
+
+    def failure(self, communicator: Communicator) -> str:
+        raise AssertionError("asked a communicator of the host")
+
+
+def test_a_mesh_over_gloo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACCELERATORS, "cpu", lambda device: Sharing(0))
+    store = HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=30))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    board, device = FailureBoard(store, 0, 1), torch.device("cpu")
+    transport = DistributedTransport(
+        (), 0, 1, device, store, "one", board, 5.0, lambda value: [value], mesh_groups=(group,)
+    )
+    transport.check()
+    transport.close()
 
 
 def test_connecting_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
