@@ -225,6 +225,15 @@ def test_a_tensor_that_requires_a_gradient_against_the_agreement_is_refused_with
         kinds.agree("other", (plain.clone().requires_grad_(),))
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_message_of_another_length_is_refused(length: int) -> None:
+    kinds = SentKinds(EDGE)
+    message = (torch.zeros(2), None, None)
+    kinds.agree("kind", message[:2])
+    with pytest.raises(TransportError, match="must make tensors of the same shapes"):
+        kinds.agree("kind", message[:length])
+
+
 def test_a_device_that_is_not_read_on_the_host_refuses_a_missing_gradient() -> None:
     kinds = SentKinds(EDGE, on_host=False)
     kinds.agree("kind", (torch.zeros(2),))

@@ -18,7 +18,6 @@ import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -217,19 +216,19 @@ class Awaited(Generic[T]):
 
 def _require_fit(specs: Specs, message: Sequence[Tensor | None], edge: Edge) -> None:
     """Raises `TransportError` if the tensors of `message` are not those of `specs`."""
-    for spec, tensor in zip_longest(specs, message):
-        if tensor is None or spec is None:
-            if tensor is None and spec is None:
-                continue
-        elif spec.fits(tensor):
-            continue
-        now = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
-        raise TransportError(
-            f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the first "
-            f"one: {_describe(specs)}; now: {_describe(now)}. The model's shapes or used outputs depend on its data: "
-            "make them depend on the input shapes only. If data decide which values have a gradient, pass a sample= "
-            "for which they have one"
-        )
+    if len(specs) == len(message) and all(map(_fits, specs, message)):
+        return
+    now = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
+    raise TransportError(
+        f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the first one: "
+        f"{_describe(specs)}; now: {_describe(now)}. The model's shapes or used outputs depend on its data: make them "
+        "depend on the input shapes only. If data decide which values have a gradient, pass a sample= for which they "
+        "have one"
+    )
+
+
+def _fits(spec: Spec | None, tensor: Tensor | None) -> bool:
+    return tensor is None if spec is None else tensor is not None and spec.fits(tensor)
 
 
 def write_specs(specs: Specs, edge: Edge) -> bytes:
