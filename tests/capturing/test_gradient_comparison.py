@@ -15,6 +15,7 @@ from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import read_sample
 from penstock.errors import CaptureError
 from support.fork_server import ForkServer
+from support.models import InARow
 from support.paths import SCRIPTS
 
 WIDTH = 16
@@ -150,20 +151,7 @@ PASSES: list[int] = []
 
 def test_what_autograd_keeps_for_two_passes_is_held_at_once() -> None:
     """One of the model, and one of the chain: a model that fits on its device fits when it is captured."""
-    capture(Exponentials(nn.Linear(2, 2), Exponential()), (torch.ones(2, 2),))
+    capture(InARow(nn.Linear(2, 2), Exponential()), (torch.ones(2, 2),))
 
     assert len(PASSES) >= 6
     assert max(PASSES) == 1
-
-
-class Exponentials(nn.Module):
-    """Traced, since it is no ``nn.Sequential``."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x

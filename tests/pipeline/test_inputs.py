@@ -238,7 +238,7 @@ class Partial:
         layers = nn.Sequential(*(nn.Sequential(Spare(), nn.Tanh()) for _ in range(3))).double()
         for index in self.frozen:
             layers[index].requires_grad_(False)
-        return Wrapped(layers) if self.traced else layers
+        return models.InARow(*layers) if self.traced else layers
 
     @property
     def options(self) -> dict[str, Any]:
@@ -246,19 +246,6 @@ class Partial:
         plan = penstock.Plan.uniform(stages, 3, schedule=self.schedule, microbatches=4)
         subject = models.SUBJECTS["perceptron"]
         return {"sample": subject.sample, "loss_fn": F.cross_entropy, "optimizer": models.adamw, "plan": plan}
-
-
-class Wrapped(nn.Module):
-    """Not a plain Sequential."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def run_partial(run: Partial) -> Outcome:

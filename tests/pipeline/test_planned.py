@@ -115,19 +115,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-class Row(nn.Module):
-    """Modules one after the other that are one layer."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
 class Block(nn.Module):
     """Two convolutions with BatchNorm, and what is added to them."""
 
@@ -165,23 +152,23 @@ def _vgg16() -> list[nn.Module]:
     before = 3
     for after in channels:
         if isinstance(after, str):
-            layers[-1] = Row(layers[-1], nn.MaxPool2d(2))
+            layers[-1] = models.InARow(layers[-1], nn.MaxPool2d(2))
         else:
-            layers.append(Row(nn.Conv2d(before, after, 3, 1, 1), nn.ReLU()))
+            layers.append(models.InARow(nn.Conv2d(before, after, 3, 1, 1), nn.ReLU()))
             before = after
-    layers.append(Row(nn.Flatten(), nn.Linear(128, 600), nn.ReLU(), nn.Dropout(0.5)))
-    layers.append(Row(nn.Linear(600, 64), nn.ReLU(), nn.Dropout(0.5)))
+    layers.append(models.InARow(nn.Flatten(), nn.Linear(128, 600), nn.ReLU(), nn.Dropout(0.5)))
+    layers.append(models.InARow(nn.Linear(600, 64), nn.ReLU(), nn.Dropout(0.5)))
     layers.append(nn.Linear(64, CLASSES))
     return layers
 
 
 def _resnet18() -> list[nn.Module]:
-    stem = Row(nn.Conv2d(3, 4, 7, 2, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    stem = models.InARow(nn.Conv2d(3, 4, 7, 2, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     blocks = [
         Block(before, after, 1 if before == after else 2)
         for before, after in ((4, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
     ]
-    return [stem, *blocks, Row(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))]
+    return [stem, *blocks, models.InARow(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))]
 
 
 def _gnmt() -> list[nn.Module]:
@@ -193,7 +180,7 @@ def _gnmt() -> list[nn.Module]:
         Recurrent(2 * HIDDEN),
         Recurrent(adds=True),
         Recurrent(adds=True),
-        Row(nn.Linear(HIDDEN, wide), nn.Tanh(), nn.Linear(wide, HIDDEN)),
+        models.InARow(nn.Linear(HIDDEN, wide), nn.Tanh(), nn.Linear(wide, HIDDEN)),
         Recurrent(attends=True),
         *(Recurrent(adds=True) for _ in range(3)),
         nn.Linear(HIDDEN, 32 * HIDDEN),

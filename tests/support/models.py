@@ -14,6 +14,19 @@ from torch import Tensor, nn
 from support.exports import built_as
 
 
+class InARow(nn.Module):
+    """Modules one after the other. A model of this class is traced, since it is no ``nn.Sequential``."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Perceptron(nn.Module):
     """A chain of blocks."""
 
