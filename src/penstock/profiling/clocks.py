@@ -25,7 +25,7 @@ MOST_CALLS = 100
 """Calls in one group at most: their results are all alive until the group's backward."""
 _HEAD_START_CYCLES = 600_000
 """A CUDA device stands still for so many of its cycles, about 0.3 ms, before work that is timed: the host has queued
-some kernels by then, as it has in a training loop. From an idle device, GPT layers of 2 to 6 ms came out 5 to 9 % long."""
+some kernels by then, as it has in a training loop. From an idle device, layers of GPT took 6 to 12 % longer."""
 WINDOW_SECONDS = 0.05
 """Work runs at least this long for one time: a device that is held up in between shows it."""
 
