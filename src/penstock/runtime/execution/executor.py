@@ -15,14 +15,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import PenstockError
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
 from penstock.torch_internals.autograd import run_backward
 
 Compute: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+_LeafKind: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
+"""A place among what was received, a shape and strides."""
 
 
 class _SavedForward(NamedTuple):
@@ -41,6 +45,8 @@ class StageExecutor:
     """
 
     in_flight: dict[int, _SavedForward | WeightBackward] = field(default_factory=dict)
+    _laid_out_alike: set[_LeafKind] = field(default_factory=set)
+    """What was received and had a gradient with the strides of its own: those of its kind are not looked at again."""
 
     def forward(
         self,
@@ -75,20 +81,22 @@ class StageExecutor:
         saved = self._take(microbatch)
         outputs, given = _roots(saved, gradients)
         strided: dict[int, Tensor] = {}
-        hooks = []
+        hooks: dict[_LeafKind, RemovableHandle] = {}
         for index, leaf in enumerate(saved.received if outputs else ()):
-            if leaf.requires_grad:
+            if leaf.requires_grad and (kind := (index, leaf.shape, leaf.stride())) not in self._laid_out_alike:
                 keep = partial(_keep_strides, strided, index, leaf.stride())
-                hooks.append(leaf.register_hook(keep))  # type: ignore[no-untyped-call]
+                hooks[kind] = leaf.register_hook(keep)  # type: ignore[no-untyped-call]
         if outputs:
             try:
                 run_backward(outputs, given)
             except RuntimeError as error:
                 _explain(error, microbatch)
                 raise
-        for hook in hooks:
-            hook.remove()
         found = [strided.get(index, leaf.grad) for index, leaf in enumerate(saved.received)]
+        for kind, hook in hooks.items():
+            hook.remove()
+            if found[kind[0]] is not None and kind[0] not in strided:
+                self._laid_out_alike.add(kind)
         for leaf in saved.received:
             leaf.grad = None
         return _mark_missing(saved.received, found)
