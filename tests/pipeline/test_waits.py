@@ -6,9 +6,9 @@ import pytest
 
 from support.fork_server import ForkServer, finish, outlive
 
-ENOUGH_SECONDS = 90.0
+ENOUGH_SECONDS = 120.0
 """Much longer than any timeout here, and much shorter than those of PyTorch."""
-LIMIT_SECONDS = 8
+LIMIT_SECONDS = 12
 """The timeout of the ranks that wait: enough for a busy machine to start several runs at once."""
 LIMITED = ("--seconds", str(LIMIT_SECONDS))
 HANDLER = "the user's exit handler"
