@@ -1,5 +1,6 @@
 """A schedule that a user defines is proved, drawn, simulated, planned with, stored and trained like Penstock's own."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import penstock
 from penstock.errors import PlanError, ScheduleError
 from penstock.scheduling import (
+    Compute,
     Drain,
     PipelineShape,
     ScheduleDefinition,
@@ -23,7 +25,7 @@ from penstock.scheduling import (
 )
 from penstock.scheduling.definitions import Entry
 from penstock.values import Cluster, LayerProfile, Plan, Profile
-from support.own_schedules import BY_HAND, EAGER, LATE, OWN, ROLLING, make_local
+from support.own_schedules import BY_HAND, EAGER, LATE, OWN, ROLLING, ROUNDS, make_local
 from support.processes import Pool
 from support.training import LAYERS, Case, Outcome, assert_equal, find_subject, run_pipeline, run_reference
 
@@ -89,7 +91,7 @@ def oracle(subject: str, definition: ScheduleDefinition, ranks: int) -> Outcome:
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_processes_equal_the_oracle(pool: Pool, name: str, ranks: int) -> None:
-    if name == BY_HAND.name and ranks != 2:
+    if OWN[name].programs and ranks != 2:
         pytest.skip("its programs are for two ranks")
     for subject in ("layered", "skipping"):
         for part in pool.run(ranks, run_own, subject, name, ranks):
@@ -106,7 +108,7 @@ def test_one_process_equals_the_oracle(definition: ScheduleDefinition) -> None:
 def test_what_flushes_trains_as_one_device_does() -> None:
     plain = run_reference(Case("layered", "gpipe", 2, 4, "adamw"))
 
-    for definition in (EAGER, BY_HAND):
+    for definition in (EAGER, BY_HAND, ROUNDS):
         assert_equal(plain, oracle("layered", definition, 2))
     assert oracle("layered", LATE, 2).losses == run_reference(Case("layered", "2bw", 2, 4, "adamw")).losses
     assert oracle("layered", ROLLING, 3).losses == run_reference(Case("layered", "pipedream", 3, 4, "adamw")).losses
@@ -133,23 +135,82 @@ def test_a_planner_gives_it_as_many_ranks_as_it_takes() -> None:
 
 
 def test_a_plan_keeps_its_name(tmp_path: Path) -> None:
-    plan, path = plan_of(BY_HAND, 2), tmp_path / "plan.yaml"
+    plan, path = plan_of(LATE, 2), tmp_path / "plan.yaml"
     plan.save(path)
 
-    assert Plan.load(path, schedule=BY_HAND) == plan
+    assert Plan.load(path, schedule=LATE) == plan
     with pytest.raises(PlanError) as unknown:
         Plan.load(path)
     assert str(unknown.value) == (
         f"{path}: schedule: expected one of gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, pipedream, 2bw, found "
-        "'by hand'. Choose one of them, or if it is a schedule of your own give its definition: "
+        "'late'. Choose one of them, or if it is a schedule of your own give its definition: "
         "Plan.load(path, schedule=...)"
     )
     with pytest.raises(PlanError) as other:
         Plan.load(path, schedule=EAGER)
     assert str(other.value) == (
-        f"{path}: schedule: expected 'eager', whose definition was given, found 'by hand': give the definition of 'by "
-        "hand', or load a plan for 'eager'"
+        f"{path}: schedule: expected 'eager', whose definition was given, found 'late': give the definition of 'late', "
+        "or load a plan for 'eager'"
     )
+
+
+@pytest.mark.parametrize("definition", [BY_HAND, ROUNDS], ids=str)
+def test_a_plan_keeps_its_order(definition: ScheduleDefinition, tmp_path: Path) -> None:
+    """The trainings of all own schedules run with what such a file gives back."""
+    plan, path = plan_of(definition, 2), tmp_path / "plan.yaml"
+    plan.save(path)
+
+    assert plan.order == definition.programs and len(plan.order) == 2
+    assert Plan.load(path) == Plan.load(path, schedule=definition) == plan
+    assert Plan.load(path).definition is definition
+    with pytest.raises(PlanError, match="order: expected the programs of eager, the definition that was given, found"):
+        Plan.load(path, schedule=EAGER)
+
+
+def written(path: Path, change: Callable[[str], str]) -> Path:
+    """The file of a plan for `ROUNDS`, changed by hand."""
+    path.write_text(change(plan_of(ROUNDS, 2).to_yaml()), encoding="utf-8")
+    return path
+
+
+def test_an_order_in_a_file_can_be_edited(tmp_path: Path) -> None:
+    """Its name may be left out, messages may stand in it, and the part between the bars serves more microbatches."""
+    path = tmp_path / "plan.yaml"
+    unnamed = Plan.load(written(path, lambda text: text.replace('schedule: "rounds"\n', "")))
+    with_messages = Plan.load(written(path, lambda text: text.replace("1F0@0 1B0@0 |", "1R0<0 1F0@0 1B0@0 1S0>0 |")))
+    longer = Plan.load(written(path, lambda text: text.replace("microbatches: 4", "microbatches: 9")))
+
+    assert str(unnamed.schedule) == "written" and unnamed.order == ROUNDS.programs
+    assert with_messages == plan_of(ROUNDS, 2)
+    assert longer.microbatches == 9
+    computed = [str(action) for action in penstock.schedule(longer).step(0)[0] if isinstance(action, Compute)]
+    repeated = [word for k in range(7) for word in (f"0F{k + 2}@0", f"0B{k}@0")]
+    assert computed == ["0F0@0", "0F1@0", *repeated, "0B7@0", "0B8@0", "0U1<0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("0B1@0 0B2@0 0U1", "0B2@0 0B1@0 0U1"), r">>0B3@0<<.*\n  expected: microbatch 2 first"),
+        (
+            ("0F2@0 0B0@0", "0F2@0"),
+            "rank 0: expected the part between the bars to have 1 forwards .*found 1 forwards, 0",
+        ),
+        (("1F1@0 1B1@0 |", "1F1@0 1B1@0"), "rank 1: expected no bar, or two around the part that is repeated, found 1"),
+        (("1F1@0 1B1@0", "1F1@0 1B1@0 1U1<0"), "and an update; move the bars"),
+        (("0F0@0", "0G0@0"), "rank 0: cannot read the action '0G0@0'"),
+        (("microbatches: 4", "microbatches: 2"), r"3 \(or 1 more, any number of times\) microbatches"),
+        (('"rounds"', '"gpipe"'), "expected a definition with a name of its own"),
+        (("1F0@0 1B0@0 |", "1F0@0 0B0@0 |"), "rank 1: expected .* as many backwards of stage 0"),
+    ],
+)
+def test_a_wrong_order_in_a_file_is_refused_with_the_rank_and_the_law(
+    tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    path = written(tmp_path / "plan.yaml", lambda text: text.replace(*change))
+    with pytest.raises(PlanError, match=re.compile(said, re.DOTALL)) as caught:
+        Plan.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_plan_made_with_a_definition_of_penstocks_own_is_the_same_as_by_name() -> None:

@@ -29,7 +29,7 @@ FLOW = {
     "errors": "",
     "arguments": "errors",
     "torch_internals": "errors",
-    "values": "errors arguments progress scheduling scheduling.orders",
+    "values": "errors arguments progress scheduling scheduling.orders scheduling.verification",
     "timelines": "errors arguments values",
     "progress": "errors",
     "process_states": "",

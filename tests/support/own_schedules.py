@@ -104,7 +104,16 @@ BY_HAND = define_by_programs(
 )
 """For two ranks and four microbatches."""
 
-OWN = {definition.name: definition for definition in (EAGER, LATE, ROLLING, BY_HAND)}
+ROUNDS = define_by_programs(
+    "rounds",
+    """
+    rank 0: 0F0@0 0F1@0 | 0F2@0 0B0@0 | 0B1@0 0B2@0 0U1<0
+    rank 1: 1F0@0 1B0@0 | 1F1@0 1B1@0 | 1F2@0 1B2@0 1U1<0
+    """,
+)
+"""For two ranks and three microbatches or more: the part between the bars is repeated."""
+
+OWN = {definition.name: definition for definition in (EAGER, LATE, ROLLING, BY_HAND, ROUNDS)}
 
 
 def make_local(definition: ScheduleDefinition) -> ScheduleDefinition:

@@ -24,7 +24,7 @@ CUDA device, then stays in the noise. A call under 50 us is timed in groups of f
 MOST_CALLS = 100
 """Calls in one group at most: their results are all alive until the group's backward."""
 _HEAD_START_CYCLES = 600_000
-"""A CUDA device stands still for so many of its cycles, about 0.3 ms, before work that is timed: the host has queued
+"""A CUDA device stands still for this many of its cycles, about 0.3 ms, before work that is timed: the host has queued
 some kernels by then, as it has in a training loop. From an idle device, layers of GPT took 6 to 12 % longer."""
 WINDOW_SECONDS = 0.05
 """Work runs at least this long for one time: a device that is held up in between shows it."""

@@ -31,7 +31,7 @@ from penstock.scheduling.orders import METHODS
 from penstock.scheduling.placements import Placement, StageLayout
 from penstock.scheduling.schedules import Programs, Schedule, inference
 from penstock.scheduling.verification.verifier import Verification, verify, verify_programs
-from penstock.scheduling.written_programs import define_by_programs
+from penstock.scheduling.written_programs import define_by_programs, read_torch_csv, torch_csv
 
 __all__ = [
     "METHODS",
@@ -62,6 +62,8 @@ __all__ = [
     "lower",
     "parse",
     "parse_programs",
+    "read_torch_csv",
+    "torch_csv",
     "verify",
     "verify_programs",
 ]

@@ -16,7 +16,7 @@ from enum import Enum
 from functools import wraps
 from typing import TypeAlias
 
-from penstock.arguments import FLAG, check_fields, function, instance, integer, text_of
+from penstock.arguments import FLAG, TEXT, Entries, FieldRules, check_fields, function, instance, integer, text_of
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
 from penstock.scheduling.placements import Placement, StageLayout
@@ -231,7 +231,7 @@ def _accept_any(shape: PipelineShape) -> None:
 
 
 _OWN = "docs/architecture.md says what a schedule of your own consists of"
-_RULES = {
+_RULES: FieldRules = {
     "order": function(("shape", "rank", "segment"), _OWN),
     "guarantees": function(("shape",), _OWN),
     "check": function(("shape",), _OWN),
@@ -241,6 +241,7 @@ _RULES = {
     "updates_per_microbatch": FLAG,
     "has_vertical_sync": FLAG,
     "defers_updates": FLAG,
+    "programs": Entries(TEXT),
 }
 
 
@@ -268,6 +269,8 @@ class ScheduleDefinition:
     """Whether the schedule accepts `vertical_sync`: all stages read the version that the input stage read."""
     defers_updates: bool = False
     """Whether updates of waiting stages, in a schedule without a flush, come after the data that they need arrives."""
+    programs: tuple[str, ...] = ()
+    """What each rank computes in a step, where `define_by_programs` made the schedule; the file of a plan has it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():

@@ -4,7 +4,7 @@ A planner, `Plan.uniform`, or a person with a YAML file makes a plan. The schedu
 built from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -25,12 +25,14 @@ from penstock.arguments import (
     number,
     text_of,
 )
-from penstock.errors import PlanError, visible
+from penstock.errors import PlanError, ScheduleError, visible
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, has_taken_name, identify, schedule_hint
 from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.verification.verifier import verify
+from penstock.scheduling.written_programs import define_by_programs
 from penstock.values.chain_cuts import balanced_cuts
 from penstock.values.clusters import Cluster
 from penstock.values.documents import (
@@ -47,6 +49,8 @@ from penstock.values.quantities import bytes_text, table_lines
 __all__ = ["MICROBATCHES", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
 
 _FORMAT = "penstock-plan/1"
+_WRITTEN = "written"
+"""The name of a schedule in a file that has its order and no name."""
 _OWN = ", or if it is a schedule of your own give its definition: Plan.load(path, schedule=...)"
 
 Routing: TypeAlias = Literal["round-robin", "split"]
@@ -257,6 +261,13 @@ class Plan:
         return require_schedule(self.schedule)
 
     @property
+    def order(self) -> tuple[str, ...]:
+        """What each rank computes in a step, as text, where the schedule was written or found; see
+        `penstock.scheduling.define_by_programs`. Empty for a schedule that a function defines.
+        """
+        return self.definition.programs
+
+    @property
     def ranks(self) -> int:
         """The number of ranks."""
         return len(set(chain.from_iterable(stage.ranks for stage in self.stages)))
@@ -325,7 +336,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes YAML. `PlanError` if the file cannot be written.
 
-        Only the name of your own schedule is saved; pass its definition to `load`.
+        A schedule of your own is saved by its `order`, if it was defined by programs. Else only its name is saved; pass
+        its definition to `load`.
         """
         write_text(path, self.to_yaml(), PlanError)
 
@@ -346,6 +358,9 @@ class Plan:
         lines += [
             f"- {{start: {s.start}, stop: {s.stop}, ranks: {list(s.ranks)}}}{self._names_of(s)}" for s in self.stages
         ]
+        if self.order:
+            lines.append("order: # what each rank computes in a step; what is between bars is repeated")
+            lines += [f"- {quoted_text(row)}" for row in self.order]
         if self.predicted is not None:
             lines.append("predicted:")
             for name, value in asdict(self.predicted).items():
@@ -368,12 +383,13 @@ class Plan:
     def load(cls, path: str | Path, schedule: ScheduleDefinition | None = None) -> "Plan":
         """Reads what `save` wrote, or a plan made by hand. `PlanError` names the file, the field and the fix.
 
-        `schedule`: the definition of the plan's schedule if it is your own.
+        `schedule`: the definition of the plan's schedule if it is your own and the file has no `order`. An order is
+        proved; the error names the rank and the law that it breaks.
         """
         node = read_yaml(path, PlanError)
         node.check_format(_FORMAT)
         optional = [field.name for field in fields(cls) if field.name not in ("stages", "explanation", "layer_names")]
-        nodes = node.mapping(("format", "stages"), [*optional, "layers"])
+        nodes = node.mapping(("format", "stages"), [*optional, "layers", "order"])
         stages = tuple(_read_stage(stage) for stage in nodes["stages"].items())
         if "layers" in nodes and stages and nodes["layers"].integer() != stages[-1].stop:
             nodes["layers"].fail(
@@ -381,13 +397,16 @@ class Plan:
                 "if the file was cut off, save it again; if you have changed the stages, correct this number, or "
                 "remove the line",
             )
-        named = (
-            node.build(lambda: _find_named(nodes["schedule"].text(), schedule))
-            if "schedule" in nodes
-            else DEFAULT_SCHEDULE
-        )
+        named: ScheduleDefinition | str = DEFAULT_SCHEDULE
+        if "order" in nodes:
+            named = node.build(lambda: _read_order(nodes, schedule))
+        elif "schedule" in nodes:
+            named = node.build(lambda: _find_named(nodes["schedule"].text(), schedule))
         known = read_known(nodes, _READERS)
-        return node.build(lambda: cls(stages, schedule=named, **known))
+        plan = node.build(lambda: cls(stages, schedule=named, **known))
+        if plan.order:
+            node.build(lambda: _prove(plan))
+        return plan
 
 
 _PLAN = instance(Plan, "a penstock.Plan", "make one with penstock.plan or Plan.uniform, or read one with Plan.load")
@@ -440,6 +459,28 @@ def _find_named(name: str, own: ScheduleDefinition | None) -> ScheduleDefinition
             f"{name!r}, or load a plan for {own.name!r}"
         )
     return own
+
+
+def _read_order(nodes: Mapping[str, YamlNode], own: ScheduleDefinition | None) -> ScheduleDefinition:
+    """The schedule whose programs a file has, under the name that the file gives it."""
+    name = nodes["schedule"].text() if "schedule" in nodes else _WRITTEN
+    rows = [" ".join(row.text().split()) for row in nodes["order"].items()]
+    try:
+        definition = define_by_programs(name, "\n".join(rows))
+    except ScheduleError as error:
+        raise PlanError(f"order: {error}") from None
+    if own is not None and own != definition:
+        raise PlanError(
+            f"order: expected the programs of {own}, the definition that was given, found others: leave out one of them"
+        )
+    return definition
+
+
+def _prove(plan: Plan) -> None:
+    try:
+        verify(schedule(plan))
+    except ScheduleError as error:
+        raise PlanError(f"order: {error}") from None
 
 
 def _read_stage(node: YamlNode) -> Stage:
