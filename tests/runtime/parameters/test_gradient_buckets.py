@@ -121,6 +121,8 @@ def sum_all_kinds(group: tuple[int, ...]) -> list[Tensor]:
     """
     transport, rank = _connect(group)
     sums = []
+    if rank in group:
+        transport.agree(group, rank, {kind: (size, torch.float64) for kind, size in SIZES.items()})
     for number in range(3 if rank in group else 0):
         receives = [transport.reduce(group, rank, kind, summand_of(rank, kind, number)) for kind in SIZES]
         for receive in receives:
@@ -135,9 +137,8 @@ def sum_different_sizes() -> str:
     """The error message, if each rank adds a different number of elements."""
     group = tuple(range(dist.get_world_size()))
     transport, rank = _connect(group)
-    receive = transport.reduce(group, rank, "kind", torch.zeros(5 + rank))
     try:
-        receive.wait()
+        transport.agree(group, rank, {"kind": (5 + rank, torch.float32)})
     except TransportError as error:
         return str(error)
     finally:

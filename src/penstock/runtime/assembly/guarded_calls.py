@@ -136,7 +136,6 @@ class FailureGuard:
         if not harmless and not self._running.acquire(blocking=False):
             self._refuse_second()
         self._world.enter(place)
-        before = self.call[0]
         self.call = place, time.perf_counter(), threading.get_ident()
         try:
             if not harmless:
@@ -150,7 +149,7 @@ class FailureGuard:
                 self._world.report(place, error)
             raise
         finally:
-            self.call = before, time.perf_counter(), threading.get_ident()
+            self.call = "", time.perf_counter(), threading.get_ident()
             self._world.enter("")
             if not harmless:
                 self._running.release()

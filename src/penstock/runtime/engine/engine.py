@@ -141,6 +141,8 @@ class Engine:
         self.recorder.enter_step()
         announce = self._announce("step", microbatches)
         if self._late is not None:
+            # A receive that a broken connection has ended leaves any numbers, which may make a loss that is not finite.
+            self.transport.check()
             self._late.check()
         compared = self._checksums if self._schedule.flushes and self.calls.compares_weights else ()
         for checksums in compared:

@@ -51,10 +51,6 @@ class Mailbox:
         self._arrived: dict[tuple[int, int, int], Message] = {}
         self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
 
-    def check(self) -> None:
-        """Raises `TransportError` if a connection is known to be broken. Does not wait."""
-        self._transport.check()
-
     def begin(self, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
         """Prepares for `program`, a segment of `schedule`, and posts its first receives. `microbatches`: this
         rank's.

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from penstock.capturing.model_forms import ModelInputs
-from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.batches.results import ActionTiming, BatchRun
 from penstock.runtime.devices.timestamps import Timestamp
@@ -231,12 +230,7 @@ class Worker:
             order.read(action.version)
         # Activations are never None; only gradients can be.
         received = cast("tuple[Tensor, ...]", self._mailbox.collect(index, k, self._sources[index], later=False))
-        try:
-            outputs = self._forwards.train(index, k, action.version, microbatch, received)
-        except PenstockError:
-            # A receive that a broken connection has ended leaves any numbers, which may make a loss that is not finite.
-            self._mailbox.check()
-            raise
+        outputs = self._forwards.train(index, k, action.version, microbatch, received)
         if index not in self._heads:
             for output, differentiable in zip(outputs, self._differentiable[index], strict=True):
                 # The data may decide that it requires none, and both ends of a cut agree for all data.

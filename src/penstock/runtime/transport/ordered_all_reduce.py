@@ -102,10 +102,6 @@ class Agreement:
             raise self._difference([summands if isinstance(summands, list) else [summands] for summands in added])
         self._sizes.update(kinds)
 
-    def covers(self, kind: Hashable) -> bool:
-        """Whether `kind` has been agreed on."""
-        return kind in self._sizes
-
     def check(self, kind: Hashable, tensor: Tensor) -> None:
         """Raises `TransportError` if `tensor` differs from what has been agreed on for `kind`. Does not block."""
         expected, found = self._sizes.get(kind), (tensor.numel(), tensor.dtype)

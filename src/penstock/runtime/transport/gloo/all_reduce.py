@@ -63,8 +63,5 @@ class GlooSum:
     def _answer(self, summand: _Summand) -> Staged:
         (own,), ready = summand.staged
         ready.synchronize()
-        if not self._agreement.covers(summand.kind):
-            # This thread may block.
-            self._agreement.agree({summand.kind: (own.numel(), own.dtype)})
         self._agreement.check(summand.kind, own)
         return self._staging.to_device([self._sum(own)])
