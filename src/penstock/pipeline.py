@@ -21,7 +21,6 @@ from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
-from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.first_batch import FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
@@ -44,6 +43,7 @@ from penstock.runtime.assembly.pipeline_options import (
     PlanOptions,
     RunOptions,
 )
+from penstock.runtime.assembly.setup_agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.assembly.weight_exports import export_weights, hold
 from penstock.runtime.batches.batch_splitter import (

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.scheduling import METHODS
 from support import models
 from support.processes import Pool
 from support.training import (
@@ -23,7 +24,7 @@ from support.training import (
     train_by_loop,
 )
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw", "zb-h1", "zb-v")
+SCHEDULES = (*(method.name for method in METHODS), "vertical")
 OPTIMIZERS = ("momentum", "adamw")
 
 

@@ -20,7 +20,7 @@ from penstock.planning.search.explanations import explain_infeasibility, explain
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import AllReduce
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.simulating.losses import find_losses
+from penstock.simulating.lost_time import find_losses
 from penstock.values.clusters import CLUSTER, Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile

@@ -3,7 +3,7 @@
 from penstock.simulating.action_costs import Costs, plan_costs
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.critical_paths import critical_path
-from penstock.simulating.losses import Losses, find_losses
+from penstock.simulating.lost_time import Losses, find_losses
 from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.simulating.simulator import default_minibatches, execute, simulate
 

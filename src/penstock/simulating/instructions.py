@@ -26,9 +26,9 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
+from penstock.scheduling.direct_backwards import find_direct
 from penstock.scheduling.lowering import peer, peers
 from penstock.scheduling.placements import Placement
-from penstock.scheduling.recomputation import find_direct
 from penstock.simulating.action_costs import Costs, StageTimes
 from penstock.simulating.transfer_times import Link, Route, find_route
 

@@ -1,1 +1,1 @@
-"""Training options: the loss, the optimizer, precision, clipping, scaling, hooks. Runtime and oracle share them."""
+"""Training options: the loss, the optimizer, precision, clipping, scaling, hooks. What trains is ``runtime``."""

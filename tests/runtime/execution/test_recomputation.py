@@ -13,7 +13,7 @@ import penstock
 from penstock.capturing.writes import find_writable
 from penstock.profiling.workspaces import recording
 from penstock.scheduling.actions import parse_programs
-from penstock.scheduling.recomputation import find_direct
+from penstock.scheduling.direct_backwards import find_direct
 from support import models
 from support.layers import Gathering, InPlace, Several
 from support.processes import Pool

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.scheduling.recomputation import find_direct
+from penstock.scheduling.direct_backwards import find_direct
 from support.live_tensors import forget_what_is_there, live_tensors
 from support.training import stages_on_a_rank
 

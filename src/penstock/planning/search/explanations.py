@@ -16,7 +16,7 @@ from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import chain_costs
 from penstock.simulating.assumptions import Options
-from penstock.simulating.losses import Losses
+from penstock.simulating.lost_time import Losses
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind

@@ -15,10 +15,10 @@ from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.assembly.weight_exports import shared_names
-from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves, StageStates
 from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, agree_on_target, write
+from penstock.runtime.checkpoints.common_errors import Ranks
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.agreement import Ranks
+from penstock.runtime.checkpoints.common_errors import Ranks
 from penstock.runtime.checkpoints.manifests import read_manifest
 from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
 

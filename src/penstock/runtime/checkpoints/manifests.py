@@ -1,8 +1,9 @@
 """The manifest of a checkpoint: what is in it, where, and how to notice that it is damaged.
 
-It is JSON: a format, a checksum, and the content. The content is read as data of an unknown author: sizes and names are
-checked before anything is read by them. The manifest says where each tensor is, so that no header of a file need be
-believed. A file is opened anew for every tensor, and no more of it is in memory than that tensor.
+``checkpoint_writer.py`` writes it. It is JSON: a format, a checksum, and the content. The content is read as data of an
+unknown author: sizes and names are checked before anything is read by them. The manifest says where each tensor is, so
+that no header of a file need be believed. A file is opened anew for every tensor, and no more of it is in memory than
+that tensor.
 """
 
 import hashlib

@@ -23,8 +23,8 @@ from types import FrameType
 from typing import Any, Protocol, SupportsFloat
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
+from penstock.runtime.checkpoints.common_errors import Ranks
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
 from penstock.runtime.devices.process_hooks import hooks_allowed

@@ -19,7 +19,7 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
-from penstock.scheduling.recomputation import find_direct
+from penstock.scheduling.direct_backwards import find_direct
 
 _Autocast: TypeAlias = Callable[[], torch.autocast]
 """Makes the context that forwards and losses are computed in."""

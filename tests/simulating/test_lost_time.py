@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.simulating import evaluate
-from penstock.simulating.losses import Losses, find_losses
+from penstock.simulating.lost_time import Losses, find_losses
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
