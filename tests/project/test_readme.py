@@ -15,11 +15,12 @@ from support.paths import ROOT
 pytestmark = pytest.mark.processes
 
 README = (ROOT / "README.md").read_text()
+INDEX = (ROOT / "docs" / "README.md").read_text()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -46,7 +47,7 @@ def test_quickstart_prints_what_the_readme_shows(tmp_path: Path) -> None:
     assert expected_loss.split()[:-1] == loss.split()[:-1]
 
 
-def test_other_python_runs() -> None:
+def test_python_of_the_index_runs() -> None:
     import torch
 
     import penstock
@@ -56,7 +57,9 @@ def test_other_python_runs() -> None:
         "torch": torch,
         "model": torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))),
     }
-    for block in blocks("python")[1:]:
+    found = blocks("python", INDEX)
+    assert len(found) == 2 and len(blocks("python")) == 1
+    for block in found:
         exec(block.replace("plan.yaml", os.devnull), {**names, "sample": (torch.randn(2, 8),)})
 
 
