@@ -103,11 +103,25 @@ def reference(run: VaryingRun) -> tuple[list[float], dict[str, Tensor]]:
     return list(found.losses), dict(found.state)
 
 
-def train(run: VaryingRun) -> tuple[list[float], dict[str, Tensor]]:
-    with sharing_memory(run.shares_memory), penstock.Pipeline(run.build(), **run.options) as pipe:
+def train(run: VaryingRun, tensor_parallel: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    options = dict(run.options)
+    if tensor_parallel > 1:
+        # All of a rank compute the same.
+        options |= {"tensor_parallel": tensor_parallel, "parallelize": lambda stage, mesh: None}
+    with sharing_memory(run.shares_memory), penstock.Pipeline(run.build(), **options) as pipe:
         losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
         pipe.drain()
         return losses, pipe.state_dict()["model"]
+
+
+def compare(expected: tuple[list[float], dict[str, Tensor]], answers: list[Any]) -> None:
+    """Asserts that the processes, together, have the losses and the weights of the oracle."""
+    losses, weights = expected
+    found = {name: weight for _, state in answers for name, weight in state.items()}
+    assert [each for each, _ in answers] == [losses] * len(answers)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(found[name], weight), name
 
 
 def refused(run: VaryingRun) -> str:
@@ -160,14 +174,16 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_data_may_decide_which_gradients_cross_a_cut(pool: Pool, run: VaryingRun) -> None:
-    losses, weights = reference(run)
+    expected = reference(run)
     for count in (1, 2):
-        answers = pool.run(count, train, run)
-        found = {name: weight for _, state in answers for name, weight in state.items()}
-        assert [each for each, _ in answers] == [losses] * count
-        assert found.keys() == weights.keys()
-        for name, weight in weights.items():
-            assert torch.equal(found[name], weight), name
+        compare(expected, pool.run(count, train, run))
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("kind", ["unread at first", "without gradient"])
+def test_so_do_they_with_tensor_parallel_members(pool: Pool, kind: str, shares_memory: bool) -> None:
+    run = VaryingRun(kind, shares_memory=shares_memory)
+    compare(reference(run), pool.run(4, train, run, 2))
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])

@@ -240,7 +240,7 @@ def _slice_size(elements: int, size: int) -> int:
 
 def _write_fingerprint(tensor: Tensor | None, row: Tensor) -> None:
     """Writes four numbers that identify a tensor into `row`: the number of its elements, and three sums over them."""
-    if tensor is None:
+    if tensor is None or tensor.is_meta:
         row.fill_(-1.0)
         return
     values = tensor.detach().reshape(-1)
