@@ -81,10 +81,10 @@ def end_coalescing(backend: Any) -> Any:
 
 
 def gather_into(backend: Any, every: Tensor, own: Tensor) -> Any:
-    """Fills `every` with the `own` of all ranks of `backend`, one after the other; returns the work.
+    """Fills `every` with the `own` of all ranks of `backend` or group, one after the other; returns the work.
 
-    Public: `dist.all_gather_into_tensor`, for groups only. Without the private name: ``backend.allgather``, which
-    gathers in memory of its own and copies.
+    Public: `dist.all_gather_into_tensor`, for groups only, and under another name since torch 2.13. Without the private
+    name: ``backend.allgather``, which gathers in memory of its own and copies.
     """
     together = getattr(backend, "_allgather_base", None)
     if together is not None:

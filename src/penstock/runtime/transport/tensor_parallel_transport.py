@@ -34,6 +34,7 @@ from penstock.runtime.transport.message_headers import Awaited, Specs, SpecsAhea
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.placements import Placement
+from penstock.torch_internals.distributed import gather_into
 
 _CLOSE = 1e-3
 """The allowed relative difference between tensor-parallel ranks. Replicated tensors differ by rounding at most. Slices
@@ -186,10 +187,11 @@ class TensorParallelTransport:
         mine = torch.zeros(len(message), 4, dtype=torch.float64, device=self._device)
         for row, tensor in zip(mine, message, strict=True):
             _write_fingerprint(tensor, row)
-        found = [torch.empty_like(mine) for _ in range(self._size)]
-        dist.all_gather(found, mine, group=self._tp_group)
+        gathered = mine.new_empty(self._size * len(message), 4)
+        gather_into(self._tp_group, gathered, mine).wait()
+        found = gathered.view(self._size, *mine.shape).tolist()
         for tp_rank, other in enumerate(found):
-            for index, (one, another) in enumerate(zip(found[0].tolist(), other.tolist(), strict=True)):
+            for index, (one, another) in enumerate(zip(found[0], other, strict=True)):
                 if not _alike(one, another):
                     raise PenstockError(
                         f"tensor {index} of what crosses the cut {edge} is not the same on tensor-parallel ranks "
@@ -229,7 +231,7 @@ class _SlicedMessage:
         # The slices are gathered as bytes, since not every backend can gather every dtype.
         sent = own.detach().view(torch.uint8)
         gathered = sent.new_empty(self.size * sent.numel())
-        dist.all_gather(list(gathered.chunk(self.size)), sent, group=self.tp_group)
+        gather_into(self.tp_group, gathered, sent).wait()
         whole = gathered.view(own.dtype)[: shape.numel()].view(shape)
         return whole.requires_grad_(own.requires_grad)
 
