@@ -1,18 +1,23 @@
 """On a GPU without values no step reads a number or mixes devices, but for the calls that docs/gpus.md names."""
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import penstock
+from penstock.capturing.chain import StageModule
+from penstock.runtime.batches.results import StepResult
 from penstock.values.plans import Plan, Stage
 from support.paths import ROOT
-from support.simulated.fake_gpu import DEVICE, FakeGpu, HostWaits, fake_gpu
+from support.simulated.fake_gpu import DEVICE, FakeGpu, HostWaits, fake_gpu, fake_mesh
 from support.training import stages_on_a_rank
 
 # PyTorch warns where a tensor without memory is asked for its address.
@@ -41,11 +46,14 @@ def layers() -> list[nn.Module]:
     return [linears[0], nn.LayerNorm(WIDTH), nn.ReLU(), nn.Dropout(0.1), linears[1], nn.ReLU(), *linears[2:]]
 
 
-def pipeline(schedule: str = "1f1b-flush", **options: Any) -> penstock.Pipeline:
+def pipeline(
+    schedule: str = "1f1b-flush", build: Callable[[], nn.Module] = lambda: nn.Sequential(*layers()), **options: Any
+) -> penstock.Pipeline:
     """Over weights that are made on the CPU, as a chain is captured there."""
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        model, sample = nn.Sequential(*layers()), (torch.randn(SAMPLES // MICROBATCHES, WIDTH),)
+    with unset_fake_temporarily():
+        model, sample = build(), (torch.randn(SAMPLES // MICROBATCHES, WIDTH),)
     given: dict[str, Any] = {
+        "sample": sample,
         "loss_fn": F.mse_loss,
         "optimizer": torch.optim.AdamW,
         "microbatches": MICROBATCHES,
@@ -53,7 +61,7 @@ def pipeline(schedule: str = "1f1b-flush", **options: Any) -> penstock.Pipeline:
     }
     if "plan" not in options:
         given |= {"schedule": schedule, "stages": 2 * stages_on_a_rank(schedule)}
-    return penstock.Pipeline(model, sample, **given | options)
+    return penstock.Pipeline(model, **given | options)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -62,8 +70,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def train(gpu: FakeGpu, pipe: penstock.Pipeline) -> None:
     """Some steps, of which the later ones must not wait."""
-    for _ in range(FIRST_STEPS):
-        pipe.step(*batch())
+    with gpu.counting():
+        for _ in range(FIRST_STEPS):
+            pipe.step(*batch())
     for _ in range(LATER_STEPS):
         given = batch()
         with gpu.without_waiting():
@@ -103,11 +112,102 @@ def test_metrics_are_not_read_by_a_step(gpu: FakeGpu, loss_fn: Callable[..., Any
     train(gpu, pipeline(loss_fn=loss_fn))
 
 
+class Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x > 0
+
+
+class Masked(nn.Module):
+    """Feed-forward blocks. Behind the last one, two values of the first one are read that get no gradient there: one
+    never has one, and the other one requires it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
+        self.signs = Signs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.down[0](self.up[0](x).relu())
+        mask = self.signs(first)
+        x = self.down[1](self.up[1](x).relu())
+        return x.where(mask & (first < 1), 0.0)
+
+
+def split_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for name, block in stage.blocks.items():
+        if name != "signs":
+            parallelize_module(block, mesh["tp"], styles[name.partition(".")[0]])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"), [("1f1b-flush", {"clip_grad_norm": 1.0}), ("2bw", {"recompute": True})], ids=str
+)
+def test_a_step_of_tensor_parallel_members_reads_nothing(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, schedule: str, options: Mapping[str, Any]
+) -> None:
+    with fake_mesh(monkeypatch, 4):
+        train(gpu, pipeline(schedule, build=Masked, tensor_parallel=2, parallelize=split_blocks, **options))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_calls_between_steps_read_nothing(gpu: FakeGpu, schedule: str) -> None:
+    pipe = pipeline(schedule, clip_grad_norm=1.0)
+    train(gpu, pipe)
+    for context in (gpu.counting, gpu.without_waiting):
+        x, y = batch()
+        with context():
+            pipe.evaluate(x, y)
+            pipe.predict(x)
+            pipe.load_state_dict(pipe.state_dict())
+            pipe.stats()
+            pipe.step(x, y)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_a_background_save_reads_nothing(gpu: FakeGpu, schedule: str, tmp_path: Path) -> None:
+    """Its thread waits for the copies."""
+    pipe = pipeline(schedule)
+    train(gpu, pipe)
+    for _ in range(2):
+        given = batch()
+        with gpu.without_waiting():
+            save = pipe.save(tmp_path, wait=False)
+            for _ in range(2):
+                pipe.step(*given)
+        save.wait()
+    with gpu.counting() as waits, unset_fake_temporarily():
+        pipe.load(tmp_path)
+    assert waits
+
+
+class TensorRates(torch.optim.SGD):
+    """Has its learning rate on the GPU, and reads it there."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["lr"] = torch.full((), 0.1, device=DEVICE)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad * self.param_groups[0]["lr"])
+
+
+def step_of(pipe: penstock.Pipeline) -> StepResult:
+    return pipe.step(*batch())
+
+
+SCALED = {"autocast": torch.float16, "loss_scale": "dynamic"}
 WAITING: Mapping[str, tuple[Mapping[str, Any], Callable[[penstock.Pipeline], object]]] = {
-    "read a loss": ({}, lambda pipe: float(pipe.step(*batch()).loss)),
-    "a metric": ({"loss_fn": loss_of_two}, lambda pipe: pipe.step(*batch()).metrics["largest"]),
-    "`loss_scale`": ({"autocast": torch.float16, "loss_scale": "dynamic"}, lambda pipe: pipe.step(*batch())),
-    "`loss_weight`": ({"loss_weight": torch.count_nonzero}, lambda pipe: pipe.step(*batch())),
+    "read a loss": ({}, lambda pipe: float(step_of(pipe).loss)),
+    "a metric": ({"loss_fn": loss_of_two}, lambda pipe: step_of(pipe).metrics["largest"]),
+    "`gradient_norm`": ({"clip_grad_norm": 1.0}, lambda pipe: (step_of(pipe), pipe.gradient_norm)),
+    "`loss_scale`": (SCALED, step_of),
+    "`loss_weight`": ({"loss_weight": torch.count_nonzero}, step_of),
+    "learning rate": ({"optimizer": TensorRates, "schedule": "pipedream"}, step_of),
 }
 """By the words of docs/gpus.md: options, and the call that waits."""
 
@@ -121,7 +221,8 @@ def test_these_wait_and_the_docs_say_so(gpu: FakeGpu, words: str) -> None:
         if paragraph.startswith("The host waits for the device when")
     ]
     assert words in " ".join(line.split())
-    pipe = pipeline(**options)
+    with gpu.counting():
+        pipe = pipeline(**options)
     with pytest.raises((DataDependentOutputException, HostWaits)), gpu.without_waiting():
         call(pipe)
 

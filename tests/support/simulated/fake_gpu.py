@@ -1,13 +1,17 @@
 """A GPU without memory or values: every read by the host raises an error, and every mix of devices does.
 
 Its tensors are those of PyTorch's `FakeTensorMode`, on a device of the kind that PyTorch leaves to others. They have
-shapes and dtypes only, so that ``.item()``, ``.tolist()``, ``bool()`` and ``float()`` cannot answer. Events have never
-passed: the device is far behind its host. A model is captured on the CPU, where its numbers are compared, and its
-parameters move to the device then.
+shapes and dtypes only, so that ``.item()``, ``.tolist()``, ``bool()`` and ``float()`` cannot answer. No event has
+passed before it is waited for: the device is far behind its host. A model is captured on the CPU, where its numbers are
+compared, and its parameters move to the device then.
 
-Law of this file: what raises here would make the host of a real GPU wait for it, or fail.
+Where a host may wait, its waits can be counted: every number that it reads is 1 then. The processes of a mesh are those
+of PyTorch's process group ``fake``, which communicates nothing.
+
+Law of this file: what raises here, or is counted, would make the host of a real GPU wait for it, or fail.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,17 +19,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import penstock.pipeline
+from penstock.capturing.chain import StageModule
+from penstock.runtime.assembly import parallelize_hooks
 from penstock.runtime.assembly.captured_models import CapturedModel, capture_for_training
+from penstock.runtime.assembly.parallelize_hooks import ParallelStages, make_own_stages
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
+from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
 from penstock.runtime.devices.communicators import Communicator, Members
-from penstock.runtime.transport.worlds import World
+from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
+from penstock.runtime.transport.worlds import SingleProcess, World
 
 _setup_privateuseone_for_python_backend("fakegpu")
 # Autocast has no rules for such a device: everything stays in its own type.
@@ -38,8 +50,18 @@ torch.fakegpu.set_rng_state = lambda state, device=None: None  # type: ignore[at
 torch.fakegpu.is_available = lambda: False  # type: ignore[attr-defined]
 torch.fakegpu.device_count = lambda: 0  # type: ignore[attr-defined]
 DEVICE = torch.device("fakegpu:0")
-_MODE = FakeTensorMode()
+_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 """One for all: what is made once in a process and kept belongs to it."""
+
+
+_READS = frozenset({Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__})
+
+
+@torch.library.impl("aten::empty_strided", "PrivateUse1")
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **options: Any) -> Tensor:
+    """Makes a tensor on the device for a thread that is not in the mode."""
+    with _MODE:
+        return torch.empty_strided(size, stride, dtype=dtype, device=DEVICE)
 
 
 class HostWaits(AssertionError):
@@ -48,13 +70,15 @@ class HostWaits(AssertionError):
 
 class _Event:
     def __init__(self, gpu: "FakeGpu") -> None:
-        self._gpu = gpu
+        self._gpu, self._passed = gpu, False
 
     def query(self) -> bool:
-        return False
+        return self._passed
 
     def synchronize(self) -> None:
-        self._gpu.refuse("an event is waited for")
+        if not self._passed:
+            self._gpu.refuse("an event is waited for")
+        self._passed = True
 
 
 class FakeGpu(TorchFunctionMode):
@@ -65,33 +89,72 @@ class FakeGpu(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._refuses = False
+        self._waits: list[str] | None = None
 
     @contextmanager
     def without_waiting(self) -> Iterator[None]:
-        """A context in which a wait of the host for the device raises `HostWaits`. A read always raises."""
+        """A context in which a wait of the host for the device raises `HostWaits`. A read raises, unless it counts."""
         self._refuses = True
         try:
             yield
         finally:
             self._refuses = False
 
+    @contextmanager
+    def counting(self) -> Iterator[list[str]]:
+        """A context in which waits are collected, and every number that is read is 1."""
+        before, self._waits = self._waits, list[str]()
+        try:
+            yield self._waits
+        finally:
+            self._waits = before
+
     def refuse(self, reason: str) -> None:
-        """Raises if the host must not wait now."""
-        if self._refuses:
+        """Counts a wait of the host, or raises if it must not wait now. Threads beside the computing one may."""
+        if threading.current_thread().name.startswith("penstock"):
+            return
+        if self._waits is not None:
+            self._waits.append(reason)
+        elif self._refuses:
             raise HostWaits(reason)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _READS and self.counts(args[0]):
+            return self.read(args[0], func)
+        if func is Tensor.numpy and hasattr(args[0], "written"):
+            with unset_fake_temporarily():
+                return args[0].written.numpy()
+        if func is Tensor.cpu and self.counts(args[0]) and not hasattr(args[0], "written"):
+            return self.read(args[0], Tensor.clone)
+        if func is Tensor.__deepcopy__:
+            return args[1].setdefault(id(args[0]), args[0].clone())
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == DEVICE.type:
             self.refuse("torch.tensor copies to the device")
             device = kwargs.pop("device")
             made = func(*args, **kwargs)
             return torch.empty(made.shape, dtype=made.dtype, device=device)
         result = func(*args, **kwargs)
-        copied = isinstance(result, Tensor) and args and isinstance(args[0], Tensor) and func is not Tensor.copy_
-        if copied and args[0].device != result.device and not kwargs.get("non_blocking"):
+        if not (isinstance(result, Tensor) and args and isinstance(args[0], Tensor)) or func is Tensor.copy_:
+            return result
+        if result.device.type not in (args[0].device.type, "meta") and not kwargs.get("non_blocking"):
             self.refuse(f"{func.__name__} copies between the host and the device")
+        # The bytes of a text that the host sends, such as the specs of a message, come back to it.
+        is_text = args[0].dtype is torch.uint8 and not isinstance(args[0], FakeTensor)
+        written = getattr(args[0], "written", args[0] if is_text else None)
+        if written is not None and isinstance(result, FakeTensor):
+            result.written = written  # type: ignore[attr-defined]
         return result
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether a read of `tensor` is counted now. It raises otherwise, since there is no value."""
+        return self._waits is not None and tensor.device.type == DEVICE.type
+
+    def read(self, tensor: Tensor, func: Any) -> Any:
+        """Counts a read, by `func`, of numbers that are all 1."""
+        self.refuse(f"{func.__name__} reads")
+        with unset_fake_temporarily():
+            return func(torch.ones(tensor.shape, dtype=tensor.dtype))
 
     def failure(self, communicator: Communicator) -> str:
         return ""
@@ -125,15 +188,15 @@ class FakeGpu(TorchFunctionMode):
 
     def host_memory(self, layout: Layout) -> Tensor:
         shape, strides, dtype = layout
-        return torch.empty_strided(shape, strides, dtype=dtype)
+        with unset_fake_temporarily():
+            return torch.empty_strided(shape, strides, dtype=dtype).fill_(1)
 
     def device_memory(self, layout: Layout, stream: object) -> Tensor:
         shape, strides, dtype = layout
         return torch.empty_strided(shape, strides, dtype=dtype, device=DEVICE)
 
     def copy(self, target: Tensor, source: Tensor, stream: object) -> None:
-        with torch.no_grad():
-            target.copy_(source, non_blocking=True)
+        """Does nothing: the copies of a device without values hold the value 1."""
 
     def record_stream(self, tensor: Tensor, stream: object) -> None:
         """Does nothing: memory is not reused."""
@@ -147,16 +210,26 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     def capture(world: World, options: PipelineOptions) -> CapturedModel:
         with unset_fake_temporarily():
             found = capture_for_training(world, options)
+            evaluated = found.chain.evaluation()
         moved: dict[int, Tensor] = {}
-        for layer in found.chain.layers:
+        for layer in (*found.chain.layers, *evaluated.layers):
             for module in layer.module.modules():
                 for held in (module._parameters, module._buffers):
                     for name, tensor in held.items():
                         if tensor is not None:
-                            held[name] = moved.setdefault(id(tensor), _on_device(tensor))  # type: ignore[assignment]
+                            moved.setdefault(id(tensor), tensor if tensor.device == DEVICE else _on_device(tensor))
+                            held[name] = moved[id(tensor)]  # type: ignore[assignment]
         parameters: Any = {name: moved[id(parameter)] for name, parameter in found.chain.parameters.items()}
-        return replace(found, chain=replace(found.chain, parameters=parameters), device=DEVICE)
+        evaluation = replace(evaluated, parameters=parameters)
+        chain = replace(found.chain, parameters=parameters, evaluation=lambda: evaluation)
+        return replace(found, chain=chain, device=DEVICE)
 
+    read = FakeTensor.tolist
+
+    def tolist(tensor: FakeTensor) -> Any:
+        return gpu.read(tensor, Tensor.tolist) if gpu.counts(tensor) else read(tensor)
+
+    monkeypatch.setattr(FakeTensor, "tolist", tolist)
     monkeypatch.setattr(penstock.pipeline, "capture_for_training", capture)
     monkeypatch.setitem(ACCELERATORS, DEVICE.type, lambda device: gpu)  # type: ignore[misc, arg-type, return-value]
     with gpu, _MODE:
@@ -166,3 +239,38 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 def _on_device(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+class _Members(SingleProcess):
+    """All ranks of a pipeline, each as the first of its tensor-parallel processes sees it."""
+
+    def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
+        return tuple(range(ranks))
+
+
+@contextmanager
+def fake_mesh(monkeypatch: pytest.MonkeyPatch, processes: int) -> Iterator[None]:
+    """A context in which pipelines have a `parallelize=` hook, on a mesh of so many processes that do not exist."""
+
+    def make(options: PipelineOptions, world: World, captured: CapturedModel, planned: ScheduledPlan) -> ParallelStages:
+        alone, modules = SingleProcess(), dict[int, StageModule]()
+        alone.processes = processes
+        for rank in planned.ranks:
+            own = make_own_stages(options, alone, captured, replace(planned, ranks=(rank,)))
+            captured = replace(captured, chain=own.chain)
+            modules.update(own.modules)
+        return replace(own, modules=modules)
+
+    def mesh(*arguments: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return stage_mesh(*arguments)
+
+    monkeypatch.setattr(dist.ProcessGroup, "set_timeout", lambda group, timeout: None)
+    monkeypatch.setattr(parallelize_hooks, "stage_mesh", mesh)
+    monkeypatch.setattr(penstock.pipeline, "join_world", lambda seconds: _Members())
+    monkeypatch.setattr(penstock.pipeline, "make_own_stages", make)
+    dist.init_process_group("cpu:fake,fakegpu:fake", store=FakeStore(), rank=0, world_size=processes)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
