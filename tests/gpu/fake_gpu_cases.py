@@ -1,6 +1,6 @@
 """On a GPU without values no step reads a number or mixes devices, but for the calls that docs/gpus.md names."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import default_collate
 
 import penstock
 from penstock.capturing.chain import StageModule
@@ -180,6 +181,54 @@ def test_a_background_save_reads_nothing(gpu: FakeGpu, schedule: str, tmp_path: 
     with gpu.counting() as waits, unset_fake_temporarily():
         pipe.load(tmp_path)
     assert waits
+
+
+class Labelled(nn.Module):
+    """A model that computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(SAMPLES, WIDTH), nn.Linear(WIDTH, SAMPLES)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.words(input_ids) * weights)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def rows(samples: int) -> Any:
+    integers = torch.zeros(3, dtype=torch.int64)
+    return [{"input_ids": integers, "labels": integers, "weights": torch.ones(3, 1)}] * samples
+
+
+def on_the_host(batches: Iterable[Any]) -> Iterator[Any]:
+    """`batches`, which a data loader makes of real tensors."""
+    iterator = iter(batches)
+    while True:
+        with unset_fake_temporarily():
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
+
+
+COUNTED = penstock.token_count("labels", shifted=True)
+
+
+@pytest.mark.parametrize("loss_weight", [None, COUNTED])
+@pytest.mark.parametrize("cut", [False, True], ids=["one batch", "microbatches"])
+def test_labels_are_read_once_in_a_step(gpu: FakeGpu, loss_weight: Any, cut: bool) -> None:
+    """And taking a batch reads nothing."""
+    with unset_fake_temporarily():
+        loader, sample = penstock.loader(rows(3 * SAMPLES), SAMPLES), default_collate(rows(2))
+    options = {"loss_fn": penstock.model_loss, "loss_weight": loss_weight, "sample": sample}
+    pipe, batches = pipeline(build=Labelled, **options), iter(penstock.prefetch(on_the_host(loader), DEVICE))
+    for _ in range(3):
+        with gpu.without_waiting():
+            found = next(batches)
+            parts = [{name: tensor[:2] for name, tensor in found.items()}] * MICROBATCHES
+        with gpu.counting() as waits:
+            pipe.step(penstock.Microbatches(parts) if cut else found)
+    assert waits == ["tolist reads"]
 
 
 class TensorRates(torch.optim.SGD):

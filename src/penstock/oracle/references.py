@@ -27,7 +27,7 @@ from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleD
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
 from penstock.scheduling.verification.continuations import require_constant_delays
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
-from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
+from penstock.training.losses import LossFunction, LossWeight, amounts_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe, check_scaled_rates
@@ -242,7 +242,7 @@ class _Run:
         total, per_microbatch = 0.0, self.schedule.updates_per_microbatch
         own_target = self.recipe.reads_model_loss
         parts = cut(self.chain.inputs, inputs, target, self.plan.microbatches, own_target=own_target)
-        amounts = [amount_of(self.recipe.loss_weight, part.target, part.size) for part in parts]
+        amounts = amounts_of(self.recipe.loss_weight, [part.target for part in parts], [part.size for part in parts])
         for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
             self.versions = _versions(self.guarantees, k, self.minibatch)
             losses = self._forward(k, part)
@@ -293,7 +293,7 @@ class _Run:
             outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
             targets, sizes = pieces_of(part.target, part.size, len(outputs)), sizes_of(part.size, len(outputs))
             losses = [compute_loss(self.recipe.loss_fn, *pair)[0] for pair in zip(outputs, targets, strict=True)]
-        amounts = [amount_of(self.recipe.loss_weight, *pair) for pair in zip(targets, sizes, strict=True)]
+        amounts = amounts_of(self.recipe.loss_weight, targets, sizes)
         return list(zip(losses, amounts, strict=True))
 
 

@@ -32,7 +32,7 @@ from penstock.runtime.assembly.pipeline_options import ModelOptions, PipelineOpt
 from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.pytrees import tree_leaves, tree_map_only
-from penstock.training.losses import amount_of, compute_loss
+from penstock.training.losses import amounts_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
@@ -208,7 +208,7 @@ def compute_gradients(
     _, spec = read_sample(options.model.sample)
     count = len(inputs.inputs) if isinstance(inputs, Microbatches) else parts
     pieces = cut(spec, inputs, target, count, own_target=recipe.reads_model_loss)
-    amounts = [amount_of(recipe.loss_weight, piece.target, piece.size) for piece in pieces]
+    amounts = amounts_of(recipe.loss_weight, [piece.target for piece in pieces], [piece.size for piece in pieces])
     outputs = []
     for piece, amount in zip(pieces, amounts, strict=True):
         weight = amount / (sum(amounts) or 1.0)

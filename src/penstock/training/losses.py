@@ -21,6 +21,9 @@ LossFunction: TypeAlias = Callable[[Any, Any], Any]
 LossWeight: TypeAlias = Callable[[Any], Tensor | float]
 """``loss_weight(target)``: the number of items (tokens, for example) that the loss for `target` is the mean over."""
 
+Weigh: TypeAlias = Callable[[Sequence[Any], Sequence[float]], list[float]]
+"""The same for several targets with their numbers of samples: `amounts_of` with a `LossWeight`."""
+
 
 def model_loss(output: Any, target: None = None) -> Any:
     """The loss that the model computed itself. Pass it as `loss_fn`, and the labels among the model's inputs.
@@ -72,25 +75,39 @@ def token_count(labels: str = "labels", *, shifted: bool) -> LossWeight:
     return count
 
 
-def amount_of(weigh: LossWeight | None, target: Any, samples: int) -> float:
-    """The number of items that the loss for `target` is the mean over: ``weigh(target)``, or its samples.
+def amounts_of(
+    weigh: LossWeight | None, targets: Sequence[Any], samples: Sequence[float], *, nonzero: bool = False
+) -> list[float]:
+    """The numbers of items that the losses for `targets` are means over: ``weigh(target)`` of each, or its samples.
 
-    Raises `PenstockError` unless it is a number of at least 0.
+    Raises `PenstockError` unless they are numbers of at least 0, and not 0 if they must be `nonzero`, since the mean
+    that a model computes over nothing is not a number. Waits once for the device of the numbers.
     """
     if weigh is None:
-        return samples
-    found = weigh(target)
-    if isinstance(found, Tensor) and found.requires_grad:
+        return list(samples)
+    found = [weigh(target) for target in targets]
+    tensors = [each for each in found if isinstance(each, Tensor) and each.numel() == 1]
+    if any(tensor.requires_grad for tensor in tensors):
         raise PenstockError(
             "loss_weight(target) returned a number with gradients, which would be lost: expected a count that depends "
             "on the target only. Leave parameters out of it, or call .detach()"
         )
-    amount = float(found) if is_number(found) or (isinstance(found, Tensor) and found.numel() == 1) else -1
-    if not 0 <= amount < math.inf:
-        raise PenstockError(
-            f"loss_weight(target) returned {found!r}: expected one number of at least 0, such as the tokens that count"
-        )
-    return amount
+    numbers = [tensor.to(tensors[0].device, torch.float64).reshape(1) for tensor in tensors]
+    read = iter(torch.cat(numbers).tolist() if numbers else ())
+    amounts = [next(read) if isinstance(each, Tensor) and each.numel() == 1 else each for each in found]
+    for amount in amounts:
+        if not is_number(amount) or not 0 <= amount < math.inf:
+            raise PenstockError(
+                f"loss_weight(target) returned {amount!r}: expected one number of at least 0, such as the tokens that "
+                "count"
+            )
+        if nonzero and not amount:
+            raise PenstockError(
+                "loss_weight(batch) is 0 for a microbatch, or for a replica's share of it: nothing in it counts, so "
+                "the mean that the model computes is not a number. Leave such samples out, mix them with others, or "
+                "use fewer microbatches"
+            )
+    return [float(amount) for amount in amounts]
 
 
 def check_amounts(amounts: Sequence[float]) -> None:
@@ -102,29 +119,41 @@ def check_amounts(amounts: Sequence[float]) -> None:
         )
 
 
-def check_counted_alike(name: str, batches: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """Raises `PenstockError` if the samples of `batches`, of the model's input `name`, hold more labels in some pieces
-    than in others, relative to the `sizes` of the pieces: a mean over labels weighs these otherwise than a mean over
-    samples.
+def check_counted_alike(inputs: Mapping[str, Sequence[Tensor]], sizes: Sequence[int]) -> None:
+    """Raises `PenstockError` if the samples of `inputs`, the batches of the model's inputs by name, hold more labels in
+    some pieces than in others, relative to the `sizes` of the pieces: a mean over labels weighs these otherwise than a
+    mean over samples.
 
-    Labels are integers, and -100 does not count. Waits for the device of `batches`.
+    Labels are integers, and -100 does not count. Waits once for the device of the batches.
     """
-    if batches[0].dtype not in (torch.int64, torch.int32) or batches[0].is_meta:
+    marks = {
+        name: torch.cat([_ignored(batch) for batch in batches])
+        for name, batches in inputs.items()
+        if batches[0].dtype in (torch.int64, torch.int32) and not batches[0].is_meta
+    }
+    if not marks:
         return
-    # Some losses leave out the first label of every sequence, so the first ones are counted apart.
-    columns = [(batch.reshape(len(batch), -1), batch[..., :1].reshape(len(batch), -1)) for batch in batches]
-    marks = [torch.stack([part.eq(IGNORED).sum(1) for part in parts], 1) for parts in columns]
-    rows: list[list[int]] = torch.cat(marks).tolist()
-    pieces = [rows[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-    ignored = [[sum(column) for column in zip(*piece, strict=True)] for piece in pieces]
-    if len({tuple(count / size for count in counts) for counts, size in zip(ignored, sizes, strict=True)}) > 1:
-        raise PenstockError(
-            f"the {sizes} samples of the microbatches (or of the replicas' shares) hold "
-            f"{[counts[0] for counts in ignored]} labels of {IGNORED} in {name}, which do not count, and no "
-            "loss_weight= says whether the model's loss is a mean over the labels that do. If it is, pass "
-            "loss_weight=penstock.token_count('labels', shifted=True) for a causal language model and shifted=False "
-            "for others. If it is a mean over samples, pass loss_weight=lambda batch: len(batch['labels'])"
-        )
+    device = next(iter(marks.values())).device
+    rows: list[list[int]] = torch.cat([each.to(device) for each in marks.values()], 1).tolist()
+    for place, name in enumerate(marks):
+        own = [row[2 * place : 2 * place + 2] for row in rows]
+        pieces = [own[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+        ignored = [[sum(column) for column in zip(*piece, strict=True)] for piece in pieces]
+        if len({tuple(count / size for count in counts) for counts, size in zip(ignored, sizes, strict=True)}) > 1:
+            raise PenstockError(
+                f"the {sizes} samples of the microbatches (or of the replicas' shares) hold "
+                f"{[counts[0] for counts in ignored]} labels of {IGNORED} in {name}, which do not count, and no "
+                "loss_weight= says whether the model's loss is a mean over the labels that do. If it is, pass "
+                "loss_weight=penstock.token_count('labels', shifted=True) for a causal language model and "
+                "shifted=False for others. If it is a mean over samples, pass "
+                "loss_weight=lambda batch: len(batch['labels'])"
+            )
+
+
+def _ignored(batch: Tensor) -> Tensor:
+    """How many labels of each sample do not count, of all and of the first ones, which some losses leave out."""
+    parts = batch.reshape(len(batch), -1), batch[..., :1].reshape(len(batch), -1)
+    return torch.stack([part.eq(IGNORED).sum(1) for part in parts], 1)
 
 
 def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ not name it.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import flatten
 from penstock.errors import PenstockError
-from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, gather, split
+from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, split, weighed
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
-from penstock.training.losses import LossWeight, amount_of, check_amounts, check_counted_alike
+from penstock.training.losses import Weigh, amounts_of, check_amounts, check_counted_alike
 from penstock.training.recipes import Recipe
 from penstock.training.user_microbatches import Microbatches
 from penstock.values.plans import Plan, Stage
@@ -192,10 +193,12 @@ class BatchSplitter:
                 "loss_fn=penstock.model_loss takes no target, since the model computes its loss from labels among its "
                 "inputs: call step(batch) with the labels in the batch, as in sample="
             )
-        weighed = self.recipe.reads_model_loss and self._weigh is not None
-        pairs = [(batch, _as_target(batch) if weighed else target) for batch, target in given]
-        each = [split(chain.inputs, *pair, count // len(pairs), slices, self._weigh) for pair in pairs]
-        made = gather([microbatch for cut in each for microbatch in cut]) if len(each) > 1 else each[0]
+        weigh = self._weigh
+        own_target = self.recipe.reads_model_loss and weigh is not None
+        pairs = [(batch, _as_target(batch) if own_target else target) for batch, target in given]
+        made = tuple([part for pair in pairs for part in split(chain.inputs, *pair, count // len(pairs), slices)])
+        if weigh is not None or len(pairs) > 1:
+            made = weighed(made, weigh)
         if self.recipe.loss_weight is None:
             self._check_unweighed(chain, given, made, slices)
         check_amounts([microbatch.amount for microbatch in made])
@@ -224,16 +227,14 @@ class BatchSplitter:
             )
         if counts:
             sizes = [len(span) for microbatch in made for span in even_spans(microbatch.samples, slices)]
-            for name in batched:
-                check_counted_alike(name, [each[name] for each in tensors], sizes)
+            check_counted_alike({name: [each[name] for each in tensors] for name in batched}, sizes)
 
     @property
-    def _weigh(self) -> LossWeight | None:
-        """The weight of a target; None where the target is not read."""
-        if not self.required.target:
+    def _weigh(self) -> Weigh | None:
+        """The weights of targets; None where they are not read, or weigh their samples."""
+        if self.recipe.loss_weight is None or not self.required.target:
             return None
-        weigh = self.recipe.loss_weight
-        return _nonzero(weigh) if weigh is not None and self.recipe.reads_model_loss else weigh
+        return partial(amounts_of, self.recipe.loss_weight, nonzero=self.recipe.reads_model_loss)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -258,22 +259,6 @@ def _as_given(inputs: Any, target: Any) -> list[tuple[Any, Any]]:
 def _as_target(batch: Any) -> Any:
     """`batch` as what a `loss_weight` is called with if the model computes its loss."""
     return dict(batch) if isinstance(batch, Mapping) else batch
-
-
-def _nonzero(weigh: LossWeight) -> LossWeight:
-    """`weigh`, which must not be 0: the mean that a model computes over nothing is not a number."""
-
-    def weigh_batch(batch: Any) -> Tensor | float:
-        amount = amount_of(weigh, batch, 0)
-        if not amount:
-            raise PenstockError(
-                "loss_weight(batch) is 0 for a microbatch, or for a replica's share of it: nothing in it counts, so "
-                "the mean that the model computes is not a number. Leave such samples out, mix them with others, or "
-                "use fewer microbatches"
-            )
-        return amount
-
-    return weigh_batch
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import check_dense, check_leaves, flatten
 from penstock.errors import PenstockError
 from penstock.torch_internals import pytrees as pytree
-from penstock.training.losses import LossWeight, amount_of
+from penstock.training.losses import Weigh
 
 
 # Not frozen: a frozen one takes three times as long to make, and every step makes m of them.
@@ -48,7 +48,7 @@ class Microbatch:
     microbatch_amount: float
     """The amount of the whole microbatch."""
     target_form: "TargetForm"
-    weigh: LossWeight | None = None
+    weigh: Weigh | None = None
     slice_index: int = 0
 
     @property
@@ -69,11 +69,9 @@ class Microbatch:
         return (*self.inputs.values(), *[leaf for leaf in targets if isinstance(leaf, Tensor)])
 
 
-def split(
-    spec: ModelInputs, inputs: Any, target: Any, count: int, slices: int = 1, weigh: LossWeight | None = None
-) -> tuple[Microbatch, ...]:
+def split(spec: ModelInputs, inputs: Any, target: Any, count: int, slices: int = 1) -> tuple[Microbatch, ...]:
     """Cuts `inputs` and `target` into `count` microbatches, which replicas will cut into at most `slices` slices each.
-    `weigh` returns the size that the loss for a target is a mean over, if that is not its number of samples.
+    Each weighs its number of samples.
 
     Tensors whose dimension 0 counts the samples are cut along it (views, no copies), and so are lists of one entry per
     sample in the target; everything else goes whole to every microbatch. Raises `PenstockError` if the sizes disagree
@@ -100,26 +98,30 @@ def split(
         spec.check_whole(samples, tensors)
     form = read_target(target, samples, is_cut=count * slices > 1)
     targets = form.pieces(target, spans)
-    amounts = [amount_of(weigh, target_piece, size) for target_piece, size in zip(targets, sizes, strict=True)]
-    total = sum(amounts)
     names = tuple(tensors)
     columns = [rows_of(t, spans) if name in spec.batched else [t] * count for name, t in tensors.items()]
     signatures: dict[int, Hashable] = {}
     made = []
-    for size, amount, target_piece, *cut in zip(sizes, amounts, targets, *columns, strict=True):
+    for size, target_piece, *cut in zip(sizes, targets, *columns, strict=True):
         signature = signatures.get(size)
         if signature is None:
             described = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in zip(names, cut, strict=True))
             signature = signatures[size] = tuple(described)
         own = dict(zip(names, cut, strict=True))
-        made.append(Microbatch(own, target_piece, size, amount, total, signature, size, amount, form, weigh))
+        made.append(Microbatch(own, target_piece, size, size, samples, signature, size, size, form))
     return tuple(made)
 
 
-def gather(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
-    """Makes one minibatch of `microbatches` that were cut from several."""
-    total = sum(microbatch.amount for microbatch in microbatches)
-    return tuple(replace(microbatch, total=total) for microbatch in microbatches)
+def weighed(microbatches: Sequence[Microbatch], weigh: Weigh | None) -> tuple[Microbatch, ...]:
+    """Makes one minibatch of `microbatches`, which may be cut from several, that weigh what `weigh` says."""
+    amounts: Sequence[float] = [microbatch.samples for microbatch in microbatches]
+    if weigh is not None:
+        amounts = weigh([microbatch.target for microbatch in microbatches], amounts)
+    total = sum(amounts)
+    return tuple(
+        replace(microbatch, amount=amount, total=total, microbatch_amount=amount, weigh=weigh)
+        for microbatch, amount in zip(microbatches, amounts, strict=True)
+    )
 
 
 def take_slice(spec: ModelInputs, microbatch: Microbatch, index: int, slices: int) -> Microbatch:
@@ -134,7 +136,7 @@ def take_slice(spec: ModelInputs, microbatch: Microbatch, index: int, slices: in
         inputs=_cut(spec, microbatch.inputs, span),
         target=target,
         samples=len(span),
-        amount=amount_of(microbatch.weigh, target, len(span)),
+        amount=len(span) if microbatch.weigh is None else microbatch.weigh([target], [len(span)])[0],
         slice_index=index,
     )
 
