@@ -52,7 +52,7 @@ class StoreGather:
         self._ask(lambda store: store.set(keys[self.rank], data.decode()))
         self._wait(keys, context)
         if number:
-            self._watch.submit(lambda store: _delete(store, [self._keys(number - 1)[self.rank]]))
+            self._watch.submit(lambda store: delete_keys(store, [self._keys(number - 1)[self.rank]]))
         return [decode_plain(found) for found in self._ask(lambda store: [store.get(key) for key in keys.values()])]
 
     def _keys(self, number: int) -> dict[int, str]:
@@ -137,7 +137,7 @@ class PatientGather(StoreGather):
         self._ask(lambda store: store.set(read[self.rank], ""))
         if self.rank == 0:
             self._wait(read, context)
-            self._watch.submit(lambda store: _delete(store, [*keys.values(), *read.values()]))
+            self._watch.submit(lambda store: delete_keys(store, [*keys.values(), *read.values()]))
         return values
 
     def _check(self, began: float, context: str, keys: Mapping[int, str]) -> None:
@@ -154,8 +154,8 @@ class PatientGather(StoreGather):
             )
 
 
-def _delete(store: Store, keys: Sequence[str]) -> None:
-    # A store need not be able to delete.
+def delete_keys(store: Store, keys: Sequence[str]) -> None:
+    """Deletes `keys`, if `store` is able to."""
     with suppress(RuntimeError):
         for key in keys:
             store.delete_key(key)

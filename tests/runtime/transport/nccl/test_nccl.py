@@ -60,7 +60,7 @@ class Pair:
     ) -> None:
         self.device = device
         self.streams = device.stream(), device.stream()
-        store = HashStore()
+        self.store = store = HashStore()
         self.boards = [FailureBoard(store, rank, 2) for rank in range(2)]
         self.timeout = [Timeout(board, seconds) for board in self.boards]
         self.watchdogs = [Watchdog(timeout) for timeout in self.timeout]
@@ -274,6 +274,19 @@ def test_in_the_first_steps_a_receive_is_enqueued_when_its_message_is_announced(
         pair.notices[1].poll()
     assert not pair.device.is_stuck()
     assert [receive.ready() for receive in receives] == [True] * 6
+
+
+def test_nothing_is_left_of_announcements() -> None:
+    """A training of 64 ranks and 128 microbatches would leave a million of them to the process of the store."""
+    pair, receives = pile_up(announcing=True)
+    with pair.device.on(pair.streams[1]):
+        for receive in receives:
+            receive.wait()
+    assert sum("message" in key for key in pair.store.list_keys()) == 6
+    pair.notices[1].begin_segment()
+    pair.boards[1].watch.ask(lambda store: None, 30.0)
+
+    assert not any("message" in key for key in pair.store.list_keys())
 
 
 def test_the_host_is_a_few_messages_ahead_of_its_device_and_no_more() -> None:

@@ -249,6 +249,7 @@ class NcclInbox(_NcclEndpoint):
         with self._accelerator.on(self._receiving):
             receive.works = self._enqueue(self._group.recv, buffers)
         self._unposted.popleft()
+        self._notices.enqueued(self.edge, receive.number)
         return True
 
     def _finish(self, receive: _NcclReceive) -> None:

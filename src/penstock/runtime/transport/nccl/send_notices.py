@@ -25,7 +25,9 @@ on its device.
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
+from penstock.runtime.transport.store_gathers import delete_keys
 from penstock.runtime.transport.store_watch import StoreUnreachable, StoreWatch
 from penstock.runtime.transport.timeouts import POLL_SECONDS
 from penstock.runtime.transport.transport import Edge
@@ -42,6 +44,8 @@ class SendNotices:
     def __init__(self, watch: StoreWatch, ranks: int, prefix: str, seconds: float) -> None:
         self._watch, self._prefix, self._seconds = watch, prefix, seconds
         self._subscribers: list[Callable[[], None]] = []
+        self._obsolete: list[str] = []
+        """The keys of messages whose receives were enqueued in this segment."""
         self._segment = 0
         # A rank's first backward may come as many segments after its first forward as there are stages.
         self._announcing_until = ranks + _SETTLED_SEGMENTS
@@ -54,6 +58,10 @@ class SendNotices:
     def begin_segment(self) -> None:
         """Begins a segment of the schedule (a step or a drain)."""
         self._segment += 1
+        # Not in the segment itself: a message may be enqueued, since it is wanted, before its notice is written.
+        if self._obsolete:
+            self._watch.submit(partial(delete_keys, keys=self._obsolete))
+            self._obsolete = []
 
     def subscribe(self, poll: Callable[[], None]) -> None:
         """Makes `poll` of this object call `poll`."""
@@ -80,6 +88,11 @@ class SendNotices:
             for poll in self._subscribers:
                 poll()
         return False
+
+    def enqueued(self, edge: Edge, number: int) -> None:
+        """Called when the receive of the `number`-th message of `edge` is enqueued: its notice is not read any more."""
+        if self.announcing:
+            self._obsolete.append(self._key(edge, number))
 
     def is_announced(self, edge: Edge, number: int) -> bool:
         """Whether the `number`-th message of `edge` has been announced. False after the first steps."""
