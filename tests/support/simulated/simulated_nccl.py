@@ -100,6 +100,12 @@ class SimulatedEnd:
         device.pass_by(stream, meeting.done)
         return _Work(device, device.record_event(stream))
 
+    def abort(self) -> None:
+        self._whole.abort()
+
+    def shutdown(self) -> None:
+        """Does nothing: there is no memory to release."""
+
     def _begin(self, source: int, target: int) -> tuple[_Meeting, SimulatedDevice, SimulatedStream]:
         device, stream = self._whole.device, self._whole.streams[self._rank]
         device.wait(stream, device.record_event(device.current()))

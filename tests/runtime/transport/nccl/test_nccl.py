@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
@@ -330,11 +331,11 @@ def test_the_last_receive_may_be_waited_for_first() -> None:
     assert found == [[float(number)] * 3 for number in (4, 3, 2, 1, 0)]
 
 
-def ended(watchdog: Watchdog) -> TransportError:
-    """Waits for the error of `watchdog`, which comes within seconds."""
+def ended(watched: Watchdog | DistributedTransport) -> TransportError:
+    """Waits for the error of what is `watched`, which comes within seconds."""
     for _ in range(3000):
         try:
-            watchdog.check()
+            watched.check()
         except TransportError as error:
             return error
         time.sleep(0.01)
@@ -556,6 +557,55 @@ def test_a_mesh_over_gloo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
         (), 0, 1, device, store, "one", board, 5.0, lambda value: [value], mesh_groups=(group,)
     )
     transport.check()
+    transport.close()
+
+
+class Connected(SimulatedDevice):
+    """A device whose communicators another process takes part in, which never aborts its own."""
+
+    backend = "nccl"
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.made: list[SimulatedCommunicator] = []
+
+    def communicator(self, members: Members, ctas: int) -> Communicator:
+        self.made.append(SimulatedCommunicator(self))
+        return cast(Communicator, self.made[-1].end(members.rank))
+
+
+class MeshGroup:
+    """The group of a mesh, and its backend."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.communicator = SimulatedCommunicator(device)
+        self.abort = self.communicator.abort
+
+    def name(self) -> str:
+        return "nccl"
+
+    def _get_backend(self, device: torch.device) -> "MeshGroup":
+        return self
+
+
+def test_the_groups_of_a_mesh_end_with_the_other_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends none of them as long as the device waits in a collective of the mesh, whose other member has died."""
+    device, store = Connected(), HashStore()
+    mesh: Any = MeshGroup(device)
+    monkeypatch.setenv(SHARED_MEMORY, "0")
+    monkeypatch.setitem(ACCELERATORS, "cpu", lambda _: device)
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_group_ranks, mesh, {0: 0, 1: 1})
+    board, cpu = FailureBoard(store, 0, 2), torch.device("cpu")
+    monkeypatch.setenv(NCCL, "1")
+    transport = DistributedTransport(
+        (FORWARD,), 0, 2, cpu, store, "one", board, 60.0, lambda value: [value, value], mesh_groups=(mesh,)
+    )
+    (edge,) = device.made
+    edge.others, mesh.communicator.others = [mesh.communicator], [edge]
+    FailureBoard(store, 1, 2).report("in a step", "ValueError: no more data", linger_seconds=0.0)
+
+    assert "ValueError: no more data" in str(ended(transport))
+    assert edge.aborted and mesh.communicator.aborted
     transport.close()
 
 
