@@ -25,11 +25,13 @@ from support.training import stages_on_a_rank
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "pipedream", "2bw")
 CASES: list[tuple[str, Mapping[str, Any]]] = [
-    *((schedule, {}) for schedule in SCHEDULES),
+    *((schedule, {}) for schedule in ("1f1b-flush", "zb-v", "pipedream", "2bw")),
     *((schedule, {"clip_grad_norm": 1.0, "autocast": torch.bfloat16}) for schedule in SCHEDULES),
     *((schedule, {"recompute": True}) for schedule in ("1f1b-flush", "zb-h1", "2bw")),
     ("1f1b-flush", {"recompute": "layers"}),
     ("2bw", {"autocast": torch.bfloat16, "version_dtype": torch.bfloat16}),
+    ("1f1b-flush", {"wire_dtype": penstock.RowInt8()}),
+    ("2bw", {"update_hooks": (penstock.WeightPrediction(), penstock.LookAhead(0.5), penstock.WeightAverage(0.9))}),
 ]
 FIRST_STEPS, LATER_STEPS = 3, 2
 """In the first steps what depends on shapes is copied to the device; 2bw has its first norm in the third."""
@@ -211,10 +213,7 @@ def on_the_host(batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-COUNTED = penstock.token_count("labels", shifted=True)
-
-
-@pytest.mark.parametrize("loss_weight", [None, COUNTED])
+@pytest.mark.parametrize("loss_weight", [None, penstock.token_count("labels", shifted=True)])
 @pytest.mark.parametrize("cut", [False, True], ids=["one batch", "microbatches"])
 def test_labels_are_read_once_in_a_step(gpu: FakeGpu, loss_weight: Any, cut: bool) -> None:
     """And taking a batch reads nothing."""
@@ -249,12 +248,12 @@ def step_of(pipe: penstock.Pipeline) -> StepResult:
     return pipe.step(*batch())
 
 
-SCALED = {"autocast": torch.float16, "loss_scale": "dynamic"}
 WAITING: Mapping[str, tuple[Mapping[str, Any], Callable[[penstock.Pipeline], object]]] = {
     "read a loss": ({}, lambda pipe: float(step_of(pipe).loss)),
     "a metric": ({"loss_fn": loss_of_two}, lambda pipe: step_of(pipe).metrics["largest"]),
     "`gradient_norm`": ({"clip_grad_norm": 1.0}, lambda pipe: (step_of(pipe), pipe.gradient_norm)),
-    "`loss_scale`": (SCALED, step_of),
+    "`loss_scale`": ({"autocast": torch.float16, "loss_scale": "dynamic"}, step_of),
+    '`on_nonfinite="skip"`': ({"on_nonfinite": "skip"}, step_of),
     "`loss_weight`": ({"loss_weight": torch.count_nonzero}, step_of),
     "learning rate": ({"optimizer": TensorRates, "schedule": "pipedream"}, step_of),
 }

@@ -224,16 +224,9 @@ def test_some_schedules_need_no_notices(method: str, ranks: int) -> None:
     assert hosts.run(SEGMENTS, announcing=3) == []
 
 
-OTHERS = [schedule for schedule in SCHEDULES if schedule.method in ("interleaved", "spp", "zb-v")]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "members"),
-    [*((each, 1) for each in OTHERS), (Schedule("spp", 2, 4), 2)],
-    ids=lambda each: name(each) if isinstance(each, Schedule) else str(each),
-)
-def test_without_notices_others_deadlock(schedule: Schedule, members: int) -> None:
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s.method in ("interleaved", "spp", "zb-v")], ids=name)
+def test_without_notices_others_deadlock(schedule: Schedule) -> None:
     """Enqueueing a receive when it is wanted is not enough: each rank's send waits for the other rank's receive."""
-    found = LazyHosts(schedule, 0, seconds=1.0, members=members).run(SEGMENTS, announcing=3)
+    found = LazyHosts(schedule, 0, seconds=1.0, members=schedule.ranks // 2).run(SEGMENTS, announcing=3)
 
     assert any("waits for a device that waits for another rank" in error for error in found)
