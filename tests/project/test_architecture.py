@@ -165,7 +165,7 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.data": 1,
     "penstock.oracle.references": 1,
     "penstock.planning.two_bw.orientations": 1,
-    "penstock.runtime.batches.microbatches": 2,
+    "penstock.runtime.batches.microbatches": 1,
     "penstock.runtime.engine.engine": 2,
     "penstock.runtime.engine.worker": 1,
     "penstock.runtime.execution.compilation": 2,

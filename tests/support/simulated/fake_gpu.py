@@ -250,7 +250,7 @@ class _Members(SingleProcess):
 
 @contextmanager
 def fake_mesh(monkeypatch: pytest.MonkeyPatch, processes: int) -> Iterator[None]:
-    """A context in which pipelines have a `parallelize=` hook, on a mesh of so many processes that do not exist."""
+    """A context in which pipelines have a `parallelize=` hook, on a mesh of `processes`, which do not exist."""
 
     def make(options: PipelineOptions, world: World, captured: CapturedModel, planned: ScheduledPlan) -> ParallelStages:
         alone, modules = SingleProcess(), dict[int, StageModule]()
