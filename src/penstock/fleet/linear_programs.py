@@ -199,7 +199,7 @@ class Program:
 
         Raises `Infeasible`, or `PenstockError` if the solver fails.
         """
-        optimize, sparse = _scipy("optimize"), _scipy("sparse")
+        optimize, sparse = scipy_module("optimize"), scipy_module("sparse")
         variables = self._space.variables + self._extra
         rows, columns, values = _joined(self._entries)
         matrix = sparse.csr_array((values, (rows, columns)), shape=(self._rows, variables))
@@ -247,7 +247,7 @@ def _shrunk(rows: Floats, problem: Problem) -> Floats:
     return rows / worst
 
 
-def _scipy(module: str) -> ModuleType:
+def scipy_module(module: str) -> ModuleType:
     """A module of scipy. Raises `PenstockError` if it is not installed."""
     import importlib
 
