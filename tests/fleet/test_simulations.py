@@ -137,7 +137,7 @@ def test_runs_repeat_and_gangs_finish():
     run = simulate_fleet(workload, kinds, finish_time_fairness, round_seconds=7200)
 
     assert run == simulate_fleet(workload, kinds, finish_time_fairness, round_seconds=7200)
-    assert {job.job.workers for job in run.jobs} >= {1, 3}
+    assert {job.job.workers for job in run.jobs} == {1, 2, 4, 8}
 
 
 def test_deadlines_are_kept_where_money_allows():
@@ -292,11 +292,30 @@ def test_workloads_are_those_of_the_thesis():
     assert work[-1].seconds / 3600 == pytest.approx(4000 / 5.6, rel=0.05)
     # Four fifths of 10^U[1.5, 3] minutes and a fifth of 10^U[3, 4]: 16.8 hours on average.
     assert sum(hours) / len(hours) == pytest.approx(16.8, rel=0.1)
-    assert [sum(map(group.__contains__, sizes)) / 4000 for group in ({1}, {2, 3, 4}, {8})] == pytest.approx(
-        [0.7, 0.25, 0.05], abs=0.03
-    )
+    assert [sizes.count(workers) / 4000 for workers in (1, 2, 4, 8)] == pytest.approx([0.7, 0.1, 0.15, 0.05], abs=0.02)
     assert {arrival.seconds for arrival in static_workload(types, 5)} == {0.0}
     assert poisson_workload(types, 9, 1.0, seed=3) == poisson_workload(types, 9, 1.0, seed=3)
+
+
+def test_gangs_have_their_own_throughputs():
+    """The published throughputs of gangs; models that train on one worker form none."""
+    types = {each.name: each for each in thesis_types()}
+    alone = {name for name, each in types.items() if not each.gangs}
+    work = poisson_workload(thesis_types(), 1000, 5.6, gangs=True)
+
+    assert alone == {"A3C/4", "CycleGAN/1", *(f"Recoder/{size}" for size in (512, 1024, 2048, 4096, 8192))}
+    assert types["ResNet-50/64"].gangs == {
+        2: (7.922, 5.516, 1.264),
+        4: (9.452, 10.36, 2.412),
+        8: (17.3, 18.22, 4.569),
+    }
+    for arrival in work:
+        kind = types[arrival.job.name.split()[1]]
+        workers = arrival.job.workers
+        assert arrival.throughputs == (kind.throughputs if workers == 1 else kind.gangs[workers])
+    assert {arrival.job.workers for arrival in static_workload([types["A3C/4"]], 50)} == {1}
+    with pytest.raises(PlanError, match="gangs: expected a type of jobs with throughputs of . workers, found none"):
+        static_workload([types["A3C/4"]], 50, gangs=True)
 
 
 def test_a_policy_that_serves_no_job_is_refused():

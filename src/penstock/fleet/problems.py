@@ -122,7 +122,12 @@ class Problem:
             raise PlanError(
                 f"throughputs: expected {len(self.jobs)} rows (one per job), found {len(rows)}: give one for each"
             )
-        return tuple(self._checked_row(job, row) for job, row in zip(self.jobs, rows, strict=True))
+        # Jobs of one type often have the same row, and a simulation makes thousands of problems.
+        checked: dict[tuple[int, int], tuple[float, ...]] = {}
+        for job, row in zip(self.jobs, rows, strict=True):
+            if (id(row), job.workers) not in checked:
+                checked[id(row), job.workers] = self._checked_row(job, row)
+        return tuple(checked[id(row), job.workers] for job, row in zip(self.jobs, rows, strict=True))
 
     def _checked_row(self, job: Job, row: object) -> tuple[float, ...]:
         checked = self._speeds_of(job, row)

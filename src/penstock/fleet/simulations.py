@@ -236,7 +236,7 @@ class _Fleet:
             span = min(float(seconds.min()), coming - self.clock, self.prices.next_change(self.clock) - self.clock)
             if not math.isfinite(span):
                 raise PlanError("simulate_fleet(policy=): expected a share for some job, found none: no job can finish")
-            rates, isolated = allocation.throughputs(), problem.isolated_speeds()
+            rates, busy, isolated = allocation.throughputs(), allocation.busy(), problem.isolated_speeds()
             hourly = allocation.array() @ [kind.price_per_hour for kind in problem.kinds]
             paid = dict.fromkeys(range(len(problem.jobs)), 0.0)
             for price, members in zip(hourly.tolist(), problem.combinations, strict=True):
@@ -245,7 +245,7 @@ class _Fleet:
             for m, name in enumerate(list(self.running)):
                 job = self.running[name]
                 job.cost += paid[m] * problem.jobs[m].workers * span / 3600
-                job.busy_seconds += float(allocation.busy()[m]) * span
+                job.busy_seconds += float(busy[m]) * span
                 job.isolated_seconds += rates[m] * span / isolated[m]
                 job.left -= rates[m] * span
                 if seconds[m] <= span * (1 + 1e-12) or job.left <= _ROUNDING * job.arrival.job.steps:
