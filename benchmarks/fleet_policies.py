@@ -47,8 +47,10 @@ KINDS = tuple(Kind(name, 36, price) for name, price in zip(THESIS_KINDS, (2.48, 
 
 COST_ROWS = {"ResNet-50": (1.0, 3.7 / 9.6, 1 / 9.6), "A3C": (1.0, 1.2 / 2.2, 1 / 2.2)}
 """Throughputs relative to a V100 by table 6.1, which is about cost and has no batch sizes."""
-SIZES = {False: ((1, 60),), True: ((1, 42), (2, 5), (3, 5), (4, 5), (8, 3))}
-"""Jobs of each type by their workers, without and with gangs: in the parts of the workloads."""
+SIZES = {False: {1: 60}, True: {1: 133, 2: 26, 4: 39, 8: 13}}
+"""Jobs of each type by their workers, without and with gangs: in the parts of the workloads, where 19 of the 26 types
+form gangs.
+"""
 
 
 @functools.cache
@@ -59,10 +61,10 @@ def capacity(gangs: bool, is_blind: bool = False) -> float:
     minutes = 0.8 * (1e3 - 10**1.5) / math.log(10**1.5) + 0.2 * (1e4 - 1e3) / math.log(10)
     jobs, rows = [], []
     for kind in thesis_types():
-        for workers, count in SIZES[gangs]:
-            for _ in range(count):
-                jobs.append(Job(f"job {len(jobs)}", kind.throughputs[0] * minutes * 60, workers=workers))
-                rows.append(kind.throughputs)
+        for workers, speeds in {1: kind.throughputs, **kind.gangs}.items():
+            for _ in range(SIZES[gangs].get(workers, 0)):
+                jobs.append(Job(f"job {len(jobs)}", speeds[0] * minutes * 60, workers=workers))
+                rows.append(speeds)
     policy = blind(min_makespan) if is_blind else min_makespan
     seconds = policy(Problem(tuple(jobs), KINDS, tuple(rows))).seconds_left().max()
     return len(jobs) / (float(seconds) / 3600)
@@ -89,19 +91,6 @@ def las(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, flo
             aware, baseline = _both(max_min_fairness, gangs, jobs, seed, load)
             name = f"LAS, {'gangs' if gangs else 'single workers'}, load {load:g}: mean completion time"
             yield name, baseline.mean_seconds / aware.mean_seconds, published
-
-
-def long_las(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
-    """Figure 5.9 at its own load: single workers, 5.6 jobs an hour, 6,500 jobs for `jobs` of 500, exact shares."""
-    count = 13 * jobs
-    workload, watched = poisson_workload(thesis_types(), count, 5.6, seed=seed), range(8 * jobs, 10 * jobs)
-    aware, baseline = (
-        simulate_fleet(workload, KINDS, policy, watched=watched, ideal=True)
-        for policy in (max_min_fairness, blind(max_min_fairness))
-    )
-    name = f"LAS, single workers, 5.6 jobs per hour, {count} jobs"
-    yield f"{name}: mean hours, aware", aware.mean_seconds / 3600, "not given"
-    yield f"{name}: mean completion time", baseline.mean_seconds / aware.mean_seconds, "3.5"
 
 
 def ftf(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
@@ -215,7 +204,6 @@ COMPARISONS: dict[str, Callable[[int, int, Sequence[float]], Iterator[tuple[str,
     "scaling": scaling,
     "las": las,
     "ftf": ftf,
-    "long-las": long_las,
     "fifo": first_come,
     "makespan": makespan,
 }

@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import fleet_figures as figures  # noqa: E402
 import fleet_policies as fleets  # noqa: E402
 from measurement.reports import Report, conditions  # noqa: E402
 from penstock.errors import PlanError  # noqa: E402
@@ -34,6 +34,7 @@ from penstock.fleet import (  # noqa: E402
     Kind,
     blind,
     fifo,
+    gandiva,
     max_min_fairness,
     min_makespan,
     poisson_workload,
@@ -347,22 +348,6 @@ def figure_5_15(data: Path | None) -> Iterator[str]:
         yield f"rounds of {minutes} minutes: {run.mean_seconds / 3600:.2f} h, {run.mean_seconds / exact:.3f} of ideal"
 
 
-def priorities(data: Path | None) -> Iterator[str]:
-    """LAS, single workers, 500 jobs, seed 0; a fifth of the jobs weigh five times as much."""
-    arrivals = poisson_workload(thesis_types(), 500, LOAD * fleets.capacity(False), seed=0)
-    workload = [
-        replace(each, job=replace(each.job, weight=5.0 if number % 5 == 0 else 1.0))
-        for number, each in enumerate(arrivals)
-    ]
-    runs = [
-        simulate_fleet(workload, fleets.KINDS, policy, watched=range(333, 416))
-        for policy in (max_min_fairness, blind(max_min_fairness))
-    ]
-    for label, high in (("high", True), ("low", False)):
-        aware, baseline = ([one.seconds for one in run.jobs if (one.job.weight > 1) == high] for run in runs)
-        yield f"{label} priority: blind over aware mean completion time {fmean(baseline) / fmean(aware):.2f}x"
-
-
 def measured(data: Path) -> dict[str, dict[tuple[str, int], float]]:
     """Steps per second by kind, type of job and workers, alone."""
     found = json.loads((data / "gavel" / "simulation_throughputs.json").read_text())
@@ -383,6 +368,13 @@ def trace(data: Path, name: str) -> list[Arrival]:
     return found
 
 
+def trace_types(data: Path, name: str) -> dict[str, str]:
+    """The published types of the jobs of a trace."""
+    with (data / "gavel" / name).open() as file:
+        rows = list(csv.reader(file, delimiter="\t"))
+    return {f"job {number}": f"('{row[0]}', {row[-4]})" for number, row in enumerate(rows)}
+
+
 def table_5_3(data: Path | None) -> Iterator[str]:
     """The simulated column: 8 V100, 16 P100, 24 K80, rounds of 6 minutes."""
     assert data is not None, "table-5.3 needs --data"
@@ -393,24 +385,21 @@ def table_5_3(data: Path | None) -> Iterator[str]:
         hours = [job.seconds / 3600 for job in run.jobs]
         some = [job.seconds / 3600 for job in run.jobs if 50 <= int(job.job.name[4:]) < 75]
         yield f"LAS, {label}: mean completion time {fmean(hours):.2f} h, of jobs 50 to 74 {fmean(some):.2f} h"
-    static = [replace(each, seconds=0.0) for each in jobs]
+    static = trace(data, "minimize_makespan.trace")
     for label, policy in (("aware", min_makespan), ("blind", blind(min_makespan)), ("FIFO, blind", blind(fifo))):
         yield f"makespan, {label}: {simulate_fleet(static, kinds, policy).makespan / 3600:.2f} h"
+    pairs = figures.shared_speeds(data, trace_types(data, "minimize_makespan.trace"), kinds)
+    yield f"makespan, Gandiva: {simulate_fleet(static, kinds, gandiva, pairs=pairs).makespan / 3600:.2f} h"
 
 
 def space_sharing(data: Path | None) -> Iterator[str]:
     """The jobs of one worker of the trace, all at once, on a quarter of its fleet; published throughputs of pairs."""
     assert data is not None, "space-sharing needs --data"
-    published = json.loads((data / "gavel" / "simulation_throughputs.json").read_text())
-    with (data / "gavel" / "max_min_fairness.trace").open() as file:
-        types = [f"('{row[0]}', 1)" for row in csv.reader(file, delimiter="\t") if row[-4] == "1"]
-    static = [replace(each, seconds=0.0) for each in trace(data, "max_min_fairness.trace") if each.job.workers == 1]
+    name = "max_min_fairness.trace"
+    static = [replace(each, seconds=0.0) for each in trace(data, name) if each.job.workers == 1]
     kinds = [Kind("V100", 2), Kind("P100", 4), Kind("K80", 6)]
-    pairs = {}
-    for (one, first), (two, second) in combinations(zip(static, types, strict=True), 2):
-        found = [published[kind.name.lower()].get(first, {}).get(second, (0.0, 0.0)) for kind in kinds]
-        if any(min(rates) > 0 for rates in found):
-            pairs[one.job.name, two.job.name] = tuple(zip(*found, strict=True))
+    types = trace_types(data, name)
+    pairs = figures.shared_speeds(data, {each.job.name: types[each.job.name] for each in static}, kinds)
     alone, shared = (
         simulate_fleet(static, kinds, min_makespan, pairs=given).makespan / 3600 for given in (None, pairs)
     )
@@ -557,7 +546,6 @@ SECTIONS: dict[str, Callable[[Path | None], Iterator[str]]] = {
     "figure-6.5": figure_6_5,
     "space-sharing": space_sharing,
     "figure-5.15": figure_5_15,
-    "priorities": priorities,
 }
 NEED_DATA = ("table-5.3", "table-6.3", "figure-6.5", "space-sharing")
 
