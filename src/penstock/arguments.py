@@ -86,7 +86,7 @@ FieldRules: TypeAlias = Mapping[str, Rule[Any] | Entries]
 
 
 def check_arguments(
-    where: str, rules: Mapping[str, Rule[Any]], error: type[PenstockError] = PenstockError, /, **arguments: object
+    where: str, rules: FieldRules, error: type[PenstockError] = PenstockError, /, **arguments: object
 ) -> dict[str, Any]:
     """The `arguments` of the function `where`, as they are used. Each has one of the `rules`, under its own name.
 
@@ -174,6 +174,11 @@ def choice(known: Sequence[str]) -> Rule[str]:
 def instance(kinds: type | tuple[type, ...], expected: str, fix: str | Callable[[Any], str]) -> Rule[Any]:
     """An object of one of `kinds`."""
     return Rule(expected, lambda value: isinstance(value, kinds), lambda value: value, fix)
+
+
+def mapping(fix: str) -> Rule[Any]:
+    """A mapping such as a dict."""
+    return instance(Mapping, "a mapping", fix)
 
 
 def function(takes: Sequence[str], fix: str | Callable[[Any], str], classes: bool = False) -> Rule[Callable[..., Any]]:

@@ -314,7 +314,7 @@ def test_gangs_have_their_own_throughputs():
         workers = arrival.job.workers
         assert arrival.throughputs == (kind.throughputs if workers == 1 else kind.gangs[workers])
     assert {arrival.job.workers for arrival in static_workload([types["A3C/4"]], 50)} == {1}
-    with pytest.raises(PlanError, match="gangs: expected a type of jobs with throughputs of . workers, found none"):
+    with pytest.raises(PlanError, match=r"gangs: expected a type of jobs with throughputs of . workers, found none"):
         static_workload([types["A3C/4"]], 50, gangs=True)
 
 

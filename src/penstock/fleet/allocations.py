@@ -5,13 +5,16 @@ from typing import Any
 
 import numpy
 
-from penstock.arguments import entries
+from penstock.arguments import TEXT, check_fields, entries, instance
 from penstock.errors import PlanError, visible
 from penstock.fleet.problems import Floats, Problem
 from penstock.values.quantities import table_lines
 
 _NEAR = 1e-6
 """A solver meets its constraints up to about this much of a worker or of a job's time."""
+
+
+_RULES = {"problem": instance(Problem, "a Problem", "build one"), "policy": TEXT.but("give the policy's name")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Allocation:
     """The name of the policy that made it."""
 
     def __post_init__(self) -> None:
+        check_fields(self, _RULES, PlanError, " in an Allocation")
         object.__setattr__(self, "shares", tuple(tuple(row) for row in entries("shares", self.shares, PlanError)))
         shape = (len(self.problem.jobs) + len(self.problem.pairs), len(self.problem.kinds))
         found = self.array()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.arguments import TEXT, check_fields, integer, number
+from penstock.arguments import FLAG, TEXT, check_fields, integer, number
 from penstock.errors import PlanError
 
 _RULES = {
@@ -52,6 +52,7 @@ class Job:
 _ENTITY_RULES = {
     "name": TEXT.but("give the entity's name"),
     "weight": number(above=0).but("give a larger weight to an entity that should get more"),
+    "first_come": FLAG,
 }
 
 

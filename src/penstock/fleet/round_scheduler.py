@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy
 
+from penstock.arguments import Entries, instance
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.kinds import Kind
@@ -50,13 +51,13 @@ class RoundScheduler:
 
     def __init__(self, kinds: Sequence[Kind], leases: Sequence[Lease] = ()) -> None:
         """`leases`: those of the current round, if something else has begun it."""
-        self._kinds = tuple(kinds)
-        self._pools = {kind.devices: kind for kind in kinds}
+        rule = Entries(instance(Kind, "a Kind", "build one"))
+        self._kinds: tuple[Kind, ...] = rule.check("RoundScheduler(kinds=)", kinds, PlanError)
+        self._pools = {kind.devices: kind for kind in self._kinds}
         self._allocation: Allocation | None = None
         self._rows: dict[tuple[str, ...], int] = {}
-        self._shares: Floats = numpy.zeros((0, len(kinds)))
-        self._received: Floats = numpy.zeros((0, len(kinds)))
-        self._owed: Floats = numpy.zeros((0, len(kinds)))
+        self._shares: Floats = numpy.zeros((0, len(self._kinds)))
+        self._received, self._owed = self._shares.copy(), self._shares.copy()
         self._leases = tuple(leases)
 
     @property
@@ -68,7 +69,8 @@ class RoundScheduler:
         """Follows `allocation` from now on. What was received under the last one is forgotten, as its shares are; what
         it still owes decides who comes first, since new allocations may follow each other faster than rounds.
         """
-        problem = allocation.problem
+        rule = instance(Allocation, "an Allocation", "give that of a policy")
+        problem = rule.check("RoundScheduler.begin(allocation=)", allocation, PlanError).problem
         # Prices may change while the machines stay.
         if [(kind.name, kind.workers) for kind in problem.kinds] != [(kind.name, kind.workers) for kind in self._kinds]:
             raise PlanError("RoundScheduler.begin(allocation=): expected the kinds of this scheduler: make a new one")

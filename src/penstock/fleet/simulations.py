@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy
 
-from penstock.arguments import check_arguments, integer, number
+from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, function, instance, integer, mapping, number
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
@@ -33,6 +34,9 @@ class PriceHistory:
     changes: Mapping[str, tuple[tuple[float, float], ...]]
 
     def __post_init__(self) -> None:
+        mapping("write the names of kinds and (seconds, price) pairs").check(
+            "PriceHistory(changes=)", self.changes, PlanError
+        )
         for name, found in self.changes.items():
             times = [seconds for seconds, _ in found]
             if not found or times != sorted(times) or times[0] > 0 or any(price < 0 for _, price in found):
@@ -69,7 +73,17 @@ class PriceHistory:
         return cls({kind: tuple(found) for kind, found in changes.items()})
 
 
-_RULES = {
+_RULES: FieldRules = {
+    "workload": Entries(instance(Arrival, "an Arrival", "build one of a Job")),
+    "kinds": Entries(instance(Kind, "a Kind", "build one")),
+    "policy": function(["problem"], "give one of POLICIES, or your own"),
+    "entities": Entries(instance(Entity, "an Entity", "build one")),
+    "watched": instance(range, "a range of numbers of jobs", "leave it out to watch all").optional,
+    "prices": instance(PriceHistory, "a PriceHistory", "build one, or leave it out").optional,
+    "pairs": mapping("write names of two jobs and their throughputs, or leave it out").optional,
+    "ideal": FLAG,
+    "record": FLAG,
+    "budget": number(above=0).but("give the most that all jobs may cost, or leave it out").optional,
     "round_seconds": number(above=0, unit="seconds").but("give the length of a round"),
     "reset_rounds": integer(1, unit="rounds").but("give a number of rounds, or leave it out").optional,
     "seed": integer(0).but("give the number that the times of preemptions follow from"),
@@ -131,11 +145,12 @@ def simulate_fleet(
     Where a policy cannot keep its promise at the first moment, its error is raised. Later its nearest allocation is
     taken, and the run has the late jobs and the cost.
     """
-    check_arguments(
-        "simulate_fleet", _RULES, PlanError, round_seconds=round_seconds, reset_rounds=reset_rounds, seed=seed
-    )
-    given = restart_seconds
-    restarts = dict(given) if isinstance(given, Mapping) else {kind.name: given for kind in kinds}
+    given: dict[str, Any] = {"workload": workload, "kinds": kinds, "policy": policy, "round_seconds": round_seconds}
+    given.update(reset_rounds=reset_rounds, watched=watched, entities=entities, prices=prices, pairs=pairs, seed=seed)
+    given.update(ideal=ideal, record=record, budget=budget)
+    check_arguments("simulate_fleet", _RULES, PlanError, **given)
+    lost = restart_seconds
+    restarts = dict(lost) if isinstance(lost, Mapping) else {kind.name: lost for kind in kinds}
     for kind in kinds:
         _RESTART.check(f"simulate_fleet(restart_seconds=) of kind {kind.name!r}", restarts.get(kind.name), PlanError)
     if not workload:
@@ -157,7 +172,7 @@ def simulate_fleet(
             f"simulate_fleet(prices=): expected prices of {', '.join(kind.name for kind in kinds)}, found some of "
             f"{', '.join(sorted(unknown))}: correct the names"
         )
-    _check_pairs(workload, kinds, fleet.pairs)
+    _check_throughputs(workload, kinds, fleet.pairs)
     if ideal:
         fleet.run_ideal()
     else:
@@ -409,7 +424,13 @@ class _Fleet:
         )
 
 
-def _check_pairs(workload: Sequence[Arrival], kinds: Sequence[Kind], pairs: Shared) -> None:
+def _check_throughputs(workload: Sequence[Arrival], kinds: Sequence[Kind], pairs: Shared) -> None:
+    for arrival in workload:
+        if len(arrival.throughputs) != len(kinds):
+            raise PlanError(
+                f"throughputs of {arrival.job.name!r}: expected {len(kinds)} numbers (one per kind), found "
+                f"{len(arrival.throughputs)}: give one for each"
+            )
     known = {arrival.job.name for arrival in workload}
     for names, rows in pairs.items():
         if not known.issuperset(names) or len(set(names)) < 2:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from penstock.arguments import check_fields, entries, number
+from penstock.arguments import Entries, check_arguments, check_fields, instance, mapping, number
 from penstock.errors import PlanError, visible
 from penstock.fleet.jobs import Entity, Job
 from penstock.fleet.kinds import Kind
@@ -17,6 +17,7 @@ from penstock.fleet.problems import Pair, Problem
 from penstock.planning import plan
 from penstock.values import Cluster, DeviceKind, Plan, Profile
 
+_KIND = instance(Kind, "a Kind", "build one")
 _RULES = {
     "bytes_per_second": number(above=0, infinite=True).but("give the bandwidth between two devices"),
     "latency_seconds": number(0, unit="seconds").but("give the latency of a message, or leave it out"),
@@ -36,6 +37,7 @@ class Machines:
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        _KIND.check("kind", self.kind, PlanError, " in Machines")
         check_fields(self, _RULES, PlanError, f" in kind {self.kind.name!r}")
         self.device(self.speed)
 
@@ -47,6 +49,14 @@ class Machines:
         """That many devices of this kind, for profiles of devices that are slower by the factor `speed`."""
         links = Cluster.uniform(workers, self.bytes_per_second, latency_seconds=self.latency_seconds)
         return links.with_kinds(self.device(speed))
+
+
+_MODEL_RULES = {
+    "job": instance(Job, "a Job", "build one"),
+    "profile": instance(Profile, "a Profile", "measure or load one, or leave it out").optional,
+    **dict.fromkeys(("profiles", "measured"), mapping("write the names of kinds and what is known of each")),
+    "options": mapping("write keywords of penstock.plan and their values"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,9 @@ class ModelJob:
     """Samples per second that were measured, by the name of the kind; 0 where the job does not run."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Keywords of `penstock.plan`, such as `batch_size` and `synchronous`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, _MODEL_RULES, PlanError, " in a ModelJob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +127,11 @@ class ThroughputTable:
 
 def throughput_table(jobs: Sequence[ModelJob], machines: Sequence[Machines]) -> ThroughputTable:
     """The speed of each job on all its workers of each kind: measured, or that of the fastest plan that fits."""
-    models = entries("throughput_table(jobs=)", jobs, PlanError)
-    there = entries("throughput_table(machines=)", machines, PlanError)
+    rules = {
+        "jobs": Entries(instance(ModelJob, "a ModelJob", "build one")),
+        "machines": Entries(instance(Machines, "Machines", "build them of a Kind")),
+    }
+    models, there = check_arguments("throughput_table", rules, PlanError, jobs=jobs, machines=machines).values()
     return ThroughputTable(models, there, tuple(tuple(_speed(model, each) for each in there) for model in models))
 
 
