@@ -5,7 +5,7 @@
     python benchmarks/fleet_figures.py --only packing makespan --data DIR
 
 The fleet has 36 V100, 36 P100 and 36 K80. Jobs 4000 to 5000 of 6,500 are measured; with `--jobs` the same parts of
-another number. Jobs have exactly their shares at any time: rounds of six minutes add 3 % (docs/papers.md, figure 5.15).
+another number. Jobs have exactly their shares at any time: rounds of six minutes add 2 % (docs/papers.md, figure 5.15).
 The authors' sweeps are 0.4 to 6 jobs an hour in steps of 0.4, and with gangs 0.3 to 3 in steps of 0.3. DIR has their
 published throughputs of pairs in `gavel/simulation_throughputs.json`; `packing` needs them, on a ninth of the fleet.
 """
@@ -43,7 +43,7 @@ from penstock.fleet import (
 
 KINDS = tuple(Kind(name, 36) for name in THESIS_KINDS)
 PART = 9
-"""Packing is simulated on one of so many parts of the fleet: its linear programs have a variable for every two jobs."""
+"""Packing is simulated on this part of the fleet: its linear programs have a variable for every two jobs."""
 
 Shared = dict[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]]
 
@@ -97,7 +97,7 @@ class Sweep:
 
 LAS = {"LAS, aware": max_min_fairness, "LAS, blind": blind(max_min_fairness)}
 SWEEPS = {
-    "5.9": Sweep({**LAS, "AlloX": allox, "AlloX, jobs stay": allox}, (4.4, 5.6), "LAS 3.5 at 5.6"),
+    "5.9": Sweep({**LAS, "AlloX": allox, "AlloX, jobs stay": allox}, (5.6,), "LAS 3.5 at 5.6"),
     "5.10": Sweep(LAS, (2.6,), "2.2 at 2.6", gangs=True),
     "5.11": Sweep(
         {"FTF, aware": finish_time_fairness, "FTF, blind": blind(finish_time_fairness)},
@@ -106,8 +106,8 @@ SWEEPS = {
         gangs=True,
         jobs=1300,
     ),
-    "fifo": Sweep({"FIFO, aware": fifo, "FIFO, blind": blind(fifo)}, (5.6,), "2.7", jobs=2600),
-    "priorities": Sweep(LAS, (5.6,), "1.5 for high, 2.7 for low priority", priorities=True, jobs=2600),
+    "fifo": Sweep({"FIFO, aware": fifo, "FIFO, blind": blind(fifo)}, (5.6,), "2.7", jobs=1300),
+    "priorities": Sweep(LAS, (5.6,), "1.5 for high, 2.7 for low priority", priorities=True, jobs=1300),
     "packing": Sweep(
         {
             "LAS, pairs": max_min_fairness,
@@ -118,9 +118,9 @@ SWEEPS = {
             "FIFO, aware": fifo,
             "FIFO, blind": blind(fifo),
         },
-        (5.6,),
+        (7.0,),
         "Gandiva 2.2; FIFO 3.8 blind over pairs, 2.7 blind over aware",
-        jobs=390,
+        jobs=520,
         packing=True,
     ),
 }
@@ -147,13 +147,15 @@ def shared_speeds(data: Path, types: Mapping[str, str], kinds: Sequence[Kind]) -
     """The throughputs of all pairs of jobs that can share devices, by their names. `types`: those of the jobs. Only
     jobs of equally many workers have published ones.
     """
-    tables, by_types = published(data), {}
+    tables = published(data)
     rows = [tables[kind.name.lower()] for kind in kinds]
-    found = {}
+    by_types: dict[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]] = {}
+    found: Shared = {}
     for one, two in combinations(types, 2):
         key = types[one], types[two]
         if key not in by_types:
-            by_types[key] = tuple(zip(*(row.get(key[0], {}).get(key[1], (0.0, 0.0)) for row in rows), strict=True))
+            speeds = [row.get(key[0], {}).get(key[1], (0.0, 0.0)) for row in rows]
+            by_types[key] = tuple(first for first, _ in speeds), tuple(second for _, second in speeds)
         if max(by_types[key][0]) > 0:
             found[one, two] = by_types[key]
     return found

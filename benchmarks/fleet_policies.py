@@ -1,11 +1,9 @@
-"""The published comparisons of Gavel [Narayanan 2021, section 5.7.3], simulated: our ratios beside those of the thesis.
+"""Comparisons of Gavel [Narayanan 2021, section 5.7.3] without arrivals: capacity, cost, levels, time of policies.
 
     python benchmarks/fleet_policies.py --save benchmarks/results/fleet-policies.txt
-    python benchmarks/fleet_policies.py --jobs 2000 --seeds 1 --only las fifo --loads 0.8 0.9 1.0
 
-The workload has the 26 job types with the throughputs that the authors measured, on 36 V100, 36 P100 and 36 K80. The
-thesis measures jobs 4000 to 5000; with N jobs these are those from 4/6 N to 5/6 N, while the later ones keep the fleet
-busy. A load of 1 is the rate that the aware fleet can do, which the capacity rows say.
+The workload has the 26 job types with the throughputs that the authors measured, on 36 V100, 36 P100 and 36 K80.
+`fleet_figures.py` has the figures with arrivals.
 """
 
 import functools
@@ -21,10 +19,8 @@ from penstock.fleet import (
     THESIS_KINDS,
     Arrival,
     Entity,
-    FleetRun,
     Job,
     Kind,
-    Policy,
     Problem,
     blind,
     fifo,
@@ -35,9 +31,7 @@ from penstock.fleet import (
     min_cost,
     min_cost_near_deadlines,
     min_makespan,
-    poisson_workload,
     simulate_fleet,
-    static_workload,
     strict_fifo,
     thesis_types,
 )
@@ -59,7 +53,8 @@ def capacity(gangs: bool, is_blind: bool = False) -> float:
     workers are busy to the end.
     """
     minutes = 0.8 * (1e3 - 10**1.5) / math.log(10**1.5) + 0.2 * (1e4 - 1e3) / math.log(10)
-    jobs, rows = [], []
+    jobs: list[Job] = []
+    rows: list[tuple[float, ...]] = []
     for kind in thesis_types():
         for workers, speeds in {1: kind.throughputs, **kind.gangs}.items():
             for _ in range(SIZES[gangs].get(workers, 0)):
@@ -70,13 +65,7 @@ def capacity(gangs: bool, is_blind: bool = False) -> float:
     return len(jobs) / (float(seconds) / 3600)
 
 
-def continuous(policy: Policy, gangs: bool, jobs: int, seed: int, load: float) -> FleetRun:
-    """Poisson arrivals at `load`, which is a part of what the fleet can do if it knows the kinds."""
-    workload = poisson_workload(thesis_types(), jobs, load * capacity(gangs), seed=seed, gangs=gangs)
-    return simulate_fleet(workload, KINDS, policy, watched=range(jobs * 4 // 6, jobs * 5 // 6))
-
-
-def capacities(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
+def capacities(seed: int) -> Iterator[tuple[str, float, str]]:
     """How much more load a fleet takes that knows its kinds. At 5.6 jobs per hour the thesis measures single jobs."""
     for gangs, published in ((False, "5.6"), (True, "2.6")):
         name = f"capacity, {'gangs' if gangs else 'single workers'}"
@@ -84,46 +73,7 @@ def capacities(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[s
         yield f"{name}: over that of a blind policy", capacity(gangs) / capacity(gangs, is_blind=True), "1.5"
 
 
-def las(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
-    """Least attained service."""
-    for gangs, published in ((False, "3.5"), (True, "2.2")):
-        for load in loads:
-            aware, baseline = _both(max_min_fairness, gangs, jobs, seed, load)
-            name = f"LAS, {'gangs' if gangs else 'single workers'}, load {load:g}: mean completion time"
-            yield name, baseline.mean_seconds / aware.mean_seconds, published
-
-
-def ftf(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
-    """Finish-time fairness."""
-    for load in loads:
-        aware, baseline = _both(finish_time_fairness, True, jobs, seed, load)
-        name = f"finish-time fairness, gangs, load {load:g}"
-        yield f"{name}: mean completion time", baseline.mean_seconds / aware.mean_seconds, "3"
-        yield f"{name}: mean rho", baseline.fairness / aware.fairness, "2.8"
-
-
-def first_come(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
-    """FIFO, with the printed weights."""
-    for load in loads:
-        aware, baseline = _both(fifo, False, jobs, seed, load)
-        name = f"FIFO, single workers, load {load:g}: mean completion time"
-        yield name, baseline.mean_seconds / aware.mean_seconds, "2.7"
-
-
-def _both(policy: Policy, gangs: bool, jobs: int, seed: int, load: float) -> tuple[FleetRun, FleetRun]:
-    """The runs of a policy and of its blind version."""
-    aware, baseline = (continuous(each, gangs, jobs, seed, load) for each in (policy, blind(policy)))
-    return aware, baseline
-
-
-def makespan(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
-    """A static workload; the rounds are those of the simulator."""
-    workload = static_workload(thesis_types(), max(jobs // 5, 20), seed=seed, gangs=True)
-    aware, baseline = (simulate_fleet(workload, KINDS, policy) for policy in (min_makespan, blind(fifo)))
-    yield f"makespan of {len(workload)} jobs, compared with FIFO", baseline.makespan / aware.makespan, "2.5"
-
-
-def cost(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
+def cost(seed: int) -> Iterator[tuple[str, float, str]]:
     """ResNet-50 and A3C in a cloud with enough of everything, and deadlines of 1.2, 2 and 10 times the duration."""
     random = numpy.random.default_rng(seed)
     count = 500
@@ -144,7 +94,7 @@ def cost(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, fl
     yield "share of late jobs, deadlines kept", kept.late / count, "0"
 
 
-def levels(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
+def levels(seed: int) -> Iterator[tuple[str, float, str]]:
     """Total throughput of the hierarchical policy over that of a static partition, 18 jobs on three of each kind."""
     random, types = numpy.random.default_rng(seed), thesis_types()
     kinds = tuple(Kind(name, 3) for name in THESIS_KINDS)
@@ -176,7 +126,7 @@ def _drawn(count: int, kinds: Sequence[Kind], seed: int, *, alike: bool, entitie
     return Problem(tuple(owners), tuple(kinds), tuple(rows), entities=named)
 
 
-def steps_of_policies(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
+def steps_of_policies(seed: int) -> Iterator[tuple[str, float, str]]:
     """Seconds of one policy step for 500 jobs over 108 machines: of the 26 types, and all different."""
     for alike in (True, False):
         problem = _drawn(500, KINDS, seed, alike=alike)
@@ -187,7 +137,7 @@ def steps_of_policies(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[
             yield f"{name}, 500 jobs {label}: processor seconds", time.process_time() - start, "not given"
 
 
-def scaling(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str, float, str]]:
+def scaling(seed: int) -> Iterator[tuple[str, float, str]]:
     """Seconds of one hierarchical allocation for 2,048 jobs, all of which differ."""
     for count in (512, 2048):
         problem = _drawn(count, [Kind(name, count // 6) for name in THESIS_KINDS], seed, alike=False, entities=8)
@@ -196,35 +146,29 @@ def scaling(jobs: int, seed: int, loads: Sequence[float]) -> Iterator[tuple[str,
         yield f"hierarchical, {count} jobs: processor seconds", time.process_time() - start, "< 600 at 2048"
 
 
-COMPARISONS: dict[str, Callable[[int, int, Sequence[float]], Iterator[tuple[str, float, str]]]] = {
+COMPARISONS: dict[str, Callable[[int], Iterator[tuple[str, float, str]]]] = {
     "capacity": capacities,
     "steps": steps_of_policies,
     "levels": levels,
     "cost": cost,
     "scaling": scaling,
-    "las": las,
-    "ftf": ftf,
-    "fifo": first_come,
-    "makespan": makespan,
 }
 
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.96], help="of LAS and FIFO: parts of capacity")
     parser.add_argument("--only", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
     arguments = parser.parse_args()
     report = Report(arguments.save)
     report.add(
         conditions("benchmarks/fleet_policies.py"),
-        f"{arguments.jobs} jobs, {arguments.seeds} seeds; ratio of the baseline to the policy, its spread, the thesis",
+        f"{arguments.seeds} seeds; mean, its spread, the thesis",
     )
     for name in arguments.only:
         start, found = time.process_time(), dict[str, tuple[list[float], str]]()
         for seed in range(arguments.seeds):
-            for label, ratio, published in COMPARISONS[name](arguments.jobs, seed, arguments.loads):
+            for label, ratio, published in COMPARISONS[name](seed):
                 found.setdefault(label, ([], published))[0].append(ratio)
         for label, (ratios, published) in found.items():
             spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0

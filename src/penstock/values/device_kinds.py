@@ -23,7 +23,7 @@ _RULES = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """Holds what distinguishes one kind of device from another."""
+    """Holds what distinguishes one kind of device from another. `DeviceKind()` is the device that was profiled."""
 
     name: str = ""
     """The name of the device. A profile whose `device` has this name was measured on it."""
