@@ -43,7 +43,7 @@ from penstock.fleet import (
 
 KINDS = tuple(Kind(name, 36) for name in THESIS_KINDS)
 PART = 9
-"""Packing is simulated on this part of the fleet: its linear programs have a variable for every two jobs."""
+"""Packing is simulated on a ninth of the fleet: its linear programs have a variable for every two jobs."""
 
 Shared = dict[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]]
 
