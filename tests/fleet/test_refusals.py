@@ -1,6 +1,7 @@
 """Every field and argument of the fleet that is None, or of another type, is refused with its name."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_fields_of_another_type_are_refused(value):
             type(value)(**{**given, name: None})
 
 
-SIMULATED = {
+SIMULATED: dict[str, Any] = {
     "workload": [Arrival(0.0, JOB, (1.0,))],
     "kinds": [KIND],
     "policy": max_min_fairness,
@@ -101,7 +102,8 @@ def test_arguments_of_another_type_are_refused(function, arguments):
 
 
 def test_a_job_has_a_throughput_for_every_kind():
-    for wrong in (None, -1.0, "fast"):
+    wrongs: tuple[Any, ...] = (None, -1.0, "fast")
+    for wrong in wrongs:
         with pytest.raises(PlanError, match=r"throughputs of 'a'\[0\]: expected a finite number of steps per second"):
             Arrival(0.0, JOB, (wrong,))
     with pytest.raises(PlanError, match=r"throughputs of 'a': expected 2 numbers .one per kind., found 1"):
