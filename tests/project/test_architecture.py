@@ -79,7 +79,7 @@ FLOW = {
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
         training rehearsing fleet""",
     "integrations": "errors training pipeline",
-    "scan": "errors arguments",
+    "scan": "errors arguments torch_internals",
     "cli": "errors commands",
     "__main__": "cli",
 }

@@ -3,18 +3,32 @@
 Layers may have different numbers of values, so each product is one of its own: algorithm 1 of Wang, Bai and Pekhimenko,
 MLSys 2020, on a list. It pays only where layers are many and narrow: a Jacobian of a sample has as many numbers as the
 inputs of its layer times the outputs.
+
+Laws of this file:
+  1. A layer runs once, in the forward, with a graph of autograd of its own. So what it draws, counts or decides is the
+     same in the backward.
+  2. Every backward compares the gradient that the scan finds before each layer with the one that the layer's own graph
+     makes of the gradient behind it. What passes is backpropagation, whatever the layer does.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from penstock.arguments import check_arguments
 from penstock.errors import PenstockError
 from penstock.scan.sparse import LayerJacobian, layer_jacobian
+from penstock.scan.steps import TENSOR
+from penstock.torch_internals.autograd import leaves_behind
+from penstock.torch_internals.modules import hooks_of
+from penstock.torch_internals.tensors import times_written
 
 E = TypeVar("E")
 _MOST_BYTES = 2**30
@@ -55,24 +69,24 @@ class ScanSequential(nn.Sequential):
     """`torch.nn.Sequential` with a backward by parallel scan. Its parameters have the same names.
 
     Layers take and return one tensor whose dimension 0 counts samples, and treat each sample by itself. Jacobians of
-    convolutions, poolings, Linear, ReLU, Tanh and Sigmoid follow from rules, and others come from `torch.func`.
+    convolutions, poolings, Linear, ReLU, Tanh and Sigmoid follow from rules, and others come from autograd, which goes
+    through such a layer once for each value that it returns for a sample.
 
     Args:
         layers: as of `torch.nn.Sequential`.
         most_bytes: that the Jacobians of a batch and their products may take.
 
     Raises:
-        PenstockError: in the forward, where they would take more than `most_bytes`. In the first backward of each
-            shape, for a layer whose Jacobians are not what autograd computes: one that mixes samples (BatchNorm in
-            training mode), draws random numbers (Dropout) or changes what it reads.
+        PenstockError: in the forward, where they would take more than `most_bytes`, and for a layer that returns no
+            tensor of the same samples, reads tensors with gradients besides its parameters, has backward hooks, or
+            writes into the input of the chain. In the backward, for a layer whose gradient is no product with a matrix
+            of each sample: one that mixes samples, such as BatchNorm in training mode, or one that clips gradients.
     """
 
     def __init__(self, *layers: Any, most_bytes: int = _MOST_BYTES) -> None:
         super().__init__(*layers)
         self.most_bytes = most_bytes
         self._jacobians: dict[tuple[nn.Module, tuple[int, ...]], LayerJacobian | None] = {}
-        self.checked: set[tuple[nn.Module, torch.Size]] = set()
-        """The layers, with the shapes of their batches, whose Jacobians were compared with autograd."""
 
     def jacobian_of(self, layer: nn.Module, shape: tuple[int, ...]) -> LayerJacobian | None:
         """The sparse Jacobian of a layer for samples of `shape`, whose pattern is found once; None if none is known."""
@@ -86,126 +100,224 @@ class ScanSequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """The output of the last layer."""
-        if not torch.is_grad_enabled():
+        check_arguments("ScanSequential", {"input": TENSOR}, input=input)
+        if not torch.is_grad_enabled() or not len(self):
             plain: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
             return plain
         found: Tensor = _ChainBackward.apply(self, input, *self.parameters())  # type: ignore[no-untyped-call]
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """A layer that has run, and the graph from its input to its output."""
+
+    name: str
+    layer: nn.Module
+    given: Tensor
+    """A leaf. It requires a gradient if something before it does."""
+    output: Tensor
+    parameters: Sequence[tuple[Tensor, Tensor]]
+    """Each that is trained, and the leaf that stood for it: hooks on the former run once, for the whole gradient."""
+    weight: Tensor | None
+    """That of the layer at this time, for rules."""
+
+    def sizes(self) -> tuple[int, int]:
+        """The values of a sample before and behind the layer."""
+        return math.prod(self.given.shape[1:]), math.prod(self.output.shape[1:])
+
+    def gradients(self, gradient: Tensor) -> "_Gradients":
+        """What autograd makes of the `gradient` of the output: those of the input and of the parameters."""
+        own = [leaf for _, leaf in self.parameters]
+        wanted = [self.given, *own] if self.given.requires_grad else own
+        found = list(self._differentiated(wanted, gradient.reshape(self.output.shape).to(self.output.dtype)))
+        return (found.pop(0) if self.given.requires_grad else None), found
+
+    def jacobian(self) -> Tensor:
+        """Transposed, (B, inputs, outputs), from autograd."""
+        count = self.sizes()[1]
+        ones = torch.eye(count, dtype=self.output.dtype, device=self.output.device)
+        each = ones.view(count, 1, *self.output.shape[1:]).expand(count, *self.output.shape)
+        try:
+            (rows,) = self._differentiated([self.given], each, is_grads_batched=True)
+        except PenstockError:
+            # Some operations, and those of users, take one gradient at a time.
+            parts = [self._differentiated([self.given], one)[0] for one in each]
+            rows = None if None in parts else torch.stack(parts)  # type: ignore[arg-type]
+        if rows is None:
+            return self.given.new_zeros(len(self.given), *self.sizes())
+        return rows.reshape(count, len(self.given), -1).permute(1, 2, 0)
+
+    def _differentiated(self, inputs: list[Tensor], gradient: Tensor, **options: bool) -> Sequence[Tensor | None]:
+        if not inputs:
+            return ()
+        try:
+            # The graph may be needed again, by a second backward through it.
+            return torch.autograd.grad(self.output, inputs, gradient, retain_graph=True, allow_unused=True, **options)
+        except RuntimeError as error:
+            raise PenstockError(
+                f"ScanSequential: {self.name}: expected a layer that autograd can differentiate, found: {error}"
+            ) from error
+
+
 class _ChainBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: ScanSequential, input: Tensor, *parameters: Tensor) -> Tensor:
-        values = [input.detach()]
-        for layer in chain:
-            # A copy, since a layer may write in place.
-            values.append(layer(values[-1].clone()))
-        _check_size(values, chain.most_bytes)
-        ctx.chain = chain
-        ctx.save_for_backward(*values)
-        return values[-1]
+        ctx.chain, ctx.parameters = chain, parameters
+        ctx.runs, value = _run_layers(chain, input, ctx.needs_input_grad[1])
+        _check_size(ctx.runs, chain.most_bytes)
+        if not ctx.runs:
+            ctx.mark_non_differentiable(value)
+        return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        values = ctx.saved_tensors
-        layers: list[nn.Module] = list(ctx.chain)
-        # Of the outputs of the last layer first, and those of the first layer last.
-        jacobians = [_transposed(ctx.chain, layer, *each) for layer, each in zip(layers, pairwise(values), strict=True)]
-        for layer, given, jacobian in zip(layers, values, jacobians, strict=False):
-            _check_jacobian(ctx.chain, layer, given, jacobian)
-        elements = [gradient.flatten(1).unsqueeze(-1), *reversed(jacobians)]
-        after = [elements[0]]
-        if layers:
-            after = scan_list(elements, lambda earlier, later: later @ earlier)
-            after.append(elements[-1] @ after[-1])
-        of_values = [found.reshape(value.shape) for found, value in zip(after, reversed(values), strict=True)]
+        with torch.autocast(gradient.device.type, enabled=False):
+            found = _gradients(ctx.chain, ctx.runs, gradient)
         of_parameters: dict[Tensor, Tensor] = {}
-        for layer, given, found in zip(layers, values[:-1], of_values[-2::-1], strict=True):
-            # All layers know their gradients now, so they are independent of each other.
-            own = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-            if own:
-                with torch.enable_grad():
-                    output = layer(given.clone())
-                for parameter, part in zip(
-                    own, torch.autograd.grad(output, own, found, allow_unused=True), strict=True
-                ):
-                    if part is not None:
-                        known = of_parameters.get(parameter)
-                        of_parameters[parameter] = part if known is None else known + part
-        return None, of_values[-1], *(of_parameters.get(parameter) for parameter in ctx.chain.parameters())
+        for run, (of_input, own) in zip(reversed(ctx.runs), reversed(found), strict=True):
+            for (parameter, _), part in zip(run.parameters, own, strict=True):
+                if part is not None:
+                    known = of_parameters.get(parameter)
+                    of_parameters[parameter] = part if known is None else known + part
+            if of_input is None:
+                # As in PyTorch, no gradient is another thing than one of zeros.
+                break
+        return None, of_input, *(of_parameters.get(parameter) for parameter in ctx.parameters)
 
 
-def _transposed(chain: ScanSequential, layer: nn.Module, given: Tensor, output: Tensor) -> Tensor:
+def _run_layers(chain: ScanSequential, input: Tensor, wanted: bool) -> tuple[list[_Run], Tensor]:
+    """The runs that gradients go through, and the output. `wanted`: whether the input needs one."""
+    runs: list[_Run] = []
+    value, is_input = input, True
+    for number, layer in enumerate(chain):
+        name = f"layer {number} ({type(layer).__name__})"
+        given = value.detach()
+        given.requires_grad_(wanted)
+        own = dict(layer.named_parameters())
+        leaves = {key: each.detach().requires_grad_() for key, each in own.items() if each.requires_grad}
+        with torch.enable_grad():
+            # A copy, since a layer may write in place.
+            copy = given.clone()
+            written = times_written(copy)
+            output = torch.func.functional_call(layer, leaves, (copy,)) if leaves else layer(copy)
+        if not isinstance(output, Tensor):
+            _refuse(name, "that returns one tensor", f"{type(output).__name__}")
+        if is_input and times_written(copy) != written:
+            _refuse(name, "that leaves the input of the chain as it is", "one that writes in place: use inplace=False")
+        is_input = is_input and output.untyped_storage().data_ptr() == copy.untyped_storage().data_ptr()
+        parameters = [(own[key], leaf) for key, leaf in leaves.items()]
+        run = _Run(name, layer, given, output, parameters, leaves.get("weight", own.get("weight")))
+        wanted = output.requires_grad
+        if wanted:
+            _check_run(run)
+            runs.append(run)
+        else:
+            # Nothing before has a gradient.
+            runs.clear()
+        value = output.detach()
+    return runs, value
+
+
+def _check_run(run: _Run) -> None:
+    given, output = run.given, run.output
+    if output.dim() < 1 or given.dim() < 1 or len(output) != len(given):
+        _refuse(
+            run.name,
+            f"whose output has the samples of its input, of shape {tuple(given.shape)}, in dimension 0",
+            f"an output of shape {tuple(output.shape)}. Give several samples as a batch",
+        )
+    if not output.is_floating_point() or (given.requires_grad and not given.is_floating_point()):
+        _refuse(run.name, "of real floating-point numbers", f"{given.dtype} before it and {output.dtype} behind it")
+    known = {id(given), *(id(leaf) for _, leaf in run.parameters)}
+    if any(id(leaf) not in known for leaf in leaves_behind(output)):
+        _refuse(run.name, "that reads no tensors with gradients but its own parameters", "another: register it")
+    if any(hooks_of(module, backward=True) for module in run.layer.modules()):
+        _refuse(run.name, "without backward hooks", "some: put them on parameters, or on the chain")
+
+
+def _refuse(name: str, expected: str, found: str) -> NoReturn:
+    raise PenstockError(
+        f"ScanSequential: {name}: expected a layer {expected}, found {found}. Or put the layer before or behind the "
+        "chain, or use torch.nn.Sequential"
+    )
+
+
+_Gradients: TypeAlias = tuple[Tensor | None, Sequence[Tensor | None]]
+"""Of the input of a layer, and of its parameters."""
+
+
+def _gradients(chain: ScanSequential, runs: list[_Run], gradient: Tensor) -> list[_Gradients]:
+    """Those of each run. Where the scan does not find what the layers' graphs do, for example since a product leaves
+    the range of its type, they are found step by step, with Jacobians from autograd.
+    """
+    wide = reduce(torch.promote_types, (run.output.dtype for run in runs), torch.float32)
+    scanned = [run for run in runs if run.given.requires_grad]
+    for levels in (None, 0):
+        jacobians = [(run.jacobian() if levels == 0 else _transposed(chain, run)).to(wide) for run in scanned]
+        # Of the outputs of the last layer first, and those of the first layer last.
+        elements = [_flat(gradient).unsqueeze(-1).to(wide), *reversed(jacobians)]
+        behind = [elements[0]]
+        if jacobians:
+            behind = scan_list(elements, lambda earlier, later: later @ earlier, levels)
+            behind.append(elements[-1] @ behind[-1])
+        behind.reverse()
+        # All layers know their gradients now, so they are independent of each other.
+        found = [run.gradients(each) for run, each in zip(runs, behind[-len(runs) :], strict=True)]
+        compared = zip(
+            scanned, jacobians, pairwise(behind[-len(scanned) - 1 :]), found[len(runs) - len(scanned) :], strict=True
+        )
+        wrong = [run for run, jacobian, each, (expected, _) in compared if _differ(run, jacobian, each, expected)]
+        if not wrong:
+            return found
+    _refuse(
+        wrong[-1].name,
+        f"whose gradient for a batch of shape {tuple(wrong[-1].given.shape)} is a matrix times that of each sample",
+        "another: the layer mixes samples (as BatchNorm does in training mode), a hook or a function of its own changes"
+        " the gradient, or it computes in fewer digits than its input has",
+    )
+
+
+def _differ(run: _Run, jacobian: Tensor, gradients: tuple[Tensor, Tensor], expected: Tensor | None) -> bool:
+    """Whether the first of `gradients`, before the layer, is not the `expected` one from autograd for the second."""
+    before, behind = (_flat(each).double() for each in gradients)
+    difference = before if expected is None else before - _flat(expected)
+    largest = torch.linalg.vector_norm(jacobian.flatten(1), torch.inf, dim=1).double()
+    rounding = max(torch.finfo(each.dtype).eps for each in (run.given, run.output)) ** 0.5
+    # A gradient that is not finite is left as it is.
+    finite = behind.isfinite().all(1) & (True if expected is None else _flat(expected).isfinite().all(1))
+    allowed = rounding * largest * behind.abs().sum(1)
+    return not bool((difference.abs().amax(1) <= allowed)[finite].all())
+
+
+def _flat(values: Tensor) -> Tensor:
+    """(B, values of a sample), also where a sample is a single number."""
+    return values.unsqueeze(-1).flatten(1)
+
+
+def _transposed(chain: ScanSequential, run: _Run) -> Tensor:
     """The transposed Jacobians of a layer, (B or 1, inputs, outputs)."""
-    if type(layer) in (nn.Flatten, nn.Identity):
-        return torch.eye(given[0].numel(), dtype=given.dtype, device=given.device).unsqueeze(0)
-    known = chain.jacobian_of(layer, tuple(given.shape[1:]))
-    if known is None:
-        return _by_rows(chain, layer, given)
-    found = known.pattern.dense(known.values(given, output))
+    known = chain.jacobian_of(run.layer, tuple(run.given.shape[1:]))
+    if known is None or known.pattern.shape != run.sizes():
+        return run.jacobian()
+    found = known.pattern.dense(known.values(run.given.detach(), run.output.detach(), run.weight))
     return found if found.dim() == 3 else found.unsqueeze(0)
 
 
-def _by_rows(chain: ScanSequential, layer: nn.Module, given: Tensor) -> Tensor:
-    def one(sample: Tensor) -> Tensor:
-        output: Tensor = layer(sample.unsqueeze(0).clone())
-        return output.flatten()
-
-    try:
-        jacobians: Tensor = torch.func.vmap(torch.func.jacrev(one))(given)
-    except (RuntimeError, ValueError) as error:
-        raise PenstockError(
-            f"ScanSequential: torch.func cannot compute the Jacobian of {_named(chain, layer)}: {error}. Expected a "
-            "layer that treats each sample by itself, draws nothing (BatchNorm and Dropout do in evaluation mode), and "
-            "does not look at values. Put it before or behind the chain, or use torch.nn.Sequential"
-        ) from error
-    return jacobians.flatten(2).transpose(1, 2)
-
-
-def _check_jacobian(chain: ScanSequential, layer: nn.Module, given: Tensor, jacobian: Tensor) -> None:
-    """Raises `PenstockError` for a shape seen first whose `jacobian` is not what autograd computes for `layer`."""
-    key = layer, given.shape
-    if key in chain.checked:
+def _check_size(runs: Sequence[_Run], most_bytes: int) -> None:
+    shapes = [run.sizes() for run in runs if run.given.requires_grad]
+    if not shapes:
         return
-    with torch.enable_grad():
-        leaf = given.detach().requires_grad_()
-        output = layer(leaf.clone())
-    generator = torch.Generator().manual_seed(0)
-    gradient = torch.rand(output.shape, generator=generator, dtype=torch.float64).to(output)
-    expected = torch.zeros_like(leaf)
-    if output.requires_grad:
-        (found,) = torch.autograd.grad(output, leaf, gradient, allow_unused=True)
-        expected = expected if found is None else found
-    found = (jacobian @ gradient.flatten(1).unsqueeze(-1)).reshape(given.shape)
-    difference, largest = (found - expected).abs().amax(), expected.abs().amax()
-    if difference > torch.finfo(found.dtype).eps ** 0.5 * (1 + largest):
-        raise PenstockError(
-            f"ScanSequential: {_named(chain, layer)}: expected the gradient that autograd computes for a batch of "
-            f"shape {tuple(given.shape)}, found one that differs by {float(difference):.3g}. A Jacobian is that of one "
-            "sample: the layer mixes samples, draws random numbers, or changes what it reads. Put it before or behind "
-            "the chain, or use torch.nn.Sequential"
-        )
-    chain.checked.add(key)
-
-
-def _named(chain: ScanSequential, layer: nn.Module) -> str:
-    name = next(name for name, child in chain.named_children() if child is layer)
-    return f"layer {name} ({type(layer).__name__})"
-
-
-def _check_size(values: Sequence[Tensor], most_bytes: int) -> None:
-    if len(values[-1]) == 0:
-        return
-    shapes = [(given[0].numel(), output[0].numel()) for given, output in pairwise(values)]
     every = list(shapes)
 
     def then(earlier: tuple[int, int], later: tuple[int, int]) -> tuple[int, int]:
         every.append((later[0], earlier[1]))
         return every[-1]
 
-    scan_list([(values[-1][0].numel(), 1), *reversed(shapes)], then)
-    needed = len(values[-1]) * values[-1].element_size() * sum(rows * columns for rows, columns in every)
+    scan_list([(shapes[-1][1], 1), *reversed(shapes)], then)
+    output = runs[-1].output
+    needed = len(output) * output.element_size() * sum(rows * columns for rows, columns in every)
     if needed > most_bytes:
         raise PenstockError(
             f"ScanSequential: the Jacobians of this batch and their products would take up to {needed:,} bytes: "

@@ -94,13 +94,19 @@ class LayerJacobian:
     _weights: Tensor | None = field(default=None, repr=False)
     """By entry, the element of the weight that it is."""
 
-    def values(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """The entries for a batch: (entries) where they are the same for all samples, else (B, entries)."""
-        layer, flat = self.layer, outputs.flatten(1)
+    def values(self, inputs: Tensor, outputs: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The entries for a batch: (entries) where they are the same for all samples, else (B, entries).
+
+        `weight`: in place of the one that the layer has now.
+        """
+        layer, flat = self.layer, outputs.unsqueeze(-1).flatten(1)
         match layer:
             case nn.Conv2d() | nn.Linear():
                 assert self._weights is not None
-                return layer.weight.detach().flatten()[self._weights.to(layer.weight.device)]
+                used = (layer.weight if weight is None else weight).detach()
+                return used.flatten()[self._weights.to(used.device)]
+            case nn.Identity() | nn.Flatten():
+                return flat.new_ones(self.pattern.entries)
             case nn.ReLU():
                 return (flat > 0).to(flat.dtype)
             case nn.Tanh():
@@ -124,11 +130,11 @@ class LayerJacobian:
 def layer_jacobian(layer: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = False) -> LayerJacobian:
     """The transposed Jacobian of `layer` for one sample of `input_shape`, without the dimension of the batch.
 
-    Knows Conv2d, Linear, MaxPool2d, AvgPool2d, ReLU, Tanh and Sigmoid. `pruned`: leaves out the entries of weights that
-    are zero, which must stay zero. Raises `PenstockError` for another layer.
+    Knows Conv2d, Linear, MaxPool2d, AvgPool2d, ReLU, Tanh, Sigmoid, Flatten and Identity. `pruned`: leaves out the
+    entries of weights that are zero, which must stay zero. Raises `PenstockError` for another layer.
     """
     # A class that derives from one of these may have a forward of its own.
-    known = layer if type(layer).__module__.startswith("torch.nn.modules.") else nn.Identity()
+    known = layer if type(layer).__module__.startswith("torch.nn.modules.") else nn.Module()
     match known:
         case nn.Conv2d():
             return _convolution(known, input_shape, _kept(known.weight, pruned))
@@ -138,13 +144,13 @@ def layer_jacobian(layer: nn.Module, input_shape: tuple[int, ...], *, pruned: bo
             return _sorted(known, (inputs, outputs), kept % inputs, kept // inputs, kept)
         case nn.MaxPool2d() | nn.AvgPool2d() if not _is_odd(known):
             return _pooling(known, input_shape)
-        case nn.ReLU() | nn.Tanh() | nn.Sigmoid():
+        case nn.ReLU() | nn.Tanh() | nn.Sigmoid() | nn.Flatten() | nn.Identity():
             every = torch.arange(torch.Size(input_shape).numel())
             return LayerJacobian(known, Pattern((len(every), len(every)), every, every))
     raise PenstockError(
         f"the sparse Jacobian of {layer} for inputs {input_shape} is not known: expected Conv2d with zero padding, "
-        "Linear of one dimension, MaxPool2d or AvgPool2d without ceil_mode, dilation or own divisor, ReLU, Tanh or "
-        "Sigmoid. ScanSequential takes any layer, with dense Jacobians"
+        "Linear of one dimension, MaxPool2d or AvgPool2d without ceil_mode, dilation or own divisor, ReLU, Tanh, "
+        "Sigmoid, Flatten or Identity. ScanSequential takes any layer, with dense Jacobians"
     )
 
 

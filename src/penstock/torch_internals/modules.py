@@ -18,10 +18,10 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(hooks_of(module))
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks of `module` itself, on its forward and its backward. No public name lists them."""
+def hooks_of(module: nn.Module, *, backward: bool = False) -> list[Any]:
+    """The hooks of `module` itself, on its forward and its backward, or only the latter. No public name lists them."""
     try:
-        return [hook for table in _hook_tables(module) for hook in table.values()]
+        return [hook for table in _hook_tables(module)[2 * backward :] for hook in table.values()]
     except AttributeError as error:
         raise missing("torch.nn.Module._forward_hooks", "to see what a module runs besides its children") from error
 
