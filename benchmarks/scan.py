@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from measurement.reports import Report, conditions, option_parser
-from penstock.scan import DiagonalRecurrence, ScanGRU, ScanRNN, diagonal_recurrence, estimate
-from penstock.scan.estimates import LayerMethod
+from penstock.scan import DiagonalRecurrence, ScanGRU, ScanLSTM, ScanRNN, diagonal_recurrence, estimate
+from penstock.scan.estimates import GATES, LayerMethod
 
 LENGTHS = (10, 30, 100, 300, 1000, 3000, 10000, 30000)
 LONGEST_LOOP = 1000
@@ -28,6 +29,12 @@ LONGEST_LOOP = 1000
 METHODS: tuple[LayerMethod, ...] = ("linear", "blelloch", "chunked")
 MOST_BYTES = 2**31
 """The most that the Jacobians of a layer may take."""
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "rnn": (nn.RNN, ScanRNN),
+    "gru": (nn.GRU, ScanGRU),
+    "lstm": (nn.LSTM, ScanLSTM),
+}
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -40,20 +47,23 @@ def python_loop(cell: nn.RNNCell, inputs: Tensor) -> Tensor:
     return state
 
 
-def recurrences(kind: str, width: int, length: int, batch: int, device: torch.device) -> dict[str, Forward]:
-    """The contenders of a kind, ``rnn`` or ``gru``, by name; the first is PyTorch's."""
-    plain, scanning = {"rnn": (nn.RNN, ScanRNN), "gru": (nn.GRU, ScanGRU)}[kind]
-    found: dict[str, Forward] = {f"torch {kind}": partial(_last, plain(1, width).to(device))}
+def recurrences(kind: str, width: int, inputs: Tensor) -> dict[str, Forward]:
+    """The contenders of a kind, a key of `KINDS`, by name; the first is PyTorch's."""
+    length, batch, values = inputs.shape
+    factory: dict[str, Any] = {"device": inputs.device, "dtype": inputs.dtype}
+    (plain, scanning), state = KINDS[kind], width * (2 if kind == "lstm" else 1)
+    found: dict[str, Forward] = {f"torch {kind}": partial(_last, plain(values, width, **factory))}
     if kind == "rnn" and length <= LONGEST_LOOP:
-        found["loop in Python"] = partial(python_loop, nn.RNNCell(1, width).to(device))
+        found["loop in Python"] = partial(python_loop, nn.RNNCell(values, width, **factory))
     for method in METHODS:
-        if method == "linear" or 12 * length * batch * width * width <= MOST_BYTES:
-            found[f"{kind}, {method}"] = partial(_last, scanning(1, width, method=method).to(device))
+        if method == "linear" or 12 * length * batch * state**2 <= MOST_BYTES:
+            found[f"{kind}, {method}"] = partial(_last, scanning(values, width, method=method, **factory))
     return found
 
 
 def _last(module: nn.Module, inputs: Tensor) -> Tensor:
-    result: Tensor = module(inputs)[1]
+    outputs, last = module(inputs)
+    result: Tensor = outputs[-1] if isinstance(last, tuple) else last
     return result
 
 
@@ -163,7 +173,7 @@ def lost_by_auto(kind: str, inputs: Tensor, width: int, times: Times) -> tuple[s
     for method in METHODS:
         if f"{kind}, {method}" in times:
             measured[method] = times[f"{kind}, {method}"][1]
-    gates = {"rnn": 1, "gru": 3}[kind]
+    gates = GATES[KINDS[kind][1](1, 1).mode]
     predicted = estimate(len(inputs), inputs.shape[1], width, gates=gates, device=inputs.device.type).seconds
     chosen = min(measured, key=predicted.__getitem__)
     lost = measured[chosen] / min(measured.values())
@@ -198,7 +208,7 @@ def main() -> None:
             torch.manual_seed(0)
             inputs = torch.bernoulli(torch.full((length, batch, 1), 0.5, device=device)).requires_grad_()
             for kind in ("rnn", "gru"):
-                rows, times = compare(recurrences(kind, width, length, batch, device), inputs, wish.rounds)
+                rows, times = compare(recurrences(kind, width, inputs), inputs, wish.rounds)
                 row, lost = lost_by_auto(kind, inputs, width, times)
                 every_lost.append(lost)
                 report.add(*rows, row)

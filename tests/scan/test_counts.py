@@ -89,6 +89,10 @@ def test_a_scan_pays_for_long_sequences_of_narrow_states() -> None:
     assert estimate(10, 16, 20).method == "torch"
     assert estimate(1000, 16, 20).method == "linear"
     assert estimate(1000, 1, 20, gates=3).method == "blelloch"
+    # On CPUs PyTorch has one kernel for all steps of an LSTM. The matrices of its steps have 40 x 40 values.
+    assert estimate(1000, 1, 20, gates=4).method == "torch"
+    assert estimate(1000, 1, 20, gates=4, device="cuda").method == "blelloch"
+    assert "40 x 40" in str(estimate(10, 16, 20, gates=4))
 
 
 def test_the_estimate_follows_the_machine() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.scan import DiagonalRecurrence, ScanGRU, ScanRNN
+from penstock.scan import DiagonalRecurrence, ScanGRU, ScanLSTM, ScanRNN, ScanSequential
 from support.training import assert_equal, train, train_by_oracle
 
 
@@ -29,7 +29,9 @@ def build() -> nn.Sequential:
     return nn.Sequential(
         Outputs(ScanRNN(3, 6, method="blelloch", **options)),
         Outputs(ScanGRU(6, 5, num_layers=2, method="chunked", **options)),
-        Outputs(DiagonalRecurrence(5, 4, **options)),
+        Outputs(ScanLSTM(5, 3, method="blelloch", **options)),
+        Outputs(DiagonalRecurrence(3, 4, **options)),
+        ScanSequential(nn.Linear(4, 3, dtype=torch.float64), nn.GELU(), nn.Linear(3, 4, dtype=torch.float64)),
         nn.Linear(4, 2, dtype=torch.float64),
     )
 

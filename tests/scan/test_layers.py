@@ -1,4 +1,4 @@
-"""`ScanRNN` and `ScanGRU` equal PyTorch's modules, in outputs and all gradients."""
+"""`ScanRNN`, `ScanGRU` and `ScanLSTM` equal PyTorch's modules, in outputs and all gradients."""
 
 from typing import Any
 
@@ -8,14 +8,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from penstock.errors import PenstockError
-from penstock.scan import ScanGRU, ScanRNN
+from penstock.scan import ScanGRU, ScanLSTM, ScanRNN
 
 KINDS: list[tuple[Any, Any, dict[str, Any]]] = [
     (nn.RNN, ScanRNN, {}),
     (nn.RNN, ScanRNN, {"nonlinearity": "relu"}),
     (nn.GRU, ScanGRU, {}),
+    (nn.LSTM, ScanLSTM, {}),
 ]
-GROWTH = {"RNN_TANH": 2.7, "RNN_RELU": 2.35, "GRU": 6.0}
+PAIRS = [(nn.RNN, ScanRNN), (nn.GRU, ScanGRU), (nn.LSTM, ScanLSTM)]
+GROWTH = {"RNN_TANH": 2.7, "RNN_RELU": 2.35, "GRU": 6.0, "LSTM": 9.0}
 """Factors of the hidden weights with which gradients neither vanish nor explode."""
 
 
@@ -33,12 +35,19 @@ def pair(plain: Any, scanning: Any, width: int = 6, method: str = "blelloch", **
 
 
 def gradients(module: nn.Module, inputs: Any, first: Tensor | None, every: bool) -> list[Tensor]:
-    """Outputs and gradients of inputs, first state and parameters; of a loss on all outputs or on the last."""
+    """Outputs and gradients of inputs, first state and parameters; of a loss on all outputs or on the last.
+
+    An LSTM has another tensor beside `first`, the values of its cell, and beside the last state.
+    """
     leaves = [inputs.data if isinstance(inputs, PackedSequence) else inputs]
     leaves += [] if first is None else [first]
     for leaf in leaves:
         leaf.requires_grad_(True)
-    outputs, last = module(inputs, first)
+    if isinstance(module, nn.LSTM):
+        outputs, states = module(inputs, None if first is None else (first, first.flip(-1)))
+        last = torch.cat(states, -1)
+    else:
+        outputs, last = module(inputs, first)
     data = outputs.data if isinstance(outputs, PackedSequence) else outputs
     loss = (last * torch.linspace(1, 2, last.numel(), dtype=last.dtype).view_as(last)).sum()
     if every:
@@ -65,7 +74,7 @@ def test_lengths(plain: Any, scanning: Any, options: dict[str, Any], method: str
             check(gradients(expected, inputs, first, every), gradients(found, inputs, first, every))
 
 
-@pytest.mark.parametrize(("plain", "scanning", "options"), [KINDS[0], KINDS[2]])
+@pytest.mark.parametrize(("plain", "scanning", "options"), [KINDS[0], *KINDS[2:]])
 def test_all_lengths(plain: Any, scanning: Any, options: dict[str, Any]) -> None:
     expected, found = pair(plain, scanning, **options)
     for steps in (*range(1, 71), 257, 1000):
@@ -117,7 +126,7 @@ def test_a_wrong_order_of_factors_would_show(plain: Any, scanning: Any, options:
     assert float((other[0] - of_inputs[0]).norm()) > 1e-3 * float(of_inputs[0].norm())
 
 
-@pytest.mark.parametrize("plain_and_scanning", [(nn.RNN, ScanRNN), (nn.GRU, ScanGRU)])
+@pytest.mark.parametrize("plain_and_scanning", PAIRS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -139,7 +148,7 @@ def test_options(plain_and_scanning: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("plain_and_scanning", [(nn.RNN, ScanRNN), (nn.GRU, ScanGRU)])
+@pytest.mark.parametrize("plain_and_scanning", PAIRS)
 def test_packed_sequences(plain_and_scanning: Any, bidirectional: bool) -> None:
     expected, found = pair(*plain_and_scanning, num_layers=2, bidirectional=bidirectional)
     lengths = torch.tensor([4, 9, 1, 9])
@@ -152,7 +161,7 @@ def test_packed_sequences(plain_and_scanning: Any, bidirectional: bool) -> None:
     assert torch.equal(pad_packed_sequence(outputs)[1], lengths)
 
 
-@pytest.mark.parametrize("plain_and_scanning", [(nn.RNN, ScanRNN), (nn.GRU, ScanGRU)])
+@pytest.mark.parametrize("plain_and_scanning", PAIRS)
 def test_one_sample_without_a_batch(plain_and_scanning: Any) -> None:
     expected, found = pair(*plain_and_scanning)
     inputs, first = torch.randn(5, 3, dtype=torch.float64), torch.randn(1, 6, dtype=torch.float64)
@@ -160,7 +169,7 @@ def test_one_sample_without_a_batch(plain_and_scanning: Any) -> None:
     check(gradients(expected, inputs, first, True), gradients(found, inputs, first, True))
 
 
-@pytest.mark.parametrize("kind", [ScanRNN, ScanGRU])
+@pytest.mark.parametrize("kind", [ScanRNN, ScanGRU, ScanLSTM])
 def test_gradcheck(kind: Any) -> None:
     torch.manual_seed(0)
     for steps, batch, width in ((1, 1, 1), (2, 3, 2), (17, 2, 5)):
@@ -171,7 +180,9 @@ def test_gradcheck(kind: Any) -> None:
         names = [name for name, _ in layer.named_parameters()]
 
         def run(inputs: Tensor, first: Tensor, *weights: Tensor, layer: Any = layer, names: Any = names) -> Any:
-            return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (inputs, first))
+            states = (first, first.flip(-1)) if isinstance(layer, ScanLSTM) else first
+            found = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (inputs, states))
+            return found if isinstance(found[1], Tensor) else (found[0], *found[1])
 
         assert torch.autograd.gradcheck(run, (inputs, first, *weights))
 
@@ -202,3 +213,35 @@ def test_auto_takes_what_is_estimated() -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(PenstockError, match="expected one of 'auto', 'torch', 'linear'"):
         ScanGRU(3, 6, method="fast")  # type: ignore[arg-type]
+
+
+def test_the_cell_of_an_lstm() -> None:
+    """Its last values are PyTorch's to the bit, and so are the outputs."""
+    expected, found = pair(nn.LSTM, ScanLSTM, num_layers=2)
+    inputs = torch.randn(50, 2, 3, dtype=torch.float64)
+    for one, other in zip(expected(inputs)[1], found(inputs)[1], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(expected(inputs)[0], found(inputs)[0])
+    with torch.no_grad():
+        assert found.chosen_method(inputs) == "torch"
+
+
+def test_a_projection_and_wrong_states_are_refused() -> None:
+    with pytest.raises(PenstockError, match=r"ScanLSTM\(proj_size=2\): expected 0"):
+        ScanLSTM(3, 6, proj_size=2)
+    layer = ScanLSTM(3, 6, method="blelloch")
+    for cell, text in ((7, "equal size"), (5, "Expected hidden")):
+        with pytest.raises(RuntimeError, match=text):
+            layer(torch.ones(4, 2, 3), (torch.ones(1, 2, 5), torch.ones(1, 2, cell)))
+
+
+@pytest.mark.parametrize("plain_and_scanning", PAIRS)
+def test_the_backward_of_pytorch_is_that_of_its_module(plain_and_scanning: Any) -> None:
+    """It can be differentiated again."""
+    plain, scanning = plain_and_scanning
+    expected, found = pair(plain, scanning, method="torch", num_layers=2, batch_first=True)
+    inputs = torch.randn(3, 4, 3, dtype=torch.float64, requires_grad=True)
+    for one, other in zip(gradients(expected, inputs, None, True), gradients(found, inputs, None, True), strict=True):
+        assert torch.equal(one, other)
+    (first,) = torch.autograd.grad(found(inputs)[0].sum(), inputs, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), inputs)[0].isfinite().all()

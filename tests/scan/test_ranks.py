@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.scan import ScanGRU, ScanRNN
+from penstock.scan import ScanGRU, ScanLSTM, ScanRNN
 from support.processes import Pool
 
 STEPS = 37
@@ -17,7 +17,9 @@ STEPS = 37
 def build(kind: str, **options: Any) -> torch.nn.RNNBase:
     """Two layers whose gradients do not vanish."""
     torch.manual_seed(0)
-    made: torch.nn.RNNBase = {"rnn": ScanRNN, "gru": ScanGRU}[kind](3, 6, num_layers=2, dtype=torch.float64, **options)
+    made: torch.nn.RNNBase = {"rnn": ScanRNN, "gru": ScanGRU, "lstm": ScanLSTM}[kind](
+        3, 6, num_layers=2, dtype=torch.float64, **options
+    )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "weight_hh" in name:
@@ -32,6 +34,11 @@ def inputs_and_factors() -> tuple[Tensor, Tensor, Tensor]:
     return steps, torch.randn(2, 2, 6, dtype=torch.float64), torch.randn(STEPS, 2, 6, dtype=torch.float64)
 
 
+def states_of(kind: str, first: Tensor) -> Any:
+    """An LSTM has other values in its cell."""
+    return (first, first.tanh()) if kind == "lstm" else first
+
+
 def train_a_part(kind: str, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Outputs and gradients of this rank's steps, the gradient of the first states, and the summed gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -41,7 +48,7 @@ def train_a_part(kind: str, method: str) -> tuple[Tensor, Tensor, Tensor, dict[s
     ends = [0, *(STEPS * (index + 1) // ranks for index in range(ranks))]
     own = steps[ends[rank] : ends[rank + 1]].clone().requires_grad_()
     first.requires_grad_()
-    outputs, _ = layer(own, first)
+    outputs, _ = layer(own, states_of(kind, first))
     (outputs * factors[ends[rank] : ends[rank + 1]]).sum().backward()
     assert own.grad is not None and first.grad is not None
     gradients = {}
@@ -52,15 +59,17 @@ def train_a_part(kind: str, method: str) -> tuple[Tensor, Tensor, Tensor, dict[s
     return outputs.detach(), own.grad, first.grad, gradients
 
 
-@pytest.mark.parametrize(("kind", "method"), [("rnn", "blelloch"), ("gru", "chunked"), ("rnn", "linear")])
+@pytest.mark.parametrize(
+    ("kind", "method"), [("rnn", "blelloch"), ("gru", "chunked"), ("rnn", "linear"), ("lstm", "blelloch")]
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_time_cut_over_processes(pool: Pool, ranks: int, kind: str, method: str) -> None:
     found = pool.run(ranks, train_a_part, kind, method)
     layer = build(kind)
-    plain = {"rnn": nn.RNN, "gru": nn.GRU}[kind](3, 6, num_layers=2, dtype=torch.float64)
+    plain = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}[kind](3, 6, num_layers=2, dtype=torch.float64)
     plain.load_state_dict(layer.state_dict())
     steps, first, factors = inputs_and_factors()
-    outputs, _ = plain(steps.requires_grad_(), first.requires_grad_())
+    outputs, _ = plain(steps.requires_grad_(), states_of(kind, first.requires_grad_()))
     (outputs * factors).sum().backward()
 
     assert steps.grad is not None

@@ -3,14 +3,15 @@
 The backward through n steps is a product of n Jacobians. The product is associative, so a parallel scan takes about
 2 log2(n) steps where plain backpropagation takes n. Source: Wang, Bai and Pekhimenko, MLSys 2020.
 
-May import ``errors`` and ``arguments`` only, and no other room imports this one. Start reading in ``scans.py``.
+May import ``errors``, ``arguments`` and ``torch_internals`` only, and no other room imports this one. Start reading in
+``scans.py``.
 """
 
 from penstock.scan.chains import ScanSequential
 from penstock.scan.counts import ScanCounts, count
 from penstock.scan.diagonal import DiagonalRecurrence, diagonal_recurrence
 from penstock.scan.estimates import Estimate, Machine, estimate
-from penstock.scan.layers import ScanGRU, ScanRNN
+from penstock.scan.layers import ScanGRU, ScanLSTM, ScanRNN
 from penstock.scan.scans import blelloch, chunked, hybrid, linear
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Machine",
     "ScanCounts",
     "ScanGRU",
+    "ScanLSTM",
     "ScanRNN",
     "ScanSequential",
     "blelloch",

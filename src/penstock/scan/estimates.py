@@ -15,7 +15,7 @@ from penstock.arguments import Rule, check_arguments, integer
 from penstock.scan.counts import count
 
 LayerMethod: TypeAlias = Literal["torch", "linear", "blelloch", "chunked"]
-GATES: Mapping[str, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3}
+GATES: Mapping[str, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 """By the mode of PyTorch's module."""
 
 
@@ -29,6 +29,8 @@ class Machine:
     """What a step of PyTorch's own backward of a recurrence costs, however small."""
     torch_gate_seconds: float
     """What each further gate adds to that."""
+    torch_lstm_step_seconds: float
+    """What a step of an LSTM costs instead: oneDNN has a kernel for it, on CPUs."""
     flops_per_second: float
     """Of products of a batch with the weights."""
     product_seconds: float
@@ -47,6 +49,7 @@ MACHINES: Mapping[str, Machine] = {
         call_seconds=3.2e-6,
         torch_step_seconds=2.7e-5,
         torch_gate_seconds=2.6e-5,
+        torch_lstm_step_seconds=1.2e-6,
         flops_per_second=4e10,
         product_seconds=1.2e-7,
         product_flops_per_second=1.1e11,
@@ -59,6 +62,7 @@ MACHINES: Mapping[str, Machine] = {
         call_seconds=1e-5,
         torch_step_seconds=1.37e-5,
         torch_gate_seconds=0.0,
+        torch_lstm_step_seconds=1.37e-5,
         flops_per_second=5e12,
         product_seconds=0.0,
         product_flops_per_second=2e11,
@@ -111,28 +115,32 @@ def estimate(
 ) -> Estimate:
     """The predicted seconds of a backward through a recurrence of `steps` with `batch` samples and `width` values.
 
-    `gates`: 1 for `ScanRNN`, 3 for `ScanGRU`. `machine`: by default that of `device`, see `MACHINES`. Raises
-    `PenstockError` for numbers below 1.
+    `gates`: 1 for `ScanRNN`, 3 for `ScanGRU`, 4 for `ScanLSTM`, which passes on a cell of as many values. `machine`: by
+    default that of `device`, see `MACHINES`. Raises `PenstockError` for numbers below 1.
     """
     check_arguments("estimate", _RULES, steps=steps, batch=batch, width=width, gates=gates, device=device)
     known = machine or machine_of(device)
     # The products of all steps with the weights: once for the states, and once for the parameters.
     product = steps * batch * gates * 2 * width**2 / known.flops_per_second
-    states = 4.0 * steps * batch * width
-    own = _CALLS_ONCE * known.call_seconds + product + 8 * gates * states / known.bytes_per_second
+    values = 4.0 * steps * batch * width
+    states, torch_step = 1, known.torch_step_seconds + (gates - 1) * known.torch_gate_seconds
+    if gates == GATES["LSTM"]:
+        states, torch_step = 2, known.torch_lstm_step_seconds
+    size = states * width
+    own = _CALLS_ONCE * known.call_seconds + product + 8 * gates * values / known.bytes_per_second
     found: dict[LayerMethod, float] = {
-        "torch": steps * (known.torch_step_seconds + (gates - 1) * known.torch_gate_seconds) + 2 * product,
+        "torch": steps * torch_step + 2 * product,
         "linear": own + steps * (1 + gates) * known.call_seconds + product,
     }
-    jacobians = (2 * gates + 1) * states * width / known.bytes_per_second
+    jacobians = (2 * gates + states**2) * values * width / known.bytes_per_second
     scans: tuple[Literal["blelloch", "chunked"], ...] = ("blelloch", "chunked")
     for method in scans:
-        counts = count(steps, width, method=method, workers=known.matrix_workers)
+        counts = count(steps, size, method=method, workers=known.matrix_workers)
         products = (counts.matrix_products + counts.vector_products) * known.product_seconds
         work = batch * (products + counts.flops / known.product_flops_per_second)
         found[method] = own + jacobians + counts.steps * _CALLS_PER_LEVEL * known.call_seconds + work
     best = min(found, key=found.__getitem__)
-    return Estimate(found, best, _reason(best, found, steps, width, known))
+    return Estimate(found, best, _reason(best, found, steps, size, known))
 
 
 def _reason(best: LayerMethod, found: Mapping[LayerMethod, float], steps: int, width: int, machine: Machine) -> str:

@@ -1,10 +1,11 @@
-"""`ScanRNN` and `ScanGRU`: drop-in replacements of `torch.nn.RNN` and `torch.nn.GRU` whose backward is a scan.
+"""`ScanRNN`, `ScanGRU` and `ScanLSTM`: drop-in replacements of PyTorch's recurrences whose backward is a scan.
 
 Forward is PyTorch's own, layer by layer. Backward makes the Jacobians of all steps and scans over them, or goes step by
 step without them. Then it computes the gradients of the parameters of all steps at once. Only the order of additions
 differs from PyTorch's backward.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -17,14 +18,22 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from penstock.arguments import text_of
 from penstock.errors import PenstockError
-from penstock.scan.cells import CELLS, Cell, Weights
+from penstock.scan.cells import CELLS, Cell, Weights, cell_values
 from penstock.scan.estimates import GATES, LayerMethod, estimate, machine_of
 from penstock.scan.ranks import gradient_from_later_ranks, receive_state, send_state
 from penstock.scan.scans import blelloch, chunked
 
 Choice: TypeAlias = Literal["auto"] | LayerMethod
 _CHOICES = ("auto", *get_args(LayerMethod))
-_FORWARDS = {"RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu, "GRU": torch.gru}
+_FORWARDS: Mapping[str, Callable[..., Any]] = {
+    "RNN_TANH": torch.rnn_tanh,
+    "RNN_RELU": torch.rnn_relu,
+    "GRU": torch.gru,
+    "LSTM": torch.lstm,
+}
+States: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""Of an LSTM, its hidden values and those of its cell."""
+Results: TypeAlias = tuple[Tensor | PackedSequence, States]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +47,28 @@ class _How:
 
 
 class _LayerBackward(torch.autograd.Function):
-    """One layer in one direction: inputs (T, B, I) and a first hidden state (B, H) make outputs (T, B, H)."""
+    """One layer in one direction: inputs (T, B, I) and a first state (B, S) make the states (T, B, S) of all steps."""
 
     @staticmethod
     def forward(ctx: Any, how: "_How", inputs: Tensor, first: Tensor, *weights: Tensor) -> Tensor:
         ctx.how = how
         if how.group is not None:
             first = receive_state(first, how.group)
-        outputs = _run_forward(how.mode, inputs, first, weights)
+        states = _run_forward(how.mode, inputs, first, weights)
         if how.group is not None:
-            send_state(outputs[-1], how.group)
-        ctx.save_for_backward(inputs, first, outputs, *weights)
-        return outputs
+            send_state(states[-1], how.group)
+        ctx.save_for_backward(inputs, first, states, *weights)
+        return states
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, first, outputs, *weights = ctx.saved_tensors
+        inputs, first, states, *weights = ctx.saved_tensors
         wide = torch.promote_types(gradient.dtype, torch.float32)
         own = Weights(*(weight.to(wide) for weight in weights))
-        before = torch.cat([first.unsqueeze(0), outputs[:-1]]).to(wide)
+        before = _before(first, states).to(wide)
         with torch.autocast(gradient.device.type, enabled=False):
-            cell = CELLS[ctx.how.mode](own, inputs.to(wide), before, outputs.to(wide))
+            cell = CELLS[ctx.how.mode](own, inputs.to(wide), before, states.to(wide))
             at_steps, at_first = _gradients_of_states(gradient.to(wide), cell, ctx.how)
             of_inputs, of_hidden = (part.flatten(0, 1) for part in cell.gradients(at_steps))
             found = [
@@ -67,7 +76,7 @@ class _LayerBackward(torch.autograd.Function):
                 (of_inputs @ own.inputs).view_as(inputs) if ctx.needs_input_grad[1] else None,
                 at_first,
                 of_inputs.T @ inputs.to(wide).flatten(0, 1),
-                of_hidden.T @ before.flatten(0, 1),
+                of_hidden.T @ before[..., : own.hidden.shape[1]].flatten(0, 1),
                 of_inputs.sum(0),
                 of_hidden.sum(0),
             ][: 3 + len(weights)]
@@ -78,23 +87,37 @@ class _LayerBackward(torch.autograd.Function):
         )
 
 
-def _run_forward(
-    mode: str, inputs: Tensor, first: Tensor, weights: list[Tensor] | tuple[Tensor, ...], *, train: bool = False
-) -> Tensor:
-    """PyTorch's forward of one layer in one direction."""
+def _run_forward(mode: str, inputs: Tensor, first: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    """PyTorch's forward of one layer in one direction: the states (T, B, S)."""
+    width = weights[1].shape[1]
+    given = [part.unsqueeze(0).contiguous() for part in torch.split(first, width, -1)]
     outputs: Tensor
-    outputs, _ = _FORWARDS[mode](
+    outputs, *last = _FORWARDS[mode](
         input=inputs,
-        hx=first.unsqueeze(0),
+        hx=given if mode == "LSTM" else given[0],
         params=weights,
         has_biases=len(weights) > 2,
         num_layers=1,
         dropout=0.0,
-        train=train,
+        train=False,
         bidirectional=False,
         batch_first=False,
     )
-    return outputs
+    if mode != "LSTM":
+        return outputs
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    hidden, cell = (part.to(wide) for part in given)
+    with torch.autocast(inputs.device.type, enabled=False):
+        own = Weights(*(weight.to(wide) for weight in weights))
+        cells = cell_values(own, inputs.to(wide), _before(hidden[0], outputs.to(wide)), cell[0]).to(outputs.dtype)
+    # PyTorch's own, to the bit.
+    cells[-1] = last[1][0]
+    return torch.cat([outputs, cells], -1)
+
+
+def _before(first: Tensor, states: Tensor) -> Tensor:
+    """The states before each step."""
+    return torch.cat([first.unsqueeze(0), states[:-1]])
 
 
 def _gradients_of_states(gradient: Tensor, cell: Cell, how: _How) -> tuple[Tensor, Tensor]:
@@ -118,7 +141,7 @@ def _gradients_of_states(gradient: Tensor, cell: Cell, how: _How) -> tuple[Tenso
 
 
 class _Scanning(nn.RNNBase):
-    """What `ScanRNN` and `ScanGRU` share."""
+    """What `ScanRNN`, `ScanGRU` and `ScanLSTM` share."""
 
     def __init__(
         self, *args: Any, method: Choice = "auto", group: dist.ProcessGroup | None = None, **options: Any
@@ -134,6 +157,11 @@ class _Scanning(nn.RNNBase):
                 f"{type(self).__name__}(group=..., bidirectional=True): expected one direction, since the forward of "
                 "each rank waits for that of the one before. Leave out one of them"
             )
+        if self.proj_size:
+            raise PenstockError(
+                f"{type(self).__name__}(proj_size={self.proj_size}): expected 0, since the Jacobian of a projected "
+                "state is not known. Use torch.nn.LSTM"
+            )
         if method not in _CHOICES:
             raise PenstockError(
                 f"{type(self).__name__}(method={method!r}): expected one of {', '.join(map(repr, _CHOICES))}"
@@ -146,22 +174,25 @@ class _Scanning(nn.RNNBase):
         self.method = method
         self.group = group
 
-    def forward(
-        self, input: Tensor | PackedSequence, hx: Tensor | None = None
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
-        """The outputs of the last layer at every step, and the last hidden states, as of PyTorch's module."""
+    def forward(self, input: Tensor | PackedSequence, hx: States | None = None) -> Results:
+        """The outputs of the last layer at every step, and the last states, as of PyTorch's module."""
         if isinstance(input, PackedSequence):
             return self._run_packed(input, hx)
         batched = input.dim() == 3
         steps = input if batched else input.unsqueeze(0 if self.batch_first else 1)
         steps = steps.transpose(0, 1) if self.batch_first else steps
-        first = self._first(steps, hx if hx is None or batched else hx.unsqueeze(1))
-        self.check_forward_args(steps.transpose(0, 1) if self.batch_first else steps, first, None)
+        if self.chosen_method(steps) == "torch":
+            return super().forward(input, hx)  # type: ignore[no-any-return]
+        first = self._first(steps, hx, unbatched=not batched)
+        given: Any = self._parted(first)
+        self.check_forward_args(steps.transpose(0, 1) if self.batch_first else steps, given, None)
         outputs, last = self._run(steps, first, None)
         outputs = outputs.transpose(0, 1) if self.batch_first else outputs
-        return (outputs, last) if batched else (outputs.squeeze(0 if self.batch_first else 1), last.squeeze(1))
+        if not batched:
+            outputs, last = outputs.squeeze(0 if self.batch_first else 1), last.squeeze(1)
+        return outputs, self._parted(last)
 
-    def _run_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
+    def _run_packed(self, input: PackedSequence, hx: States | None) -> Results:
         if self.group is not None:
             raise PenstockError(
                 f"{type(self).__name__}(group=...): expected a tensor of this rank's steps, found a PackedSequence. "
@@ -169,17 +200,28 @@ class _Scanning(nn.RNNBase):
             )
         # Without its indices: the samples stay sorted by length.
         steps, lengths = pad_packed_sequence(PackedSequence(input.data, input.batch_sizes))
-        first = self._first(steps, hx if hx is None else self.permute_hidden(hx, input.sorted_indices))
+        if self.chosen_method(steps) == "torch":
+            return super().forward(input, hx)  # type: ignore[no-any-return]
+        first = nn.RNNBase.permute_hidden(self, self._first(steps, hx), input.sorted_indices)
         outputs, last = self._run(steps, first, lengths.to(steps.device))
         packed = pack_padded_sequence(outputs, lengths)
         return (
             PackedSequence(packed.data, packed.batch_sizes, input.sorted_indices, input.unsorted_indices),
-            self.permute_hidden(last, input.unsorted_indices),
+            self._parted(nn.RNNBase.permute_hidden(self, last, input.unsorted_indices)),
         )
 
-    def _first(self, steps: Tensor, hx: Tensor | None) -> Tensor:
-        count = self.num_layers * (2 if self.bidirectional else 1)
-        return steps.new_zeros(count, steps.shape[1], self.hidden_size) if hx is None else hx
+    def _first(self, steps: Tensor, hx: States | None, *, unbatched: bool = False) -> Tensor:
+        """The first states (L, B, S) of all layers and directions."""
+        if hx is None:
+            count, width = self.num_layers * (2 if self.bidirectional else 1), 2 if self.mode == "LSTM" else 1
+            return steps.new_zeros(count, steps.shape[1], width * self.hidden_size)
+        # Both states of an LSTM must have the same shape.
+        first = torch.stack(hx, -2).flatten(-2) if isinstance(hx, tuple) else hx
+        return first.unsqueeze(1) if unbatched else first
+
+    def _parted(self, states: Tensor) -> States:
+        """The states (..., S) as PyTorch's module has them."""
+        return torch.split(states, self.hidden_size, -1) if self.mode == "LSTM" else states  # type: ignore[return-value]
 
     def _run(self, steps: Tensor, first: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """All layers. `lengths`: of the samples, the longest first; None if all are as long as `steps`."""
@@ -190,7 +232,8 @@ class _Scanning(nn.RNNBase):
                 inputs = _reversed(steps, lengths) if suffix else steps
                 found = self._run_layer(inputs, first[len(last)], f"l{layer}{suffix}")
                 last.append(found[-1] if lengths is None else found[lengths - 1, torch.arange(found.shape[1])])
-                outputs.append(_reversed(found, lengths) if suffix else found)
+                hidden = found[..., : self.hidden_size].contiguous() if self.mode == "LSTM" else found
+                outputs.append(_reversed(hidden, lengths) if suffix else hidden)
             steps = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
             if self.dropout and layer < self.num_layers - 1:
                 steps = functional.dropout(steps, self.dropout, self.training)
@@ -199,16 +242,15 @@ class _Scanning(nn.RNNBase):
     def _run_layer(self, inputs: Tensor, first: Tensor, name: str) -> Tensor:
         kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if self.bias else 2]
         weights = [getattr(self, f"{kind}_{name}") for kind in kinds]
-        method = self.chosen_method(inputs)
-        if method == "torch":
-            return _run_forward(self.mode, inputs, first, weights, train=self.training)
         found: Tensor = _LayerBackward.apply(  # type: ignore[no-untyped-call]
-            _How(self.mode, method, self.group), inputs, first, *weights
+            _How(self.mode, self.chosen_method(inputs), self.group), inputs, first, *weights
         )
         return found
 
     def chosen_method(self, inputs: Tensor) -> str:
         """The method of the backward for inputs (T, B, I). `estimate` says why ``"auto"`` chooses it."""
+        if self.group is None and not torch.is_grad_enabled():
+            return "torch"
         if self.method != "auto":
             return self.method
         steps, batch = inputs.shape[:2]
@@ -241,6 +283,13 @@ class ScanRNN(_Scanning, nn.RNN):  # type: ignore[misc]
 
 class ScanGRU(_Scanning, nn.GRU):  # type: ignore[misc]
     """`torch.nn.GRU` with a backward by parallel scan. Its options are those of `ScanRNN`."""
+
+
+class ScanLSTM(_Scanning, nn.LSTM):  # type: ignore[misc]
+    """`torch.nn.LSTM` with a backward by parallel scan. Its options are those of `ScanRNN`; ``proj_size`` is not taken.
+
+    A step passes on 2 H values, the hidden ones and those of the cell, so a scan holds ``4 * T * B * H * H`` numbers.
+    """
 
 
 def _reversed(steps: Tensor, lengths: Tensor | None) -> Tensor:
