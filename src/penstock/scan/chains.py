@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,15 @@ from penstock.scan.sparse import LayerJacobian, layer_jacobian
 from penstock.scan.steps import TENSOR
 from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.modules import hooks_of
-from penstock.torch_internals.tensors import times_written
+from penstock.torch_internals.tensors import gradient_hooks, times_written
 
 E = TypeVar("E")
 _MOST_BYTES = 2**30
+_ELEMENTWISE = {
+    *(nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.Mish, nn.PReLU, nn.ReLU6, nn.SELU, nn.SiLU),
+    *(nn.Softplus, nn.Softsign, nn.AlphaDropout, nn.Dropout),
+}
+"""Layers whose Jacobian is what autograd makes of ones."""
 
 
 def scan_list(elements: Sequence[E], then: Callable[[E, E], E], levels: int | None = None) -> list[E]:
@@ -118,7 +123,7 @@ class _Run:
     """A leaf. It requires a gradient if something before it does."""
     output: Tensor
     parameters: Sequence[tuple[Tensor, Tensor]]
-    """Each that is trained, and the leaf that stood for it: hooks on the former run once, for the whole gradient."""
+    """Each that is trained, and the leaf that stood for it."""
     weight: Tensor | None
     """That of the layer at this time, for rules."""
 
@@ -126,38 +131,37 @@ class _Run:
         """The values of a sample before and behind the layer."""
         return math.prod(self.given.shape[1:]), math.prod(self.output.shape[1:])
 
-    def gradients(self, gradient: Tensor) -> "_Gradients":
-        """What autograd makes of the `gradient` of the output: those of the input and of the parameters."""
-        own = [leaf for _, leaf in self.parameters]
-        wanted = [self.given, *own] if self.given.requires_grad else own
-        found = list(self._differentiated(wanted, gradient.reshape(self.output.shape).to(self.output.dtype)))
-        return (found.pop(0) if self.given.requires_grad else None), found
-
     def jacobian(self) -> Tensor:
         """Transposed, (B, inputs, outputs), from autograd."""
         count = self.sizes()[1]
         ones = torch.eye(count, dtype=self.output.dtype, device=self.output.device)
         each = ones.view(count, 1, *self.output.shape[1:]).expand(count, *self.output.shape)
         try:
-            (rows,) = self._differentiated([self.given], each, is_grads_batched=True)
+            rows = _differentiated([self], [each], [self.given], is_grads_batched=True)[self.given]
         except PenstockError:
             # Some operations, and those of users, take one gradient at a time.
-            parts = [self._differentiated([self.given], one)[0] for one in each]
+            parts = [_differentiated([self], [one], [self.given])[self.given] for one in each]
             rows = None if None in parts else torch.stack(parts)  # type: ignore[arg-type]
         if rows is None:
             return self.given.new_zeros(len(self.given), *self.sizes())
         return rows.reshape(count, len(self.given), -1).permute(1, 2, 0)
 
-    def _differentiated(self, inputs: list[Tensor], gradient: Tensor, **options: bool) -> Sequence[Tensor | None]:
-        if not inputs:
-            return ()
-        try:
-            # The graph may be needed again, by a second backward through it.
-            return torch.autograd.grad(self.output, inputs, gradient, retain_graph=True, allow_unused=True, **options)
-        except RuntimeError as error:
-            raise PenstockError(
-                f"ScanSequential: {self.name}: expected a layer that autograd can differentiate, found: {error}"
-            ) from error
+
+def _differentiated(
+    runs: list[_Run], gradients: Sequence[Tensor], leaves: Sequence[Tensor], **options: bool
+) -> dict[Tensor, Tensor | None]:
+    """What autograd makes of the `gradients` of the outputs, in one backward. None where a leaf was not used."""
+    try:
+        # The graphs may be needed again, by a second backward through them.
+        found = torch.autograd.grad(
+            [run.output for run in runs], leaves, gradients, retain_graph=True, allow_unused=True, **options
+        )
+    except RuntimeError as error:
+        names = ", ".join(run.name for run in runs)
+        raise PenstockError(
+            f"ScanSequential: {names}: expected layers that autograd can differentiate, found: {error}"
+        ) from error
+    return dict(zip(leaves, found, strict=True))
 
 
 class _ChainBackward(torch.autograd.Function):
@@ -176,11 +180,14 @@ class _ChainBackward(torch.autograd.Function):
         with torch.autocast(gradient.device.type, enabled=False):
             found = _gradients(ctx.chain, ctx.runs, gradient)
         of_parameters: dict[Tensor, Tensor] = {}
-        for run, (of_input, own) in zip(reversed(ctx.runs), reversed(found), strict=True):
-            for (parameter, _), part in zip(run.parameters, own, strict=True):
+        for run in reversed(ctx.runs):
+            for parameter, leaf in run.parameters:
+                # A leaf that several layers share has the sum of them.
+                part = found.pop(leaf, None)
                 if part is not None:
                     known = of_parameters.get(parameter)
                     of_parameters[parameter] = part if known is None else known + part
+            of_input = found.get(run.given)
             if of_input is None:
                 # As in PyTorch, no gradient is another thing than one of zeros.
                 break
@@ -189,6 +196,8 @@ class _ChainBackward(torch.autograd.Function):
 
 def _run_layers(chain: ScanSequential, input: Tensor, wanted: bool) -> tuple[list[_Run], Tensor]:
     """The runs that gradients go through, and the output. `wanted`: whether the input needs one."""
+    if any(hooks_of(module, backward=True) for child in chain for module in child.modules()):
+        _refuse("a layer", "without backward hooks", "some: put them on parameters, or on the chain")
     runs: list[_Run] = []
     value, is_input = input, True
     for number, layer in enumerate(chain):
@@ -196,12 +205,16 @@ def _run_layers(chain: ScanSequential, input: Tensor, wanted: bool) -> tuple[lis
         given = value.detach()
         given.requires_grad_(wanted)
         own = dict(layer.named_parameters())
-        leaves = {key: each.detach().requires_grad_() for key, each in own.items() if each.requires_grad}
+        leaves: dict[str, Tensor] = {key: each for key, each in own.items() if each.requires_grad}
+        replaced = not all(each.is_leaf and not gradient_hooks(each) for each in leaves.values())
+        if replaced:
+            # Hooks run once, for the whole gradient.
+            leaves = {key: each.detach().requires_grad_() for key, each in leaves.items()}
         with torch.enable_grad():
             # A copy, since a layer may write in place.
             copy = given.clone()
             written = times_written(copy)
-            output = torch.func.functional_call(layer, leaves, (copy,)) if leaves else layer(copy)
+            output = torch.func.functional_call(layer, leaves, (copy,)) if replaced else layer(copy)
         if not isinstance(output, Tensor):
             _refuse(name, "that returns one tensor", f"{type(output).__name__}")
         if is_input and times_written(copy) != written:
@@ -233,8 +246,6 @@ def _check_run(run: _Run) -> None:
     known = {id(given), *(id(leaf) for _, leaf in run.parameters)}
     if any(id(leaf) not in known for leaf in leaves_behind(output)):
         _refuse(run.name, "that reads no tensors with gradients but its own parameters", "another: register it")
-    if any(hooks_of(module, backward=True) for module in run.layer.modules()):
-        _refuse(run.name, "without backward hooks", "some: put them on parameters, or on the chain")
 
 
 def _refuse(name: str, expected: str, found: str) -> NoReturn:
@@ -244,16 +255,13 @@ def _refuse(name: str, expected: str, found: str) -> NoReturn:
     )
 
 
-_Gradients: TypeAlias = tuple[Tensor | None, Sequence[Tensor | None]]
-"""Of the input of a layer, and of its parameters."""
-
-
-def _gradients(chain: ScanSequential, runs: list[_Run], gradient: Tensor) -> list[_Gradients]:
-    """Those of each run. Where the scan does not find what the layers' graphs do, for example since a product leaves
+def _gradients(chain: ScanSequential, runs: list[_Run], gradient: Tensor) -> dict[Tensor, Tensor | None]:
+    """Those of all leaves. Where the scan does not find what the layers' graphs do, for example since a product leaves
     the range of its type, they are found step by step, with Jacobians from autograd.
     """
     wide = reduce(torch.promote_types, (run.output.dtype for run in runs), torch.float32)
     scanned = [run for run in runs if run.given.requires_grad]
+    leaves = [*(run.given for run in scanned), *(leaf for run in runs for _, leaf in run.parameters)]
     for levels in (None, 0):
         jacobians = [(run.jacobian() if levels == 0 else _transposed(chain, run)).to(wide) for run in scanned]
         # Of the outputs of the last layer first, and those of the first layer last.
@@ -264,11 +272,16 @@ def _gradients(chain: ScanSequential, runs: list[_Run], gradient: Tensor) -> lis
             behind.append(elements[-1] @ behind[-1])
         behind.reverse()
         # All layers know their gradients now, so they are independent of each other.
-        found = [run.gradients(each) for run, each in zip(runs, behind[-len(runs) :], strict=True)]
-        compared = zip(
-            scanned, jacobians, pairwise(behind[-len(scanned) - 1 :]), found[len(runs) - len(scanned) :], strict=True
-        )
-        wrong = [run for run, jacobian, each, (expected, _) in compared if _differ(run, jacobian, each, expected)]
+        own = [
+            each.reshape(run.output.shape).to(run.output.dtype)
+            for run, each in zip(runs, behind[-len(runs) :], strict=True)
+        ]
+        found = _differentiated(runs, own, list(dict.fromkeys(leaves)))
+        expected = [found[run.given] for run in scanned]
+        if _agree(behind[:-1], expected):
+            return found
+        compared = zip(scanned, jacobians, pairwise(behind), expected, strict=True)
+        wrong = [run for run, jacobian, pair, each in compared if _differ(run, jacobian, pair, each)]
         if not wrong:
             return found
     _refuse(
@@ -277,6 +290,19 @@ def _gradients(chain: ScanSequential, runs: list[_Run], gradient: Tensor) -> lis
         "another: the layer mixes samples (as BatchNorm does in training mode), a hook or a function of its own changes"
         " the gradient, or it computes in fewer digits than its input has",
     )
+
+
+def _agree(gradients: list[Tensor], expected: list[Tensor | None]) -> bool:
+    """Whether they are the same but for a few digits of the largest value: a quick look at all layers at once."""
+    pairs = [
+        (one, other.reshape(one.shape)) for one, other in zip(gradients, expected, strict=True) if other is not None
+    ]
+    if not pairs or len(pairs) < len(gradients):
+        return not gradients
+    norm = torch.linalg.vector_norm
+    differences = torch.stack([norm(one - other, torch.inf) for one, other in pairs])
+    sizes = torch.stack([norm(one, torch.inf) for one, _ in pairs])
+    return bool((differences <= torch.finfo(sizes.dtype).eps ** (2 / 3) * sizes).all())
 
 
 def _differ(run: _Run, jacobian: Tensor, gradients: tuple[Tensor, Tensor], expected: Tensor | None) -> bool:
@@ -298,6 +324,10 @@ def _flat(values: Tensor) -> Tensor:
 
 def _transposed(chain: ScanSequential, run: _Run) -> Tensor:
     """The transposed Jacobians of a layer, (B or 1, inputs, outputs)."""
+    if type(run.layer) in _ELEMENTWISE:
+        diagonal = _differentiated([run], [torch.ones_like(run.output)], [run.given])[run.given]
+        assert diagonal is not None
+        return torch.diag_embed(_flat(diagonal))
     known = chain.jacobian_of(run.layer, tuple(run.given.shape[1:]))
     if known is None or known.pattern.shape != run.sizes():
         return run.jacobian()
