@@ -58,7 +58,9 @@ def test_auto_takes_what_was_fastest_or_nearly() -> None:
 
     assert len(cases) == 2 * 8 * 4
     assert {key: times for key, times in lost.items() if times > AT_WORST} == {}
-    assert sum(lost.values()) / len(lost) < 1.05
+    mean = sum(lost.values()) / len(lost)
+    sentence = f"takes {mean:.2f} times the time of the fastest method on average over the record, and"
+    assert f"{sentence} {max(lost.values()):.2f} times at worst" in (ROOT / "docs/scan.md").read_text()
 
 
 def rows_of_the_page() -> list[str]:
