@@ -13,10 +13,9 @@ Laws of this file:
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -113,8 +112,7 @@ class ScanSequential(nn.Sequential):
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _Run(NamedTuple):
     """A layer that has run, and the graph from its input to its output."""
 
     name: str
