@@ -139,7 +139,7 @@ class _Run(NamedTuple):
         except PenstockError:
             # Some operations, and those of users, take one gradient at a time.
             parts = [_differentiated([self], [one], [self.given])[self.given] for one in each]
-            rows = None if None in parts else torch.stack(parts)  # type: ignore[arg-type]
+            rows = None if parts[0] is None else torch.stack(parts)  # type: ignore[arg-type]
         if rows is None:
             return self.given.new_zeros(len(self.given), *self.sizes())
         return rows.reshape(count, len(self.given), -1).permute(1, 2, 0)
@@ -155,9 +155,11 @@ def _differentiated(
             [run.output for run in runs], leaves, gradients, retain_graph=True, allow_unused=True, **options
         )
     except RuntimeError as error:
-        names = ", ".join(run.name for run in runs)
+        for run, gradient in zip(runs, gradients if len(runs) > 1 else (), strict=False):
+            # It names the one that fails.
+            _differentiated([run], [gradient], leaves)
         raise PenstockError(
-            f"ScanSequential: {names}: expected layers that autograd can differentiate, found: {error}"
+            f"ScanSequential: {runs[0].name}: expected a layer that autograd can differentiate, found: {error}"
         ) from error
     return dict(zip(leaves, found, strict=True))
 
