@@ -221,7 +221,8 @@ def _run_layers(chain: ScanSequential, input: Tensor, wanted: bool) -> tuple[lis
             _refuse(name, "that leaves the input of the chain as it is", "one that writes in place: use inplace=False")
         is_input = is_input and output.untyped_storage().data_ptr() == copy.untyped_storage().data_ptr()
         parameters = [(own[key], leaf) for key, leaf in leaves.items()]
-        run = _Run(name, layer, given, output, parameters, leaves.get("weight", own.get("weight")))
+        weight = leaves.get("weight", own.get("weight"))
+        run = _Run(name, layer, given, output, parameters=parameters, weight=weight)
         wanted = output.requires_grad
         if wanted:
             _check_run(run)
@@ -256,8 +257,8 @@ def _refuse(name: str, expected: str, found: str) -> NoReturn:
 
 
 def _gradients(chain: ScanSequential, runs: list[_Run], gradient: Tensor) -> dict[Tensor, Tensor | None]:
-    """Those of all leaves. Where the scan does not find what the layers' graphs do, for example since a product leaves
-    the range of its type, they are found step by step, with Jacobians from autograd.
+    """The gradients of all leaves. Where the scan does not find what the layers' graphs do, for example since a product
+    leaves the range of its type, they are found step by step, with Jacobians from autograd.
     """
     wide = reduce(torch.promote_types, (run.output.dtype for run in runs), torch.float32)
     scanned = [run for run in runs if run.given.requires_grad]
