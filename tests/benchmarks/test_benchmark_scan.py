@@ -33,6 +33,25 @@ def test_every_contender_has_a_row(tmp_path: Path) -> None:
     assert rows[-1].startswith("auto takes")
 
 
+def test_every_table_of_the_paper_has_its_sizes(tmp_path: Path) -> None:
+    saved = tmp_path / "scan-papers.txt"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/scan_papers.py", "--longest", "10", "--rounds", "1", "--save", str(saved)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    quick, record = saved.read_text(), (ROOT / "benchmarks/results/scan-papers.txt").read_text()
+    heads = [line for line in quick.splitlines() if line.startswith(("table", "LSTM"))]
+
+    assert len(heads) == 1 + 9 + 12 + 4
+    assert [head for head in heads if head not in record] == []
+    for kind in ("rnn", "gru", "lstm"):
+        assert f"torch {kind}" in quick and f"{kind}, blelloch" in quick and f"auto for {kind}" in quick
+
+
 def recorded() -> dict[tuple[int, int, int, str], dict[str, float]]:
     """By steps, samples, hidden values and kind, the milliseconds of each method's backward that were measured."""
     found: dict[tuple[int, int, int, str], dict[str, float]] = {}
