@@ -132,15 +132,9 @@ class _LongShort:
         # What the gradient of h' adds to that of c'.
         self._shown = leave * (1 - shown * shown)
         # What these are multiplied with, to be those before each gate: c' has the first three, and h' the last.
-        self._gates = torch.cat(
-            [
-                enter * (1 - enter) * new,
-                forget * (1 - forget) * cell,
-                enter * (1 - new * new),
-                leave * (1 - leave) * shown,
-            ],
-            -1,
-        )
+        of_enter, of_forget = enter * (1 - enter) * new, forget * (1 - forget) * cell
+        of_new, of_leave = enter * (1 - new * new), leave * (1 - leave) * shown
+        self._gates = torch.cat([of_enter, of_forget, of_new, of_leave], -1)
 
     def jacobians(self) -> Tensor:
         width = self._kept.shape[-1]
