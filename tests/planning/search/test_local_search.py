@@ -1,6 +1,10 @@
 """The local search: what it must find, and that wishes choose among plans and make none faster."""
 
+import random
+from dataclasses import replace
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -68,6 +72,43 @@ def test_replicas_on_consecutive_ranks_are_found_where_servers_are_slowly_linked
     rival = evaluate(Plan(stages, "2bw", 64, GNMT.microbatch_size), GNMT, cluster)
 
     assert rate(plan(GNMT, cluster)) >= rival.samples_per_second * (1 - 1e-9)  # they differ by rounding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("samples", "wish"), [(1, {"schedule": "spp"}), (64, {"schedule": "spp"}), (64, {"planner": "spp"})]
+)
+def test_no_wish_makes_the_plan_of_many_servers_faster(samples: int, wish: dict[str, Any]) -> None:
+    """GNMT, where proposals under `spp` are far from its best: groups of three devices cannot share 64 samples."""
+    free, cluster = many_servers(samples)
+
+    assert rate(plan(replace(GNMT, microbatch_size=samples), cluster, **wish)) <= 1.001 * free
+
+
+@cache
+def many_servers(samples: int) -> tuple[float, Cluster]:
+    cluster = Cluster.hierarchical([(4, 12e9), (12, TEN_GBPS)])
+    return rate(plan(replace(GNMT, microbatch_size=samples), cluster)), cluster
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "cluster", [Cluster.uniform(5, TEN_GBPS), Cluster.uniform(4, 1e8), Cluster.hierarchical([(3, 12e9), (2, 1e9)])]
+)
+def test_no_wish_makes_the_plan_of_a_random_chain_faster(cluster: Cluster, seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [1e6, 1e7, 1e8]
+    layers = [
+        LayerProfile("", seconds, 2 * seconds, draw.choice(sizes), 1e8, draw.choice(sizes))
+        for seconds in (draw.uniform(2e-3, 2e-2) for _ in range(8))
+    ]
+    profile = Profile(tuple(layers), 12)
+    free = rate(plan(profile, cluster))
+    wishes: list[dict[str, Any]] = [{"schedule": name} for name in ("1f1b-flush", "2bw", "spp", "zb-h1", "pipedream")]
+    wishes += [{"planner": name} for name in ("2bw", "spp", "uniform")]
+    wishes += [{"stages": 2}, {"stages": 4}, {"microbatches": 4 * cluster.devices}]
+
+    assert max(rate(plan(profile, cluster, **wish)) for wish in wishes) <= 1.001 * free
 
 
 @pytest.mark.parametrize("stages", [3, 4])

@@ -26,7 +26,7 @@ from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request, can_run, number_ranks
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
-from penstock.planning.spp.spp_search import MOST_ORDERED, find_spp, propose_grouped
+from penstock.planning.spp.spp_search import MOST_ORDERED, find_spp, is_quick, propose_grouped
 from penstock.planning.stage_costs import ChainCosts, chain_costs
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -124,9 +124,10 @@ class Proposer:
             case PlannerName.TWO_BW:
                 yield from self._propose_two_bw(profile, request)
             case PlannerName.SPP:
-                if query.named or self._cluster.devices <= MOST_ORDERED:
+                many = self._cluster.devices > MOST_ORDERED and not query.named
+                if not many or is_quick(profile, self._cluster):
                     yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
-                else:
+                if many:
                     yield from propose_grouped(profile, self._cluster, request)
             case PlannerName.INTERLEAVED:
                 yield from self._propose_interleaved(profile, request)

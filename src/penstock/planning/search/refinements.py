@@ -94,6 +94,9 @@ _FIRST_ROUNDS = 2
 _HOPELESS = 2.0
 """A family whose first proposals take this many times as long as the best plan so far is not improved."""
 
+_CLOSE = 1.05
+"""A second structure that takes no more than this many times as long as the best one is a start of its own."""
+
 _ADOPTED = 2
 """The stages of how many of the fastest families are tried in the others."""
 
@@ -109,7 +112,7 @@ _BUFFERS = 2
 _ROUNDING = 1 + 1e-9
 """Bounds add in another order than the simulator."""
 
-_NEAR = 1.2
+_NEAR = 1.45
 """A family that takes this many times as long as the best one after the first look is not searched further."""
 
 
@@ -177,7 +180,11 @@ class Refiner:
         for family in progress_line(order[:_RANKED], lambda family: str(family.schedule), "improving", progress):
             own = looked[family]
             if own and own[0].seconds <= near:
-                improved[family] = self._improve(family, own[0], best)
+                other = next((timed for timed in own[1:] if shape_of(timed.plan) != shape_of(own[0].plan)), None)
+                starts = [own[0], *([other] if other is not None and other.seconds <= _CLOSE * own[0].seconds else [])]
+                improved[family] = min(
+                    (self._improve(family, start, best) for start in starts), key=lambda timed: timed.seconds
+                )
                 best = min(best, improved[family].seconds)
         timings = {family: [*self._adopt(family, families[family], improved), *looked[family]] for family in order}
         order.sort(key=lambda family: timings[family][0].seconds if timings[family] else inf)

@@ -38,6 +38,9 @@ from penstock.values.profiles import Profile
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may examine, in about ten seconds."""
 
+_QUICK_STEPS = 1e9
+"""Elements for which the search asks the planner where there are many devices."""
+
 _ROUNDING = 1 - 1e-9
 """The simulator adds in another order."""
 
@@ -145,8 +148,18 @@ def _most_stages(profile: Profile, cluster: Cluster, request: Request) -> int:
     return most if request.stages is None else request.stages
 
 
+def _count_steps(devices: int, layers: int, stages: int) -> float:
+    return stages * layers * (devices**2 / 2 * layers + devices**3 / 6)
+
+
+def is_quick(profile: Profile, cluster: Cluster) -> bool:
+    """Whether all devices of `cluster` can be planned within a second, for any number of stages."""
+    devices, layers = cluster.devices, len(profile)
+    return _count_steps(devices, layers, min(devices, layers)) <= _QUICK_STEPS
+
+
 def _check_size(devices: int, layers: int, stages: int) -> None:
-    steps = stages * layers * (devices**2 / 2 * layers + devices**3 / 6)
+    steps = _count_steps(devices, layers, stages)
     if steps > _MOST_STEPS:
         raise PlanError(
             f"planner spp: {devices} devices and {layers} layers are too many for its dynamic program: expected at "
@@ -205,7 +218,7 @@ def _plan(mapping: StageMapping, profile: Profile, request: Request) -> Plan:
 
 
 MOST_ORDERED = 32
-"""With more devices, groups of them are planned, unless the planner is named."""
+"""With more devices, groups of them are planned, too, unless the planner is named."""
 
 _KEPT = 2
 """How many numbers of stages are proposed for each small machine."""
@@ -217,7 +230,12 @@ def propose_grouped(profile: Profile, cluster: Cluster, request: Request) -> Ite
     Raises `PlanError` if there are none.
     """
     devices = cluster.devices
-    sizes = (each for each in range(2, devices + 1) if devices % each == 0 and devices // each <= MOST_ORDERED // 2)
+    sizes = (
+        each
+        for each in range(2, devices + 1)
+        # All replicas are whole groups, and they share the samples equally.
+        if devices % each == profile.microbatch_size % each == 0 and devices // each <= MOST_ORDERED // 2
+    )
     size = next(sizes, 0)
     found = False
     for faster in (1.0, float(size)) if size else ():
