@@ -1,6 +1,7 @@
 """The search: it keeps to what is fixed, ranks by simulation, fits in memory, and explains itself."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, reject, settings
@@ -121,6 +122,25 @@ def test_recompute_is_chosen_where_memory_asks_for_it() -> None:
 
     assert not plan(profile, Cluster.uniform(2, 1e9), straight=True, synchronous=True).recompute
     assert plan(profile, tight, straight=True, synchronous=True).recompute
+
+
+def test_recomputation_is_not_named_where_a_plan_fits_without() -> None:
+    """Three devices have room for a stage each; of one stage on all of them, only one microbatch is in flight."""
+    profile = equal_layers(6, size=12)
+    peak = max(plan(profile, Cluster.uniform(3, 1e9), schedule="1f1b-flush").predicted.peak_bytes)
+    cluster = Cluster.uniform(3, 1e9, memory_bytes=peak)
+    again = []
+    for options in (PlanConstraints(), PlanConstraints(planner="2bw")):
+        found = compare_plans((profile,), cluster, options).ranked
+        again += [made for made in found if made.recompute]
+        assert len(set(found)) == len(found)
+
+    for made in again:
+        plain = evaluate(replace(made, recompute=False, predicted=None), profile, cluster)
+        assert max(plain.peak_bytes) > peak
+    wished = compare_plans((profile,), cluster, PlanConstraints(recompute=True)).ranked
+    assert wished
+    assert all(made.recompute for made in wished)
 
 
 def test_the_microbatch_size_is_chosen_among_measured_profiles() -> None:

@@ -13,6 +13,7 @@ Rules of the search:
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
@@ -91,7 +92,7 @@ def search_plans(
         if len(simulated) >= _SHORTLIST and plan.schedule in {other.schedule for other in simulated}:
             continue
         try:
-            simulated.append(simulate_plan(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
+            simulated.append(_simulate_sparingly(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
             rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
     if not cluster.is_equal and constraints.planner is None and refine:
@@ -152,7 +153,7 @@ def _refine(
         found = []
         for plan in family:
             try:
-                found.append(simulate_plan(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
+                found.append(_simulate_sparingly(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
             except (PlanError, ScheduleError) as error:
                 rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
             if found and (refiner.exact or len(found) == _COMPARED):
@@ -185,7 +186,7 @@ def _move_devices(
             stages=constraints.stages,
             devices=cluster.devices if constraints.every_device else None,
         )
-        found += [moved] if moved is not plan else []
+        found += [_simulate_sparingly(moved, profile, cluster, constraints)] if moved is not plan else []
     return found
 
 
@@ -210,6 +211,17 @@ def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
     return chosen
 
 
+def _simulate_sparingly(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
+    """`plan` with its simulated prediction, without recomputation if it fits without and nobody asks for it.
+
+    Recomputation makes no plan faster, and on a stage that has one microbatch in flight it saves no memory.
+    """
+    if plan.recompute and constraints.recompute is None:
+        with suppress(PlanError):
+            return simulate_plan(replace(plan, recompute=False), profile, cluster, constraints)
+    return simulate_plan(plan, profile, cluster, constraints)
+
+
 def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
     """`plan` with the simulator's prediction; raises `PlanError` if it does not fit with its message buffers."""
     if not isinstance(plan.schedule, str):
@@ -227,8 +239,8 @@ def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: P
 
 
 def rank_plans(simulated: list[Plan]) -> tuple[Plan, ...]:
-    """Fastest first, after the one that rule 2 chooses among those that are equally fast."""
-    simulated.sort(key=speed_of, reverse=True)
+    """Fastest first and each once, after the one that rule 2 chooses among those that are equally fast."""
+    simulated = sorted(dict.fromkeys(simulated), key=speed_of, reverse=True)
     if not simulated:
         return ()
     equal = [plan for plan in simulated if speed_of(plan) >= (1 - EQUAL) * speed_of(simulated[0])]
