@@ -212,7 +212,7 @@ def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
 
 
 def _simulate_sparingly(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
-    """`plan` with its simulated prediction, without recomputation if it fits without and nobody asks for it.
+    """`plan` with its simulated prediction, without recomputation if it fits without, unless the user asks for it.
 
     Recomputation makes no plan faster, and on a stage that has one microbatch in flight it saves no memory.
     """
