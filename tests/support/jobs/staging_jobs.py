@@ -84,6 +84,7 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
     agreement = _agreement(ranks, timeout)
     ordered_sum = OrderedSum(ranks, connect_gloo(members(ranks)), rank)
     summing = GlooSum(ordered_sum, agreement, DeviceStaging(device), timeout)
+    summing.agree({"kind": (7, torch.float64)})
     found = []
     for number in range(sums):
         own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())

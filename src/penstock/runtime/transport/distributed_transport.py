@@ -97,12 +97,13 @@ class DistributedTransport:
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
         mesh_groups: Sequence[dist.ProcessGroup] = (),
+        members: Sequence[int] = (),
     ) -> None:
         self._rank, self._device, self._store, self._name = rank, device, store, name
         self._timeout = Timeout(board, timeout_seconds)
         self._accelerator = accelerator_of(device)
         self._watchdog = Watchdog(self._timeout, self._accelerator.enter_thread if self._accelerator else lambda: None)
-        self._notices = SendNotices(board.watch, ranks, f"{name}/", timeout_seconds)
+        self._notices = SendNotices(board.watch, ranks, f"{name}/", self._timeout, members)
         self._staging = staging_for(device, self._watchdog.check)
         """One staging for all messages through the host: a GPU has few streams."""
         self._outboxes: dict[Edge, _AnyOutbox] = {}

@@ -90,7 +90,10 @@ def connect_tensor_parallel(
     size = dist.get_world_size(tp_group)
     all_edges = [_edge_of(edge, tp_rank, size) for edge in edges for tp_rank in range(size)]
     all_groups = [_group_of(ranks, tp_rank, size) for ranks in groups for tp_rank in range(size)]
-    inner = world.connect(all_edges, device, timeout_seconds, tuple(all_groups), mesh_groups=mesh_groups)
+    members = dist.get_process_group_ranks(tp_group)
+    inner = world.connect(
+        all_edges, device, timeout_seconds, tuple(all_groups), mesh_groups=mesh_groups, members=members
+    )
     return TensorParallelTransport(inner, tp_group, device)
 
 

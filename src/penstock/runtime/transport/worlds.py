@@ -67,6 +67,7 @@ class SingleProcess:
         groups: Groups = (),
         *,
         mesh_groups: Sequence[dist.ProcessGroup] = (),
+        members: Sequence[int] = (),
     ) -> Transport:
         return LoopbackTransport(staging_for(device))
 
@@ -166,11 +167,12 @@ class Processes:
         groups: Groups = (),
         *,
         mesh_groups: Sequence[dist.ProcessGroup] = (),
+        members: Sequence[int] = (),
     ) -> Transport:
         """Makes a transport along `edges`, with sums over `groups` of ranks. Collective.
 
         `mesh_groups`: groups in which this process's layers communicate. They end with the transport's connections if
-        a rank fails.
+        a rank fails. `members`: the processes that hold this process's rank together, if there are several.
         """
         name, self._transports = f"transport {self._transports}", self._transports + 1
         return DistributedTransport(
@@ -185,6 +187,7 @@ class Processes:
             partial(self.gather, context="connecting the ranks"),
             groups,
             mesh_groups,
+            members,
         )
 
     def gather(self, value: T, context: str = "") -> Sequence[T]:

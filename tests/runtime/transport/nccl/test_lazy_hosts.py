@@ -47,7 +47,11 @@ class LazyHosts:
         self._inboxes: dict[Edge, NcclInbox] = {}
         store = HashStore()
         self._board = FailureBoard(store, 0, len(processes))
-        self.notices = [SendNotices(self._board.watch, len(processes), "", seconds) for _ in processes]
+        timeout = Timeout(self._board, seconds)
+        self.notices = [
+            SendNotices(self._board.watch, len(processes), "", timeout, processes_of(process // members, members))
+            for process in processes
+        ]
         for edge in sorted(self._edges()):
             self._connect(edge, store)
         self._described = set[tuple[int, Edge]]()

@@ -70,7 +70,7 @@ class Pair:
         endpoints = {(edge, rank): group.end(rank) for edge, group in self.communicators.items() for rank in range(2)}
         if shared:
             endpoints = {(edge, rank): endpoints[FORWARD, rank] for edge, rank in endpoints}
-        self.notices = [SendNotices(board.watch, 2, "", seconds) for board in self.boards]
+        self.notices = [SendNotices(board.watch, 2, "", Timeout(board, seconds)) for board in self.boards]
         self.outboxes, self.inboxes = {}, {}
         idle = device.stream(), device.stream()
         for edge in self.communicators:

@@ -15,6 +15,10 @@ only when all messages that it waited for have arrived. Suppose that some ranks 
 the next rank has not received. Then the rank that polled last has seen the announcements of all the others, so it has
 enqueued the receive of the message to it. So there is no such circle.
 
+Tensor-parallel members of a rank wait for each other at every computation, so a circle may go through several members.
+Therefore a member polls when all members of its rank have announced their part of a message: of two ranks that send to
+each other, all members of one then enqueue their receives.
+
 Sums over replicas start in these steps when they are waited for, and not within a backward. A rank that blocks within a
 backward would otherwise wait for the last backward of another replica, which may wait for a message that this rank has
 yet to send.
@@ -23,13 +27,13 @@ After these steps, a receive is enqueued when its message is wanted: a host that
 on its device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from penstock.runtime.transport.store_gathers import delete_keys
 from penstock.runtime.transport.store_watch import StoreUnreachable, StoreWatch
-from penstock.runtime.transport.timeouts import POLL_SECONDS
+from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge
 
 _SETTLED_SEGMENTS = 2
@@ -38,17 +42,22 @@ _SETTLED_SEGMENTS = 2
 
 class SendNotices:
     """Writes and reads the notices of this process through `watch`, under keys that begin with `prefix`. `ranks`: the
-    number of processes. `seconds`: how long a notice may take to be written.
+    number of processes. `timeout`: for a notice to be written, and for the other `members` of this rank, the processes
+    that hold it together.
     """
 
-    def __init__(self, watch: StoreWatch, ranks: int, prefix: str, seconds: float) -> None:
-        self._watch, self._prefix, self._seconds = watch, prefix, seconds
+    def __init__(
+        self, watch: StoreWatch, ranks: int, prefix: str, timeout: Timeout, members: Sequence[int] = ()
+    ) -> None:
+        self._watch, self._prefix, self._timeout = watch, prefix, timeout
+        self._members, self._turn = members, 0
+        self._first_segments = ranks + _SETTLED_SEGMENTS
         self._subscribers: list[Callable[[], None]] = []
         self._obsolete: list[str] = []
         """The keys of messages whose receives were enqueued in this segment."""
         self._segment = 0
         # A rank's first backward may come as many segments after its first forward as there are stages.
-        self._announcing_until = ranks + _SETTLED_SEGMENTS
+        self._announcing_until = self._first_segments
 
     @property
     def announcing(self) -> bool:
@@ -79,8 +88,31 @@ class SendNotices:
             key, text = self._key(edge, number), (header or b"").hex()
             # If the store is gone, its process has ended. The communicators report that.
             with suppress(StoreUnreachable):
-                self._watch.ask(lambda store: store.set(key, text), self._seconds)
+                self._watch.ask(lambda store: store.set(key, text), self._timeout.timeout_seconds)
+            # Of later steps the members need not agree which have new kinds.
+            if len(self._members) > 1 and self._segment <= self._first_segments:
+                self._await_members(edge)
             self.poll()
+
+    def _await_members(self, edge: Edge) -> None:
+        """Waits until all members of this rank have announced as many messages as this one."""
+        size, before, key = len(self._members), self._turn_key(self._turn - 1), self._turn_key(self._turn)
+
+        def all_there() -> bool:
+            return (
+                self._watch.ask(lambda store: store.add(key, 0), self._timeout.timeout_seconds) >= size or self.poll()
+            )
+
+        with suppress(StoreUnreachable):
+            self._watch.ask(lambda store: store.add(key, 1), self._timeout.timeout_seconds)
+            self._timeout.wait_for(all_there, str(edge), [peer for peer in self._members if peer != edge.source])
+        # All members have come further than the turn before.
+        if edge.source == self._members[0] and self._turn:
+            self._watch.submit(partial(delete_keys, keys=[before]))
+        self._turn += 1
+
+    def _turn_key(self, turn: int) -> str:
+        return f"{self._prefix}turn {turn} of {self._members[0]}"
 
     def poll(self) -> bool:
         """Enqueues all receives whose messages have been announced. Returns False, for conditions that end with it."""
