@@ -186,7 +186,9 @@ def _move_devices(
             stages=constraints.stages,
             devices=cluster.devices if constraints.every_device else None,
         )
-        found += [_simulate_sparingly(moved, profile, cluster, constraints)] if moved is not plan else []
+        if moved is not plan:
+            # It has been simulated as it is.
+            found.append(_simulate_sparingly(moved, profile, cluster, constraints) if moved.recompute else moved)
     return found
 
 
