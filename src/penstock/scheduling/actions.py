@@ -224,5 +224,9 @@ def format_programs(programs: Iterable[Iterable[Action]]) -> str:
 
 def parse_programs(text: str) -> tuple[tuple[Action, ...], ...]:
     """The programs that `text` gives, one line per rank in order; the ``rank 0:`` before a line may be left out."""
-    rows = (re.sub(r"^rank \d+:", "", line.strip()) for line in text.strip().splitlines())
-    return tuple(tuple(parse(word) for word in row.split()) for row in rows)
+    return tuple(tuple(parse(word) for word in row.split()) for row in program_rows(text))
+
+
+def program_rows(text: str) -> list[str]:
+    """The lines of programs without the ``rank 0:`` before them."""
+    return [re.sub(r"^rank \d+:", "", line.strip()) for line in text.strip().splitlines()]

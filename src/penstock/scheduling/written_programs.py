@@ -26,6 +26,7 @@ from penstock.scheduling.actions import (
     Update,
     format_programs,
     parse,
+    program_rows,
 )
 from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, ScheduleDefinition, Segment
 from penstock.scheduling.placements import StageLayout
@@ -43,8 +44,7 @@ def define_by_programs(name: str, programs: str | Programs) -> ScheduleDefinitio
     backward equally many microbatches of every stage; whether the programs are right is proved by `verify`.
     """
     text = programs if isinstance(programs, str) else format_programs(programs)
-    lines = [re.sub(r"^rank \d+:", "", line.strip()) for line in text.strip().splitlines()]
-    return _define(name, tuple(_read_row(name, rank, line) for rank, line in enumerate(lines)))
+    return _define(name, tuple(_read_row(name, rank, line) for rank, line in enumerate(program_rows(text))))
 
 
 _COMPUTE = re.compile(r"(\d+)[FBIW]\d+")
