@@ -43,7 +43,7 @@ from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.layer_weights import LayerWeights
 from penstock.values.plan_stages import Stage
-from penstock.values.plans import Plan, Prediction, require_schedule
+from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import LayerProfile, Profile
 
 _log = logging.getLogger("penstock")
@@ -121,7 +121,7 @@ def plan_automatically(plan: str, options: PipelineOptions, world: World, captur
     if world.processes > 1:
         cluster = measure_links(world, captured.device)
     else:
-        per_rank = _stages_per_rank(options.plan, 1)
+        per_rank = options.plan.definition.layout.default_stages_per_rank(options.plan.stages, 1)
         cluster = Cluster.uniform(max(1, (options.plan.stages or 1) // per_rank), math.inf)
 
     context = "while it measured the model and planned"
@@ -174,7 +174,7 @@ def fastest_plan(
         vertical_sync=wanted.vertical_sync,
         whole_backwards=whole_backwards and wanted.schedule is None,
     )
-    per_rank = _stages_per_rank(wanted, cluster.devices)
+    per_rank = wanted.definition.layout.default_stages_per_rank(wanted.stages, cluster.devices)
     whole = any(takes_statistics(layer.module) for layer in chain.layers)
     # All planners, and if the best plan splits microbatches that must stay whole, the one that never does.
     for planner in (None, PlannerName.PIPEDREAM.value) if wanted.stages is None else ():
@@ -191,10 +191,6 @@ def fastest_plan(
     )
     make_schedule(made, chain)
     return made
-
-
-def _stages_per_rank(wanted: PlanOptions, ranks: int) -> int:
-    return require_schedule(wanted.schedule or DEFAULT_SCHEDULE).layout.default_stages_per_rank(wanted.stages, ranks)
 
 
 def _log_shares(plan: Plan, weights: LayerWeights, balance: Balance) -> None:

@@ -41,6 +41,7 @@ from penstock.runtime.assembly.pipeline_options import (
     Parallelize,
     PipelineOptions,
     PlanOptions,
+    Recompute,
     RunOptions,
 )
 from penstock.runtime.assembly.setup_agreement import check_agreement, check_optimizers, check_options
@@ -60,7 +61,6 @@ from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import resume_training
 from penstock.runtime.engine.engine import parameters_of
-from penstock.runtime.execution.recomputation import Recompute
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.worlds import World, join_world

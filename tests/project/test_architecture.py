@@ -52,8 +52,8 @@ FLOW = {
         training""",
     "runtime": "",
     "runtime.devices": "errors torch_internals",
-    "runtime.transport": "errors torch_internals process_states scheduling runtime.devices",
-    "runtime.execution": "errors arguments torch_internals values capturing runtime.devices",
+    "runtime.transport": "errors torch_internals process_states runtime.devices",
+    "runtime.execution": "errors arguments torch_internals capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": """errors arguments torch_internals values scheduling capturing training runtime.devices
         runtime.transport""",
@@ -71,11 +71,11 @@ FLOW = {
         runtime.batches runtime.engine""",
     "testing": "errors scheduling runtime.batches runtime.engine",
     "pipeline": """errors arguments values doctor timelines autoplans scheduling scheduling.verification
-        capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
+        capturing profiling training reporting testing runtime.devices runtime.transport
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
-    "rehearsing": """errors arguments torch_internals values scheduling scheduling.orders capturing training oracle
-        runtime.transport runtime.assembly pipeline""",
-    "fleet": "errors arguments values timelines planning",
+    "rehearsing": """errors arguments torch_internals values capturing training oracle runtime.transport
+        runtime.assembly pipeline""",
+    "fleet": "errors arguments values planning",
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
         training rehearsing fleet""",
     "integrations": "errors training pipeline",

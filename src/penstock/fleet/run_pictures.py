@@ -6,7 +6,7 @@ from math import log
 
 from penstock.errors import PlanError, visible
 from penstock.fleet.histories import FleetRun
-from penstock.timelines.drawings import axis_step
+from penstock.values.quantities import axis_step
 
 _COLORS = ("#0067a8", "#c65200", "#007d5c", "#b0559b", "#6b51b5", "#8a6d00", "#5a6b7b", "#b3261e")
 _STYLE = """<style>

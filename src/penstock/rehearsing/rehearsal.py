@@ -40,11 +40,10 @@ from penstock.rehearsing.trainings import (
 )
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, RunOptions
 from penstock.runtime.transport.worlds import World, join_world
-from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.torch_internals.modules import is_batch_norm
 from penstock.training.losses import IGNORED
 from penstock.training.user_microbatches import Microbatches
-from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import Plan
 
 
 class Rung(Enum):
@@ -282,14 +281,14 @@ class _Rehearsing:
         """
         wanted, plan = replace(given.plan, tensor_parallel=None), given.plan.plan
         stages = wanted.stages or (2 if self.world.processes == 1 else None)
-        definition, parts = require_schedule(wanted.schedule or DEFAULT_SCHEDULE), wanted.microbatches or 1
+        definition, parts = wanted.definition, wanted.microbatches or 1
         if isinstance(plan, Plan):
             definition, parts, stages = plan.definition, plan.microbatches, len(plan.stages)
         else:
             wanted = replace(wanted, plan=None, stages=stages)
-        schedule = definition if definition.flushes else DEFAULT_SCHEDULE
+        schedule = definition if definition.flushes else None
         twin = replace(wanted, plan=None, stages=stages, microbatches=parts, schedule=schedule, vertical_sync=False)
-        one = replace(twin, stages=1, schedule=DEFAULT_SCHEDULE)
+        one = replace(twin, stages=1, schedule=None)
         whole, cut = replace(one, microbatches=1), one
         keeps_plan = wanted.plan is not None and definition.flushes
         self.ways = {

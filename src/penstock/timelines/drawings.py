@@ -18,7 +18,7 @@ from statistics import median
 from penstock.timelines.bars import ROOMY, Geometry, draw_row, painted_classes
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.panels import Panel, held_stages, peak_words
-from penstock.values.quantities import bytes_text, seconds_text
+from penstock.values.quantities import axis_step, bytes_text, seconds_text
 
 _RIGHT, _HEADLINE = 84, 24
 _LETTER = 7
@@ -84,12 +84,6 @@ def timeline_svg(panels: Sequence[Panel]) -> str:
         *_axis(seconds, geometry, first + 8, bottom),
     ]
     return "\n".join([*head, *lines, "</svg>", ""])
-
-
-def axis_step(least: float) -> float:
-    """The smallest number of at least `least` that is 1, 2 or 5 times a power of ten."""
-    power: float = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def _length(panels: Sequence[Panel], seconds: float, crowded: bool) -> int:

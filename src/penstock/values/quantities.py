@@ -3,6 +3,7 @@
 Inside Penstock all numbers are seconds, bytes, and bytes per second; only printed text has other units.
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 LEAST, MOST = 1e-30, 1e30
@@ -33,6 +34,12 @@ def bandwidth_text(bandwidth: float) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def axis_step(least: float) -> float:
+    """The smallest number of at least `least` that is 1, 2 or 5 times a power of ten."""
+    power: float = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:

@@ -107,7 +107,7 @@ def _parallelize(options: PipelineOptions, world: World, chain: LayerChain, plan
     tensor_parallel_size = plan.tensor_parallel
     (rank,) = planned.ranks
     device = next((parameter.device for parameter in chain.parameters.values()), torch.device("cpu"))
-    mesh = stage_mesh(schedule.placement, rank, tensor_parallel_size, device, options.run.timeout_seconds)
+    mesh = stage_mesh(schedule.placement.stages, rank, tensor_parallel_size, device, options.run.timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
         result, modules = _apply(hook, mesh, chain, plan, schedule, stages=schedule.stages_of(rank))
         sharded = any(sharded_modules(module) for module in modules.values())

@@ -4,7 +4,7 @@
 checked where they meet: a plan and a schedule in `choose_plan`, for one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -18,7 +18,6 @@ from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, PlanError
-from penstock.runtime.execution.recomputation import Recompute
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.skips import SkipChoice
@@ -30,6 +29,8 @@ Balance: TypeAlias = Literal["work", "layers", "measured"]
 Check: TypeAlias = Literal["warn", "strict", "off"]
 Parallelize: TypeAlias = Callable[[StageModule, DeviceMesh], nn.Module | None]
 """Changes a stage's module in place. The mesh has the dimensions ``dp`` and ``tp``."""
+Recompute: TypeAlias = bool | str | Collection[int] | None
+"""The value of ``recompute=``: which stages, or "layers" for each layer alone."""
 
 
 def _is_plan(value: object) -> bool:
@@ -112,6 +113,11 @@ class PlanOptions:
                 f"balance={self.balance!r} and plan= are both given: balance= chooses where stages begin, and a plan "
                 "says it. Leave one of them out"
             )
+
+    @property
+    def definition(self) -> ScheduleDefinition:
+        """Of the schedule that a plan gets."""
+        return require_schedule(self.schedule or DEFAULT_SCHEDULE)
 
     def plan_for(self, processes: int) -> Plan | str | None:
         """`plan`, or what it returns for this number of `processes` if it is a function.

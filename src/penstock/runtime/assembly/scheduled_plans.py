@@ -4,15 +4,16 @@ The plan is checked here, once, so that a wrong plan or an unsupported combinati
 hang.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from penstock.arguments import entries, integer, text_of
 from penstock.capturing.chain import LayerChain, crossings_of, require_cuts
 from penstock.errors import PlanError
-from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions
-from penstock.runtime.execution.recomputation import Granularity, choose_granularities
+from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, Recompute
+from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedule_names import identify, names_of
@@ -69,14 +70,13 @@ def choose_plan(plan: Plan | None, wanted: PlanOptions, weights: LayerWeights, p
 def _balanced_plan(wanted: PlanOptions, weights: LayerWeights, processes: int) -> Plan:
     width = wanted.tensor_parallel or 1
     ranks = max(1, processes // width)
-    definition = require_schedule(wanted.schedule or DEFAULT_SCHEDULE)
-    per_rank = definition.layout.default_stages_per_rank(wanted.stages, ranks)
+    per_rank = wanted.definition.layout.default_stages_per_rank(wanted.stages, ranks)
     total = wanted.stages or ranks * per_rank
     require_cuts(len(weights.layers), total)
     plan = Plan.balanced(
         weights.layers,
         total,
-        definition,
+        wanted.definition,
         microbatches=wanted.microbatches or 1,
         stages_per_rank=per_rank,
         vertical_sync=wanted.vertical_sync,
@@ -144,13 +144,39 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     Raises `PlanError` or `ScheduleError` if the plan does not fit the model or the processes, or the schedule breaks a
     rule or cannot be combined with the options.
     """
-    plan, granularities = choose_granularities(chosen, options.plan.recompute)
+    plan, granularities = _choose_granularities(chosen, options.plan.recompute)
     check_plan(plan, chain)
     schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
     verify(schedule)
     _check_split_backwards(schedule, bool(options.run.compile), granularities)
     _check_wire_dtype(options.recipe, plan, chain)
     return ScheduledPlan(plan, schedule, granularities, world.local(schedule.ranks, plan.tensor_parallel))
+
+
+def _choose_granularities(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Granularity]]:
+    """The plan that runs, and its stages that recompute, each as a whole or layer by layer.
+
+    None follows the plan. Anything else overrides it, and drops its prediction where that no longer holds. Raises
+    `PlanError` for another value, or for the number of a stage that does not exist.
+    """
+    granularities = _choose(recompute, plan.recompute, len(plan.stages))
+    as_planned = granularities == _choose(None, plan.recompute, len(plan.stages))
+    return (plan if as_planned else replace(plan, recompute=bool(granularities), predicted=None)), granularities
+
+
+def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
+    if recompute is None or isinstance(recompute, bool):
+        return dict.fromkeys(range(stages if (planned if recompute is None else recompute) else 0), "stage")
+    if isinstance(recompute, str) and recompute == "layers":
+        return dict.fromkeys(range(stages), "layers")
+    if not isinstance(recompute, Collection) or isinstance(recompute, str | bytes | Mapping):
+        raise PlanError(
+            f"recompute=: expected True, False, 'layers' or the numbers of the stages to recompute, found "
+            f"{text_of(recompute)}: give a single stage as {{1}}"
+        )
+    rule = integer(0, stages - 1).but(f"give stages of the plan, which has {stages}")
+    given = entries("recompute=", recompute, PlanError)
+    return dict.fromkeys(sorted(rule.check("recompute=", stage, PlanError) for stage in given), "stage")
 
 
 def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: SkipChoice = "auto") -> Schedule:

@@ -11,9 +11,9 @@ Laws of this file:
   3. It must read the same numbers as the first one: a batch that was overwritten in between is an error.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -23,47 +23,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from penstock.arguments import entries, integer, text_of
 from penstock.capturing.chain import LayerRunner
 from penstock.capturing.module_state import ModuleState
 from penstock.capturing.preservation import python_generators
 from penstock.capturing.sequential import EagerLayer
 from penstock.capturing.writes import Place, find_writable
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import PenstockError
 from penstock.torch_internals.profiler import is_profiling
 from penstock.torch_internals.tensors import times_written
-from penstock.values.plans import Plan
 
 Granularity: TypeAlias = Literal["stage", "layers"]
-Recompute: TypeAlias = bool | str | Collection[int] | None
-"""The value of ``recompute=``: which stages, or "layers" for each layer alone."""
 _Results: TypeAlias = tuple[Tensor, ...]
-
-
-def choose_granularities(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Granularity]]:
-    """The plan that runs, and its stages that recompute, each as a whole or layer by layer.
-
-    None follows the plan. Anything else overrides it, and drops its prediction where that no longer holds. Raises
-    `PlanError` for another value, or for the number of a stage that does not exist.
-    """
-    granularities = _choose(recompute, plan.recompute, len(plan.stages))
-    as_planned = granularities == _choose(None, plan.recompute, len(plan.stages))
-    return (plan if as_planned else replace(plan, recompute=bool(granularities), predicted=None)), granularities
-
-
-def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
-    if recompute is None or isinstance(recompute, bool):
-        return dict.fromkeys(range(stages if (planned if recompute is None else recompute) else 0), "stage")
-    if isinstance(recompute, str) and recompute == "layers":
-        return dict.fromkeys(range(stages), "layers")
-    if not isinstance(recompute, Collection) or isinstance(recompute, str | bytes | Mapping):
-        raise PlanError(
-            f"recompute=: expected True, False, 'layers' or the numbers of the stages to recompute, found "
-            f"{text_of(recompute)}: give a single stage as {{1}}"
-        )
-    rule = integer(0, stages - 1).but(f"give stages of the plan, which has {stages}")
-    given = entries("recompute=", recompute, PlanError)
-    return dict.fromkeys(sorted(rule.check("recompute=", stage, PlanError) for stage in given), "stage")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,6 @@ from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.message_headers import Awaited, Specs, SpecsAhead
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
-from penstock.scheduling.placements import Placement
 from penstock.torch_internals.distributed import gather_into
 
 _CLOSE = 1e-3
@@ -48,20 +47,25 @@ def processes_of(rank: int, tensor_parallel_size: int) -> range:
 
 
 def stage_mesh(
-    placement: Placement, rank: int, tensor_parallel_size: int, device: torch.device, timeout_seconds: float
+    stages: Iterable[tuple[int, ...]],
+    rank: int,
+    tensor_parallel_size: int,
+    device: torch.device,
+    timeout_seconds: float,
 ) -> DeviceMesh:
     """Makes the mesh (``dp``, ``tp``) of the stages on the schedule's rank `rank`, with `timeout_seconds` for its
-    collectives. Collective over all processes.
+    collectives. `stages`: the ranks of each. Collective over all processes.
     """
-    mesh = _make_mesh(placement, rank, tensor_parallel_size, device)
+    mesh = _make_mesh(list(dict.fromkeys(stages)), rank, tensor_parallel_size, device)
     for group in mesh.get_all_groups():
         # A mesh has no timeout parameter (torch 2.11 to 2.13), and the default group's timeout may be half an hour.
         group.set_timeout(timedelta(seconds=timeout_seconds))
     return mesh
 
 
-def _make_mesh(placement: Placement, rank: int, tensor_parallel_size: int, device: torch.device) -> DeviceMesh:
-    groups = list(dict.fromkeys(placement.stages))
+def _make_mesh(
+    groups: Sequence[tuple[int, ...]], rank: int, tensor_parallel_size: int, device: torch.device
+) -> DeviceMesh:
     blocks = [[list(processes_of(replica, tensor_parallel_size)) for replica in group] for group in groups]
     if len({len(group) for group in groups}) == 1:
         return DeviceMesh(device.type, torch.tensor(blocks), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
