@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.scheduling.verification.verifier import verify
     from penstock.simulating.simulator import simulate
     from penstock.timelines.timelines import Timeline
-    from penstock.training.losses import model_loss, token_count
+    from penstock.training.losses import Microbatches, model_loss, token_count
     from penstock.training.optimizers import NamedParameters
     from penstock.training.scaling import LossScale
     from penstock.training.update_corrections import (
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         WeightPrediction,
         WeightUpdate,
     )
-    from penstock.training.user_microbatches import Microbatches
     from penstock.training.wire_codecs import RowInt8, WireCodec
     from penstock.values.clusters import Cluster
     from penstock.values.device_kinds import DeviceKind
@@ -141,11 +140,10 @@ _NAMES = {
     "scheduling.verification.verifier": "verify",
     "simulating.simulator": "simulate",
     "timelines.timelines": "Timeline",
-    "training.losses": "model_loss token_count",
+    "training.losses": "Microbatches model_loss token_count",
     "training.optimizers": "NamedParameters",
     "training.scaling": "LossScale",
     "training.update_corrections": "ErrorFeedback LookAhead UpdateHook WeightAverage WeightPrediction WeightUpdate",
-    "training.user_microbatches": "Microbatches",
     "training.wire_codecs": "RowInt8 WireCodec",
     "values.clusters": "Cluster",
     "values.device_kinds": "DeviceKind",

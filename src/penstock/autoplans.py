@@ -34,14 +34,18 @@ from penstock.profiling.profiler import profile as measure
 from penstock.profiling.training_loops import as_in_training, measure_rounds
 from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.pipeline_options import Balance, PipelineOptions, PlanOptions
-from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, choose_plan, make_schedule, schedule_plan
-from penstock.runtime.transport.collective_errors import agreed, gather_results
-from penstock.runtime.transport.worlds import World
+from penstock.runtime.assembly.scheduled_plans import (
+    LayerWeights,
+    ScheduledPlan,
+    choose_plan,
+    make_schedule,
+    schedule_plan,
+)
+from penstock.runtime.transport.worlds import World, agreed, gather_results
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
-from penstock.values.layer_weights import LayerWeights
 from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import LayerProfile, Profile

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from penstock.arguments import FLAG, SEED, Rule, check_arguments, function, integer, text_of
-from penstock.capturing.device_names import read_device
+from penstock.capturing.initialization import read_device
 from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError, suggestion
 from penstock.torch_internals import pytrees as pytree

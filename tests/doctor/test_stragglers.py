@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.doctor.replanning import recut
-from penstock.doctor.stragglers import SlowPart, find_slow_layers, find_stragglers, stage_seconds
+from penstock.doctor.stragglers import SlowPart, find_slow_layers, find_stragglers, recut, stage_seconds
 from penstock.errors import PlanError
 from penstock.simulating import simulate
 from penstock.timelines import Timeline

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from penstock import PlanError
 from penstock.fleet import Arrival, Job, Kind, Pair, Problem, allox, gandiva, simulate_fleet
-from penstock.fleet.policies.matchings import allox_queues
+from penstock.fleet.policies.queues import allox_queues
 from support.fleet_problems import fleet_problems
 
 few = settings(derandomize=True, max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

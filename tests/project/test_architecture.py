@@ -151,12 +151,8 @@ NAMESAKES: set[str] = set()
 
 FRAGMENTS = {
     "penstock.cli",
-    "penstock.doctor.replanning",
     "penstock.profiling.device_speeds",
-    "penstock.rendering.heat_maps",
     "penstock.runtime.transport.gloo.all_reduce",
-    "penstock.timelines.reasons",
-    "penstock.torch_internals.cuda",
     "penstock.values.sweeps",
 }
 """Short files that one other file imports: each has an idea that its importer has not. The list only gets shorter."""

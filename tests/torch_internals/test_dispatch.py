@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch, _pytree
 
 from penstock.errors import PenstockError
-from penstock.torch_internals import cuda, dispatch, pytrees
+from penstock.torch_internals import dispatch, pytrees, tensors
 from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
 
 
@@ -99,7 +99,7 @@ def test_workspaces_that_cannot_be_given_back_are_an_error(monkeypatch: pytest.M
     monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces", raising=False)
 
     with pytest.raises(PenstockError, match=r"has no torch\._C\._cuda_clearCublasWorkspaces"):
-        cuda.clear_cublas_workspaces()
+        tensors.clear_cublas_workspaces()
 
 
 @pytest.mark.gpu
@@ -107,11 +107,11 @@ def test_workspaces_that_cannot_be_given_back_are_an_error(monkeypatch: pytest.M
 def test_workspaces_are_given_back() -> None:
     x = torch.ones(256, 256, device="cuda")
     (x @ x).sum().item()
-    cuda.clear_cublas_workspaces()
+    tensors.clear_cublas_workspaces()
     before = torch.cuda.memory_allocated()
     (x @ x).sum().item()
     assert torch.cuda.memory_allocated() > before
 
-    cuda.clear_cublas_workspaces()
+    tensors.clear_cublas_workspaces()
 
     assert torch.cuda.memory_allocated() == before

@@ -3,7 +3,7 @@
 import pytest
 from torch.autograd import profiler
 
-from penstock.torch_internals.profiler import is_profiling
+from penstock.torch_internals.autograd import is_profiling
 
 
 def test_a_profiler_is_noticed() -> None:

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import Rule, check_arguments, function, integer
-from penstock.capturing.device_names import read_device
+from penstock.arguments import Rule, check_arguments, function, integer, text_of
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
@@ -257,3 +256,18 @@ def _takes_a_module(reset: Callable[..., object], module: nn.Module) -> bool:
     except TypeError:
         return False
     return True
+
+
+def read_device(where: str, device: object, error: type[PenstockError] = PenstockError) -> torch.device:
+    """The device that `device` is or names, with its index, once a tensor was made there; `error` if there is none.
+
+    `where`: the function and the argument.
+    """
+    try:
+        made: torch.Tensor = torch.empty(0, device=device)  # type: ignore[call-overload]  # else it raises
+    except (RuntimeError, AssertionError, TypeError) as failure:
+        reason = str(failure).partition("\n")[0]
+        raise error(
+            f"{where}: expected cpu, cuda or cuda:N that is there, found {text_of(device)}: {reason}. Give another one"
+        ) from failure
+    return made.device

@@ -26,9 +26,8 @@ from transformers.trainer_utils import TrainOutput
 
 from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
-from penstock.training.losses import LossWeight, model_loss, token_count
+from penstock.training.losses import LossWeight, Microbatches, model_loss, token_count
 from penstock.training.optimizers import NamedParameters
-from penstock.training.user_microbatches import Microbatches
 
 
 class PipelineTrainer(Trainer):

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import flatten
 from penstock.torch_internals import pytrees as pytree
-from penstock.training.user_microbatches import Microbatches
+from penstock.training.losses import Microbatches
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ import torch
 from penstock.capturing.chain import LayerChain
 from penstock.profiling.clocks import windows
 from penstock.profiling.profiler import profile
-from penstock.runtime.transport.collective_errors import gather_results
-from penstock.runtime.transport.worlds import World
+from penstock.runtime.transport.worlds import World, gather_results
 
 _DIFFERENT = 1.3
 """How many times as long the slowest device takes as the fastest before they count as different."""

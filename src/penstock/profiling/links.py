@@ -36,17 +36,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.capturing.device_names import read_device
+from penstock.capturing.initialization import read_device
 from penstock.errors import ProfileError
 from penstock.profiling.action_costs import measure_action_seconds, measure_message_costs
 from penstock.progress import progress_line
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import local_device
-from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.distributed_transport import arrange
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
-from penstock.runtime.transport.worlds import World, join_world
+from penstock.runtime.transport.worlds import World, gather_results, join_world
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import FREE, LinkMatrix, MessageCosts
 

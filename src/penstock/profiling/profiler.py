@@ -39,8 +39,8 @@ from torch import Tensor, nn
 
 from penstock.arguments import FLAG, TEXT, Rule, check_arguments, function, integer
 from penstock.capturing.chain import Layer, LayerChain, crossings_of
-from penstock.capturing.device_names import read_device
 from penstock.capturing.doors import capture
+from penstock.capturing.initialization import read_device
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import kept_generators

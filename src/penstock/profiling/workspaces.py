@@ -32,9 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.profiling.spread_layers import local_storage
 from penstock.torch_internals import pytrees as pytree
-from penstock.torch_internals.cuda import clear_cublas_workspaces
 from penstock.torch_internals.dispatch import TorchDispatchMode
-from penstock.torch_internals.tensors import storage_key
+from penstock.torch_internals.tensors import clear_cublas_workspaces, storage_key
 
 
 class _Kept:

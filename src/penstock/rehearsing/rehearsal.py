@@ -41,8 +41,7 @@ from penstock.rehearsing.trainings import (
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, RunOptions
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.torch_internals.modules import is_batch_norm
-from penstock.training.losses import IGNORED
-from penstock.training.user_microbatches import Microbatches
+from penstock.training.losses import IGNORED, Microbatches
 from penstock.values.plans import Plan
 
 

@@ -32,11 +32,10 @@ from penstock.runtime.assembly.pipeline_options import ModelOptions, PipelineOpt
 from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.pytrees import tree_leaves, tree_map_only
-from penstock.training.losses import amounts_of, compute_loss
+from penstock.training.losses import Microbatches, amounts_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
-from penstock.training.user_microbatches import Microbatches
 from penstock.values.plans import Plan
 
 Batch: TypeAlias = tuple[Any, Any]

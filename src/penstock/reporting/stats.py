@@ -13,13 +13,11 @@ import torch
 from penstock.arguments import FLAG, Rule, check_arguments, integer, number
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.work_estimates import estimate_seconds
-from penstock.doctor.replanning import recut
-from penstock.doctor.stragglers import Stragglers, find_slow_layers, find_stragglers, stage_seconds
+from penstock.doctor.stragglers import Stragglers, find_slow_layers, find_stragglers, recut, stage_seconds
 from penstock.errors import PenstockError
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.engine.step_records import Speed
-from penstock.runtime.transport.collective_errors import gather_results
-from penstock.runtime.transport.worlds import World
+from penstock.runtime.transport.worlds import World, gather_results
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.simulator import balanced_bubble
 from penstock.timelines.timelines import Timeline

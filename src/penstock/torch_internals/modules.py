@@ -1,11 +1,16 @@
-"""Modules: their hooks, their compiled code and their tables of buffers. Tried on torch 2.11 and 2.13."""
+"""Modules and optimizers: their hooks, compiled code, tables of buffers, and schedulers of schedulers.
+
+Tried on torch 2.11 and 2.13.
+"""
 
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm
+from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.torch_internals.availability import missing
 
@@ -141,3 +146,23 @@ def own_reset(module: nn.Module) -> Callable[[], Any] | None:
     """
     found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
     return next((reset for reset in found if callable(reset)), None)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ...]:
+    """The hooks on the steps of `optimizer` that are not Penstock's own. No public name lists them.
+
+    Without the private names: none, and Penstock does not see hooks that it would refuse.
+    """
+    tables = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
+    hooks = (hook for table in tables for hook in table.values())
+    return tuple([hook for hook in hooks if not getattr(hook, "__module__", "").startswith("penstock.")])
+
+
+def flat_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """`scheduler`, or those that a `SequentialLR` or `ChainedScheduler` consists of, which no public name lists."""
+    parts = getattr(scheduler, "_schedulers", None)
+    if parts is None:
+        yield scheduler
+    else:
+        for part in parts:
+            yield from flat_schedulers(part)

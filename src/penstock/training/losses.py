@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -195,3 +195,16 @@ def _as_number(name: str, value: Any, device: torch.device) -> Tensor:
             "number, the mean over the microbatch's samples"
         )
     return number
+
+
+class Microbatches(NamedTuple):
+    """The batches of a step, one for each microbatch: ``pipe.step(penstock.Microbatches(inputs, targets))``.
+
+    They may have different lengths (each padded to its own longest sequence) and different numbers of samples. Where
+    lengths differ, `loss_weight` must say what the loss is a mean over.
+    """
+
+    inputs: Sequence[Any]
+    """For each microbatch what `Pipeline.step` takes as inputs."""
+    targets: Sequence[Any] | None = None
+    """For each microbatch its target; None if the model computes its loss itself."""

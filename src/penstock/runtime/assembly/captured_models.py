@@ -14,8 +14,7 @@ from penstock.capturing.doors import capture
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.execution.compilation import read_compilation
-from penstock.runtime.transport.collective_errors import agreed
-from penstock.runtime.transport.worlds import World
+from penstock.runtime.transport.worlds import World, agreed
 from penstock.training.losses import model_loss
 from penstock.training.precisions import first_device
 

@@ -34,9 +34,8 @@ from penstock.runtime.batches.batch_splitter import held_stages
 from penstock.runtime.execution.compilation import compile_chain
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import VersionedWeights
-from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
-from penstock.runtime.transport.worlds import World
+from penstock.runtime.transport.worlds import World, agreed
 from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled

@@ -4,12 +4,12 @@ The plan is checked here, once, so that a wrong plan or an unsupported combinati
 hang.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from penstock.arguments import entries, integer, text_of
+from penstock.arguments import Entries, check_fields, entries, integer, number, text_of
 from penstock.capturing.chain import LayerChain, crossings_of, require_cuts
 from penstock.errors import PlanError
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, Recompute
@@ -23,10 +23,27 @@ from penstock.scheduling.verification.verifier import verify
 from penstock.training.recipes import Recipe
 from penstock.training.wire_codecs import sent_bytes
 from penstock.values.crossings import find_hops, find_stops
-from penstock.values.layer_weights import LayerWeights
 from penstock.values.plan_stages import members_of
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Holds a weight for every layer, of which only the ratios count, and a speed for every rank."""
+
+    layers: tuple[float, ...]
+    speeds: tuple[float, ...] = ()
+    """By rank: how much of the weight it does in a time; empty if all ranks are equal."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"layers": Entries(number(0)), "speeds": Entries(number(above=0))}, PlanError)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

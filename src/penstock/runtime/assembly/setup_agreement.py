@@ -22,7 +22,7 @@ from penstock.scheduling.actions import format_programs
 from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
-from penstock.torch_internals.optimizers import step_hooks
+from penstock.torch_internals.modules import step_hooks
 from penstock.values.plans import Plan
 
 

@@ -38,8 +38,7 @@ from penstock.runtime.assembly.safetensors_files import (
     write_index,
 )
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.transport.collective_errors import agreed, gather_results
-from penstock.runtime.transport.worlds import World
+from penstock.runtime.transport.worlds import World, agreed, gather_results
 from penstock.values.plan_stages import Stage
 
 ADAPTER, ADAPTER_CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"

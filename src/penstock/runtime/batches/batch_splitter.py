@@ -26,9 +26,8 @@ from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, split, weighed
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
-from penstock.training.losses import Weigh, amounts_of, check_amounts, check_counted_alike
+from penstock.training.losses import Microbatches, Weigh, amounts_of, check_amounts, check_counted_alike
 from penstock.training.recipes import Recipe
-from penstock.training.user_microbatches import Microbatches
 from penstock.values.plans import Plan, Stage
 
 _KINDS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)

@@ -50,7 +50,7 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.schedules import Schedule
 from penstock.timelines.spans import trace_label
-from penstock.torch_internals.profiler import is_profiling
+from penstock.torch_internals.autograd import is_profiling
 
 ActionHook: TypeAlias = Callable[[int, BatchRun, Action], None]
 """Is called with the rank, the batch and the action."""

@@ -29,7 +29,7 @@ from penstock.capturing.preservation import python_generators
 from penstock.capturing.sequential import EagerLayer
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError
-from penstock.torch_internals.profiler import is_profiling
+from penstock.torch_internals.autograd import is_profiling
 from penstock.torch_internals.tensors import times_written
 
 Granularity: TypeAlias = Literal["stage", "layers"]

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.errors import PenstockError
 from penstock.runtime.devices.process_hooks import HeldInterrupts
 from penstock.runtime.parameters.weight_versions import VersionedWeights
-from penstock.torch_internals.optimizers import flat_schedulers, step_hooks
+from penstock.torch_internals.modules import flat_schedulers, step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
