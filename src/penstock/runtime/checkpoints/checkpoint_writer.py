@@ -31,7 +31,6 @@ from penstock.runtime.checkpoints.step_directories import (
     Retention,
     begin,
     check_target,
-    discard,
     file_name,
     publish,
     recover,
@@ -84,7 +83,7 @@ def write(
         path = ranks.alone(lambda: _finish(written, step, parts, documents, {"run": run, "plan": plan}))
     except CheckpointError:
         # All processes have come here, so none of them writes any more.
-        ranks.alone(lambda: _give_up(written))
+        ranks.alone(lambda: recover(directory))
         raise
     ranks.alone(lambda: retention.apply(directory, step))
     return directory / str(path)
@@ -265,8 +264,3 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         "history": history,
         "own": [document["own"] for document in documents],
     }
-
-
-def _give_up(written: Path) -> None:
-    discard(written)
-    recover(written.parent)

@@ -177,12 +177,6 @@ class Retention:
                     logging.getLogger("penstock").warning("%s could not be removed: %s", path, error)
 
 
-def discard(written: Path) -> None:
-    """Removes `written`, of which no checkpoint will be; an error is left to the next `recover`."""
-    with suppress(OSError):
-        _clear(written)
-
-
 def _clear(directory: Path) -> None:
     """Removes `directory` if it has files with Penstock's names only."""
     if not _only_ours(directory):
