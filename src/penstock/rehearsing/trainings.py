@@ -233,25 +233,16 @@ def compute_gradients(
 
 def train_by_chain(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
     """The training of the captured chain in one loop, by `reference_train`: in one stage, or by a plan."""
-    record, recipe, plan = TrainingRecord(), options.recipe, options.plan.plan
+    record, plan = TrainingRecord(), options.plan.plan
+    recipe = replace(options.recipe, optimizer=record.watching(options.recipe.optimizer))
     assert plan is None or isinstance(plan, Plan)
     found = reference_train(
         options.model.model,
         batches,
         sample=options.model.sample,
-        loss_fn=recipe.loss_fn,
-        optimizer=record.watching(recipe.optimizer),
+        **{each.name: getattr(recipe, each.name) for each in fields(recipe)},
         microbatches=options.plan.microbatches or 1,
         plan=plan,
-        autocast=recipe.autocast,
-        version_dtype=recipe.version_dtype,
-        loss_weight=recipe.loss_weight,
-        loss_scale=recipe.loss_scale,
-        clip_grad_norm=recipe.clip_grad_norm,
-        lr_scheduler=recipe.lr_scheduler,
-        update_hooks=recipe.update_hooks,
-        scale_learning_rates=recipe.scale_learning_rates,
-        wire_dtype=recipe.wire_dtype,
         seed=SEED.check("rehearse(seed=)", options.run.seed),
     )
     for number, loss in enumerate(found.losses):
