@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.training.tensor_lists import clip, divide, multiply, norms_of
+from penstock.runtime.parameters.gradient_norms import clip, divide, multiply, norms_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 MAKERS: dict[str, Callable[[torch.Generator, torch.dtype], Tensor]] = {

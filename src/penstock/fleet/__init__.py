@@ -11,8 +11,7 @@ from penstock.fleet.cluster_jobs import CLUSTERS, cluster_job
 from penstock.fleet.executor import FleetExecutor
 from penstock.fleet.fleet_files import FleetFile, TrainingCommand
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
-from penstock.fleet.jobs import Entity, Job
-from penstock.fleet.kinds import Kind
+from penstock.fleet.jobs import Entity, Job, Kind
 from penstock.fleet.policies import (
     POLICIES,
     Policy,

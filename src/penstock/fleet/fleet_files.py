@@ -16,20 +16,33 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, PlanError
-from penstock.fleet.jobs import Entity, Job
-from penstock.fleet.kinds import Kind
+from penstock.fleet.jobs import Entity, Job, Kind
 from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.throughputs import Machines, ModelJob, ThroughputTable, throughput_table
 from penstock.fleet.workloads import Arrival
 from penstock.planning import plan
 from penstock.values import Profile
-from penstock.values.documents import YamlNode, read_yaml
+from penstock.values.documents import YamlNode, read_known, read_yaml
 
 _FORMAT = "penstock-fleet/1"
-_KIND = ("price_per_hour", "workers_per_server", "pool", "consolidated", "region")
-_KIND_COSTS = ("egress_per_gigabyte", "preempted_every_seconds")
-_MACHINES = ("speed", "memory_bytes", "bytes_per_second", "latency_seconds")
-_JOB = ("workers", "weight", "deadline_seconds", "entity", "gigabytes", "region")
+_KIND: Mapping[str, Callable[[YamlNode], Any]] = {
+    "price_per_hour": YamlNode.number,
+    "workers_per_server": YamlNode.integer,
+    "pool": YamlNode.text,
+    "consolidated": YamlNode.boolean,
+    "region": YamlNode.text,
+    "egress_per_gigabyte": YamlNode.number,
+    "preempted_every_seconds": YamlNode.number,
+}
+_MACHINES = dict.fromkeys(("speed", "memory_bytes", "bytes_per_second", "latency_seconds"), YamlNode.number)
+_JOB: Mapping[str, Callable[[YamlNode], Any]] = {
+    "workers": YamlNode.integer,
+    "weight": YamlNode.number,
+    "deadline_seconds": YamlNode.number,
+    "entity": YamlNode.text,
+    "gigabytes": YamlNode.number,
+    "region": YamlNode.text,
+}
 _PLAN_KEYWORDS = tuple(name for name in signature(plan).parameters if name not in ("profile", "cluster"))
 _SOURCES = ("throughputs", "profile", "profiles", "plan", "arrives", "command", "processes")
 
@@ -135,32 +148,8 @@ class FleetFile:
         )
 
 
-_READ: dict[str, Callable[[YamlNode], Any]] = {
-    "price_per_hour": YamlNode.number,
-    "workers_per_server": YamlNode.integer,
-    "pool": YamlNode.text,
-    "consolidated": YamlNode.boolean,
-    "speed": YamlNode.number,
-    "memory_bytes": YamlNode.number,
-    "bytes_per_second": YamlNode.number,
-    "latency_seconds": YamlNode.number,
-    "workers": YamlNode.integer,
-    "weight": YamlNode.number,
-    "deadline_seconds": YamlNode.number,
-    "entity": YamlNode.text,
-    "region": YamlNode.text,
-    "gigabytes": YamlNode.number,
-    "egress_per_gigabyte": YamlNode.number,
-    "preempted_every_seconds": YamlNode.number,
-}
-
-
 def _items(places: Mapping[str, YamlNode], key: str) -> tuple[YamlNode, ...]:
     return places[key].items() if key in places else ()
-
-
-def _given(places: Mapping[str, YamlNode], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: _READ[name](places[name]) for name in names if name in places}
 
 
 def _name(node: YamlNode) -> str:
@@ -172,16 +161,16 @@ def _name(node: YamlNode) -> str:
 
 
 def _read_machines(node: YamlNode) -> Machines:
-    places = node.mapping(("name", "workers"), (*_KIND, *_KIND_COSTS, *_MACHINES))
+    places = node.mapping(("name", "workers"), (*_KIND, *_MACHINES))
     name, workers = _name(places["name"]), places["workers"].integer()
-    given = _given(places, (*_KIND, *_KIND_COSTS))
-    return node.build(lambda: Machines(Kind(name, workers, **given), **_given(places, _MACHINES)))
+    kind = read_known(places, _KIND)
+    return node.build(lambda: Machines(Kind(name, workers, **kind), **read_known(places, _MACHINES)))
 
 
 def _read_job(node: YamlNode, folder: Path, kinds: tuple[str, ...]) -> tuple[ModelJob, float, TrainingCommand | None]:
     places = node.mapping(("name", "steps"), (*_JOB, *_SOURCES))
     name, steps = _name(places["name"]), places["steps"].number()
-    job = node.build(lambda: Job(name, steps, **_given(places, _JOB)))
+    job = node.build(lambda: Job(name, steps, **read_known(places, _JOB)))
     measured = {kind: speed.number() for kind, speed in _keys(places, "throughputs", kinds).items()}
     profiles = {kind: _read_profile(file, folder) for kind, file in _keys(places, "profiles", kinds).items()}
     profile = _read_profile(places["profile"], folder) if "profile" in places else None
@@ -220,9 +209,8 @@ def _read_profile(node: YamlNode, folder: Path) -> Profile:
 
 def _read_entity(node: YamlNode) -> Entity:
     places = node.mapping(("name",), ("weight", "first_come"))
-    weight = places["weight"].number() if "weight" in places else 1.0
-    first_come = places["first_come"].boolean() if "first_come" in places else False
-    return node.build(lambda: Entity(places["name"].text(), weight, first_come))
+    given = read_known(places, {"weight": YamlNode.number, "first_come": YamlNode.boolean})
+    return node.build(lambda: Entity(places["name"].text(), **given))
 
 
 def _read_pair(node: YamlNode, kinds: tuple[str, ...]) -> tuple[tuple[str, str], Mapping[str, tuple[float, float]]]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy
 
-from penstock.fleet.jobs import Job
-from penstock.fleet.kinds import Kind
+from penstock.fleet.jobs import Job, Kind
 from penstock.fleet.problems import Floats
 
 

@@ -146,11 +146,10 @@ class Solution:
 class Program:
     """A linear program over a space: valid allocations with further variables and constraints."""
 
-    def __init__(self, space: Space, extra: int = 0, lower: float = 0.0) -> None:
-        """`extra`: the number of variables beside those of the space, each `lower` or more."""
+    def __init__(self, space: Space, extra: int = 0) -> None:
+        """`extra`: the number of variables beside those of the space. None is less than 0."""
         self._space = space
         self._extra = extra
-        self._lower = lower
         pools = list(space.problem.pools)
         pool_of = numpy.array([pools.index(kind.devices) for kind in space.problem.kinds])
         self._entries: list[Entries] = [space.time]
@@ -200,15 +199,12 @@ class Program:
         Raises `Infeasible`, or `PenstockError` if the solver fails.
         """
         optimize, sparse = scipy_module("optimize"), scipy_module("sparse")
-        variables = self._space.variables + self._extra
         rows, columns, values = _joined(self._entries)
-        matrix = sparse.csr_array((values, (rows, columns)), shape=(self._rows, variables))
-        lower = [0.0] * self._space.variables + [self._lower] * self._extra
+        matrix = sparse.csr_array((values, (rows, columns)), shape=(self._rows, self._space.variables + self._extra))
         found = optimize.linprog(
             -objective,
             A_ub=matrix,
             b_ub=numpy.concatenate(self._bounds),
-            bounds=numpy.array([lower, [numpy.inf] * variables]).T,
             method="highs",
             options=_OPTIONS,
         )
@@ -216,8 +212,8 @@ class Program:
             raise Infeasible("no allocation meets all constraints of the policy: relax one")
         if found.status != 0:
             raise PenstockError(
-                f"linear program of {variables} variables: expected an optimum, found status {found.status} of HiGHS, "
-                f"{found.message}: check that throughputs, steps and prices have sensible sizes"
+                f"linear program of {matrix.shape[1]} variables: expected an optimum, found status {found.status} of "
+                f"HiGHS, {found.message}: check that throughputs, steps and prices have sensible sizes"
             )
         shares = found.x[: self._space.variables]
         rates = numpy.zeros(self._space.classes)

@@ -14,8 +14,7 @@ import numpy.typing
 
 from penstock.arguments import entries, instance, number, text_of
 from penstock.errors import PlanError
-from penstock.fleet.jobs import Entity, Job
-from penstock.fleet.kinds import Kind
+from penstock.fleet.jobs import Entity, Job, Kind
 
 Floats = numpy.typing.NDArray[numpy.float64]
 

@@ -19,7 +19,7 @@ import numpy
 from penstock.arguments import Entries, instance
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
-from penstock.fleet.kinds import Kind
+from penstock.fleet.jobs import Kind
 from penstock.fleet.problems import Floats
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from penstock.arguments import Entries, check_arguments, check_fields, instance, mapping, number
 from penstock.errors import PlanError, visible
-from penstock.fleet.jobs import Entity, Job
-from penstock.fleet.kinds import Kind
+from penstock.fleet.jobs import Entity, Job, Kind
 from penstock.fleet.problems import Pair, Problem
 from penstock.planning import plan
 from penstock.values import Cluster, DeviceKind, Plan, Profile

@@ -8,9 +8,8 @@ May import ``errors``, ``arguments`` and ``torch_internals`` only, and no other 
 """
 
 from penstock.scan.chains import ScanSequential
-from penstock.scan.counts import ScanCounts, count
 from penstock.scan.diagonal import DiagonalRecurrence, diagonal_recurrence
-from penstock.scan.estimates import Estimate, Machine, estimate
+from penstock.scan.estimates import Estimate, Machine, ScanCounts, count, estimate
 from penstock.scan.layers import ScanGRU, ScanLSTM, ScanRNN
 from penstock.scan.scans import blelloch, chunked, hybrid, linear
 

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from penstock.arguments import check_arguments
 from penstock.errors import PenstockError
+from penstock.scan.scaled import TENSOR
 from penstock.scan.sparse import LayerJacobian, layer_jacobian
-from penstock.scan.steps import TENSOR
 from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.modules import hooks_of
 from penstock.torch_internals.tensors import gradient_hooks, times_written

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.arguments import check_arguments
 from penstock.errors import PenstockError
-from penstock.scan.steps import TENSOR
+from penstock.scan.scaled import TENSOR
 
 
 def diagonal_recurrence(decay: Tensor, inputs: Tensor, first: Tensor | None = None) -> Tensor:

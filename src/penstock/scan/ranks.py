@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.scan.scaled import ScaledMatrices, ScaledVectors
-from penstock.scan.steps import Steps
+from penstock.scan.scaled import ScaledMatrices, ScaledVectors, Steps
 
 
 def receive_state(like: Tensor, group: dist.ProcessGroup) -> Tensor:

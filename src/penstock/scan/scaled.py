@@ -1,4 +1,5 @@
-"""Matrices and vectors with powers of two kept aside, so that long products neither overflow nor vanish.
+"""Steps ``g -> J g + u`` of a chain, and their matrices and vectors: plain, or with powers of two kept aside, so that
+long products neither overflow nor vanish.
 
 A product of many Jacobians can leave the range of its type in directions that the gradient does not excite. Then an
 infinity meets a zero, and the result is NaN where plain backpropagation is finite. Here every column of a matrix, and
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from penstock.arguments import instance
 
 _LAYOUT = {torch.float32: (torch.int32, 127, 23), torch.float64: (torch.int64, 1023, 52)}
 """By type: the integers of the same size, the bias of an exponent, and the bits of a fraction."""
@@ -127,3 +130,41 @@ def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     integers, bias, bits = _LAYOUT[dtype]
     biased = (exponents.to(integers) + bias).clamp(0, 2 * bias)
     return torch.bitwise_left_shift(biased, bits).view(dtype)
+
+
+TENSOR = instance(Tensor, "a torch.Tensor", "give one")
+
+
+class Steps:
+    """Consecutive steps, each ``g -> J g + u``. Vectors and matrices are plain or scaled."""
+
+    def __init__(self, matrices: Any, entering: Any) -> None:
+        self.matrices, self.entering = matrices, entering
+
+    def __len__(self) -> int:
+        return len(self.matrices.values)
+
+    def apply(self, index: int | slice, vectors: Any) -> Any:
+        """What the steps at `index` make of `vectors`."""
+        found = self.matrices[index].apply(vectors)
+        return found if self.entering is None else found + self.entering[index]
+
+    def then(self, later: "Steps") -> "Steps":
+        """These steps, each followed by one of `later`."""
+        entering = None if self.entering is None else later.matrices.apply(self.entering) + later.entering
+        return Steps(later.matrices @ self.matrices, entering)
+
+    def at(self, index: slice) -> "Steps":
+        """The steps at `index`, in the same memory."""
+        return Steps(self.matrices[index], None if self.entering is None else self.entering[index])
+
+    def product(self) -> "Steps":
+        """All of them as one, by products of neighbours."""
+        found, rest = self, None
+        while (count := len(found)) > 1:
+            if count % 2:
+                last = found.at(slice(count - 1, None))
+                rest = last if rest is None else last.then(rest)
+            pairs = count // 2
+            found = found.at(slice(0, 2 * pairs, 2)).then(found.at(slice(1, 2 * pairs, 2)))
+        return found if rest is None else found.then(rest)

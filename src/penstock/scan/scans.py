@@ -21,8 +21,7 @@ from torch import Tensor
 
 from penstock.arguments import check_arguments
 from penstock.errors import PenstockError
-from penstock.scan.scaled import PlainMatrices, ScaledMatrices, ScaledVectors
-from penstock.scan.steps import TENSOR, Steps
+from penstock.scan.scaled import TENSOR, PlainMatrices, ScaledMatrices, ScaledVectors, Steps
 
 
 def levels_of(steps: int) -> int:

@@ -9,11 +9,10 @@ from typing import TypeAlias
 
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.linear_programs import OutOfReach
-from penstock.fleet.policies.blindness import blind, isolated_shares
+from penstock.fleet.policies.blindness import blind, gandiva, isolated_shares
 from penstock.fleet.policies.completion_times import finish_time_fairness, min_makespan, min_makespan_within_budget
 from penstock.fleet.policies.costs import max_throughput, min_cost, min_cost_near_deadlines, min_cost_with_deadlines
 from penstock.fleet.policies.fairness import hierarchical, max_min_fairness, water_filling
-from penstock.fleet.policies.packings import gandiva
 from penstock.fleet.policies.queues import allox, fifo, shortest_job_first, strict_fifo
 from penstock.fleet.problems import Problem
 

@@ -1,11 +1,16 @@
-"""The baselines that cannot tell kinds apart: what a scheduler does that counts devices only."""
+"""The baselines that cannot tell kinds apart: what a scheduler does that counts devices only; and Gandiva's sharing of
+space, which gives pairs of jobs equal time [Narayanan 2021, section 5.7.3].
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
+from zlib import crc32
 
 import numpy
 
 from penstock.fleet.allocations import Allocation
+from penstock.fleet.jobs import Job
+from penstock.fleet.policies.fairness import max_min_fairness
 from penstock.fleet.problems import Floats, Problem
 
 _NEAR = 1e-6
@@ -58,3 +63,59 @@ def _spread(problem: Problem, found: Allocation) -> Floats:
         if worst < 1 + _NEAR:
             break
     return rows
+
+
+def gandiva(problem: Problem) -> Allocation:
+    """Jobs form random pairs while they want more workers than there are. A pair stays together if it gets more done
+    than both in turns. Pairs and single jobs then have equal time, whatever the kinds.
+
+    The order of trials follows from the names of jobs, so a pair seldom changes when other jobs come or go. Trials take
+    no time here. Weights do not count.
+    """
+    packed = _packed(problem)
+    taken = {m for index in packed for m in problem.pairs[index].jobs}
+    rows = [m for m in range(len(problem.jobs)) if m not in taken] + [len(problem.jobs) + index for index in packed]
+    runs = numpy.concatenate(
+        [problem.speeds(), numpy.array([pair.throughputs[0] for pair in problem.pairs]).reshape(-1, len(problem.kinds))]
+    )
+    units = Problem(
+        jobs=tuple(Job(str(row), 1.0, workers=problem.jobs[problem.combinations[row][0]].workers) for row in rows),
+        kinds=problem.kinds,
+        throughputs=tuple(map(tuple, (runs[rows] > 0).astype(float).tolist())),
+    )
+    shares = numpy.zeros_like(runs)
+    shares[rows] = blind(max_min_fairness)(units).array()
+    return Allocation(problem, tuple(map(tuple, shares.tolist())), "gandiva")
+
+
+def _packed(problem: Problem) -> list[int]:
+    """The numbers of the pairs that stay together."""
+    excess = problem.workers().sum() - sum(problem.pools.values())
+    names = [job.name for job in problem.jobs]
+    order = sorted(
+        range(len(problem.pairs)),
+        key=lambda index: crc32("\n".join(names[m] for m in problem.pairs[index].jobs).encode()),
+    )
+    speeds, equal = problem.speeds(), problem.equal_shares()
+    packed: list[int] = []
+    taken: set[int] = set()
+    for index in order:
+        if excess <= 0:
+            break
+        pair = problem.pairs[index]
+        if taken.isdisjoint(pair.jobs) and _gain(pair.throughputs, speeds[list(pair.jobs)], equal) > 1:
+            packed.append(index)
+            taken.update(pair.jobs)
+            excess -= problem.jobs[pair.jobs[0]].workers
+    return packed
+
+
+def _gain(together: tuple[tuple[float, ...], ...], alone: Floats, equal: Floats) -> float:
+    """The throughputs of both jobs of a pair, each relative to that alone, for an equal time on each worker that can
+    run them together. Two jobs that take turns have 1.
+    """
+    both = numpy.array(together)
+    (runs,) = numpy.nonzero((both > 0).all(axis=0) & (alone > 0).all(axis=0))
+    if not len(runs):
+        return 0.0
+    return float((both[:, runs] / alone[:, runs]).sum(axis=0) @ equal[runs] / equal[runs].sum())

@@ -11,8 +11,7 @@ import numpy
 
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
-from penstock.fleet.jobs import Job
-from penstock.fleet.kinds import moving_cost
+from penstock.fleet.jobs import Job, moving_cost
 from penstock.fleet.linear_programs import Infeasible, OutOfReach, Program, Solution, Space
 from penstock.fleet.problems import Floats, Problem
 

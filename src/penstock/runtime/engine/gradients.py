@@ -25,14 +25,13 @@ from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.parameters.gradient_buckets import Reducer
-from penstock.runtime.parameters.gradient_norms import GradientNorms
+from penstock.runtime.parameters.gradient_norms import GradientNorms, divide
 from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.definitions import VersionRule
 from penstock.scheduling.norms import Norm, known_norms
 from penstock.scheduling.schedules import Schedule
 from penstock.training.scaling import LossScaler
-from penstock.training.tensor_lists import divide
 
 
 class Gradients:
