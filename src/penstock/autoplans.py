@@ -28,10 +28,9 @@ from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.planners import plan as plan_on
-from penstock.profiling.device_speeds import measure_speeds
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
-from penstock.profiling.training_loops import as_in_training, measure_rounds
+from penstock.profiling.training_loops import as_in_training, measure_rounds, measure_speeds
 from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.pipeline_options import Balance, PipelineOptions, PlanOptions
 from penstock.runtime.assembly.scheduled_plans import (

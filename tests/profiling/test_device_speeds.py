@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.profiling.device_speeds import compare_seconds
+from penstock.profiling.training_loops import compare_seconds
 
 
 def test_devices_that_differ_little_are_equal() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from penstock.commands.files import load_sweep
 from penstock.errors import PlanError
 from penstock.values import Cluster, DeviceKind
-from penstock.values.sweeps import load_sweep
 
 HEAD = "format: penstock-sweep/1\nclusters:\n"
 

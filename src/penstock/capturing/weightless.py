@@ -20,9 +20,9 @@ from penstock.capturing.doors import capture
 from penstock.capturing.export.explanations import first_line, source_line
 from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
 from penstock.capturing.module_copies import Copies
+from penstock.capturing.module_state import SILENT_WRITERS, find_writable
 from penstock.capturing.preservation import kept_generators
 from penstock.capturing.samples import Call, flatten, read_sample
-from penstock.capturing.writes import SILENT_WRITERS, find_writable
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 

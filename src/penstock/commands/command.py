@@ -2,7 +2,7 @@
 
 Laws of this directory:
   1. A command reads its arguments, calls one function of the library, and prints what that returns.
-  2. It imports what it needs when it runs, so that ``penstock --help`` does not wait for torch.
+  2. It imports what is more than values when it runs, so that ``penstock --help`` does not wait for torch.
 """
 
 import argparse
@@ -10,12 +10,10 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.errors import visible
-
-if TYPE_CHECKING:
-    from penstock.values import Cluster, Plan, Profile
+from penstock.values import Cluster, Plan, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
-def deliver(made: "Cluster | Plan | Profile", text: str, arguments: argparse.Namespace) -> None:
+def deliver(made: Cluster | Plan | Profile, text: str, arguments: argparse.Namespace) -> None:
     """Writes the result of a command to the file of ``--output``, if any, and prints it as `text` or as JSON."""
     if arguments.output:
         made.save(arguments.output)

@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from penstock.errors import visible
-from penstock.values import LinkLevels, LinkMatrix
+from penstock.values import Cluster, DeviceKind, LayerProfile, LinkLevels, LinkMatrix, Plan, Profile, schedule
 from penstock.values.plan_stages import ranks_text
 from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text, table_lines
 
-if TYPE_CHECKING:
-    from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile
 
-
-def describe_profile(profile: "Profile") -> str:
+def describe_profile(profile: Profile) -> str:
     """One row per layer and the sums. The weight part of a backward has a column where it was measured."""
     layers = profile.layers
     columns: list[tuple[str, Callable[[LayerProfile], str], str]] = [
@@ -37,11 +34,11 @@ def describe_profile(profile: "Profile") -> str:
     return f"{title}{_count(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"
 
 
-def _sent_bytes(layer: "LayerProfile") -> float:
+def _sent_bytes(layer: LayerProfile) -> float:
     return layer.cut_bytes if layer.wire_bytes is None else layer.wire_bytes
 
 
-def _beside(profile: "Profile") -> str:
+def _beside(profile: Profile) -> str:
     """The use of the device's memory that belongs to no layer, if there is any."""
     notes = []
     if profile.library_bytes:
@@ -58,15 +55,14 @@ def _summed(
     return name, lambda layer: text(number(layer)), text(sum(map(number, layers)))
 
 
-def describe_plan(plan: "Plan") -> str:
+def describe_plan(plan: Plan) -> str:
     """The plan and the picture of its schedule."""
     from penstock.rendering import render
-    from penstock.values import schedule
 
     return f"{plan}\n\n{render(schedule(plan))}"
 
 
-def describe_cluster(cluster: "Cluster") -> str:
+def describe_cluster(cluster: Cluster) -> str:
     """Devices, memory, and links."""
     memory = "no memory limit" if cluster.memory_bytes is None else f"{bytes_text(cluster.memory_bytes)} each"
     lines = [f"cluster: {_count(cluster.devices, 'device')}, {memory}"]
@@ -91,7 +87,7 @@ def describe_cluster(cluster: "Cluster") -> str:
     return "\n".join([*lines, *_costs(cluster)])
 
 
-def _costs(cluster: "Cluster") -> list[str]:
+def _costs(cluster: Cluster) -> list[str]:
     """What messages and actions take from the ranks; of messages the link where they take most."""
     lines = []
     if cluster.has_message_costs:
@@ -106,7 +102,7 @@ def _costs(cluster: "Cluster") -> list[str]:
     return lines
 
 
-def _kind(kind: "DeviceKind") -> str:
+def _kind(kind: DeviceKind) -> str:
     parts = [visible(kind.name) or "no name"]
     parts += [f"{kind.speed:.3g} times as fast as its profile"] if kind.speed != 1 else []
     parts += [bytes_text(kind.memory_bytes)] if kind.memory_bytes is not None else []

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 
 from penstock.commands.command import Command, given, print_json
+from penstock.errors import PenstockError
+from penstock.values.documents import write_text
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +25,6 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.doctor.diagnosis import diagnose
     from penstock.doctor.reports import report_document, report_page, report_text
     from penstock.doctor.run_directories import RunDirectory, examine
-    from penstock.errors import PenstockError
-    from penstock.values.documents import write_text
 
     evidence = examine(RunDirectory(Path(arguments.directory)), signals=True, **given(arguments, "wait_seconds"))
     found = diagnose(evidence)

@@ -1,15 +1,20 @@
-"""The files that commands read: profiles, clusters and plans, each recognized by its first words."""
+"""The files that commands read: profiles, clusters and plans, each recognized by its first words, and sweeps."""
 
 import argparse
 import math
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.commands.quantities import parse_bandwidth, parse_bytes, parse_count
 from penstock.errors import PenstockError, PlanError
+from penstock.values import Cluster, DeviceKind, Plan, Profile, Transformer
+from penstock.values.documents import YamlNode, read_yaml
+from penstock.values.quantities import bandwidth_text
 
-if TYPE_CHECKING:
-    from penstock.values import Cluster, Plan, Profile, Transformer
+_SWEEP = "penstock-sweep/1"
+_OWN = ("kind", "speed", "memory_bytes", "price_per_hour", "latency_seconds")
+"""What an option says of its devices and links, if it is no file."""
 
 
 def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool = False, memory: bool = False) -> None:
@@ -25,13 +30,11 @@ def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool = False, m
 
 def read_cluster(
     path: str | None, devices: int | None, bandwidth: float | None, memory_bytes: float | None = None
-) -> "Cluster":
+) -> Cluster:
     """The cluster file at `path`, or else a uniform cluster; links are instant where no bandwidth is given.
 
     Raises `PlanError` where both are given, or neither.
     """
-    from penstock.values import Cluster
-
     options = {"--devices": devices, "--bandwidth": bandwidth, "--memory": memory_bytes}
     if path is not None:
         if extra := [name for name, value in options.items() if value is not None]:
@@ -62,12 +65,10 @@ def declare_wire_share(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_profile(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> "Profile":
+def load_profile(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> Profile:
     """A profile file; a name that ends in ``.txt`` is read as the graph of PipeDream's profiler. `wire_share`: of what
     crosses cuts, for `Profile.with_wire_share`. `graph_samples`: of the minibatch of such a graph.
     """
-    from penstock.values import Profile
-
     graph = Path(path).suffix == ".txt"
     if graph_samples is not None and not graph:
         raise PlanError(
@@ -78,22 +79,17 @@ def load_profile(path: str, wire_share: float | None = None, graph_samples: int 
     return profile if wire_share is None else profile.with_wire_share(wire_share)
 
 
-def load_model(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> "Profile | Transformer":
+def load_model(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> Profile | Transformer:
     """A profile file, or the shape of a transformer: YAML whose format is penstock-transformer/1. The options are those
     of `load_profile`.
     """
-    from penstock.values import Transformer
-
     if Path(path).suffix in (".yaml", ".yml"):
         return Transformer.load(path)
     return load_profile(path, wire_share, graph_samples)
 
 
-def load_any(path: str) -> "Plan | Profile | Cluster":
+def load_any(path: str) -> Plan | Profile | Cluster:
     """The plan, profile or cluster in the file. Raises `PenstockError` for another file."""
-    from penstock.values import Cluster, Plan
-    from penstock.values.documents import read_yaml
-
     if Path(path).suffix in (".txt", ".json"):
         return load_profile(path)
     # Every JSON document is YAML too, so that a profile with a strange name is found as well.
@@ -111,3 +107,49 @@ def load_any(path: str) -> "Plan | Profile | Cluster":
                 f"{path}: expected a plan, a profile or a cluster, whose `format` is penstock-plan/1, "
                 f"penstock-profile/1 or penstock-cluster/1, found {tag!r}: give a file that Penstock wrote"
             )
+
+
+def load_sweep(path: str | Path) -> dict[str, Cluster]:
+    """The clusters of the file, by name. `PlanError` names the file, the field and the fix.
+
+    An option is the file of a cluster, or the number of equal devices and their link. A list of bandwidths or of
+    numbers of devices stands for one option each, and two lists for all pairs.
+    """
+    place = read_yaml(path, PlanError)
+    place.check_format(_SWEEP)
+    options = place.mapping(("format", "clusters"))["clusters"]
+    found: dict[str, Cluster] = {}
+    for row in options.items():
+        for name, cluster in _read_option(row, Path(path).parent):
+            if name in found:
+                row.fail(f"an option with a name of its own, not {name!r} again", "give it another name")
+            found[name] = cluster
+    if not found:
+        options.fail("one cluster or more", "list them")
+    return found
+
+
+def _read_option(row: YamlNode, directory: Path) -> Iterator[tuple[str, Cluster]]:
+    if isinstance(row.value, dict) and "file" in row.value:
+        places = row.mapping(("file",), ("name",))
+        file = places["file"].text()
+        yield places["name"].text() if "name" in places else Path(file).stem, Cluster.load(directory / file)
+        return
+    places = row.mapping(("devices", "bytes_per_second"), ("name", *_OWN))
+    title = places["name"].text() if "name" in places else ""
+    kind = places["kind"].text() if "kind" in places else ""
+    numbers = {name: places[name].number() for name in _OWN[1:] if name in places}
+    latency = numbers.pop("latency_seconds", 0.0)
+    device = row.build(lambda: DeviceKind(kind, **numbers))
+    counts, speeds = _one_or_more(places["devices"]), _one_or_more(places["bytes_per_second"])
+    for count, speed in product(counts, speeds):
+        devices, bandwidth = count.integer(), speed.number()
+        parts = [title or f"{devices} x {kind or 'device'}"]
+        parts += [f"{devices} devices"] if title and len(counts) > 1 else []
+        parts += [bandwidth_text(bandwidth)] if len(speeds) > 1 or not title else []
+        cluster = row.build(lambda: Cluster.uniform(devices, bandwidth, latency_seconds=latency))  # noqa: B023
+        yield ", ".join(parts), cluster.with_kinds(device)
+
+
+def _one_or_more(node: YamlNode) -> tuple[YamlNode, ...]:
+    return node.items() if isinstance(node.value, list) else (node,)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.arguments import choice
 from penstock.commands.command import Command, print_json, show
 from penstock.commands.quantities import parse_count
 from penstock.errors import PlanError
@@ -66,8 +67,6 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _policy_name(name: str, known: list[str]) -> str:
-    from penstock.arguments import choice
-
     return choice(known).check("--policy", name, PlanError)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.commands.command import Command, deliver, given, print_json, show
 from penstock.commands.files import (
@@ -11,17 +11,14 @@ from penstock.commands.files import (
     declare_wire_share,
     load_model,
     load_profile,
+    load_sweep,
     read_cluster,
 )
 from penstock.commands.quantities import parse_count, parse_counts
 from penstock.errors import PlanError
 from penstock.scheduling.placements import StageLayout
 from penstock.scheduling.schedule_names import names_of
-from penstock.values import Transformer
-from penstock.values.sweeps import load_sweep
-
-if TYPE_CHECKING:
-    from penstock.values import Profile
+from penstock.values import Profile, Transformer
 
 _OPTIONS = (
     "planner",
@@ -124,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> None:
     deliver(made, text, arguments)
 
 
-def _compare(profiles: "list[Profile] | Transformer", arguments: argparse.Namespace, options: dict[str, Any]) -> None:
+def _compare(profiles: list[Profile] | Transformer, arguments: argparse.Namespace, options: dict[str, Any]) -> None:
     from penstock.planning import compare_clusters
 
     if isinstance(profiles, Transformer):

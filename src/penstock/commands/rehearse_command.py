@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
+from penstock.errors import RehearsalError
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,6 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.commands.subject_files import load_function
-    from penstock.errors import RehearsalError
     from penstock.rehearsing import Rehearsal, rehearse
 
     _, make = load_function(arguments.subject)

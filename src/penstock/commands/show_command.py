@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, assert_never
 from penstock.commands.command import Command, print_json, show
 from penstock.commands.files import declare_cluster, load_any, load_profile, read_cluster
 from penstock.errors import PenstockError
+from penstock.values import Cluster, LayerProfile, Plan, Profile, schedule
+from penstock.values.documents import read_json, write_text
 
 if TYPE_CHECKING:
     from penstock.timelines import Timeline
-    from penstock.values import Cluster, Plan, Profile
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,6 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.timelines import Timeline
-    from penstock.values import Plan
 
     value = _load(arguments.file)
     match value:
@@ -57,7 +57,6 @@ _PICTURES = ("svg", "html", "trace")
 
 def _load(path: str) -> "Plan | Profile | Cluster | Timeline":
     from penstock.timelines import Timeline
-    from penstock.values.documents import read_json
 
     if Path(path).suffix == ".json":
         value = read_json(path, PenstockError).value
@@ -77,12 +76,11 @@ def _refuse(arguments: argparse.Namespace, kind: str, names: tuple[str, ...]) ->
             )
 
 
-def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
+def _show_plan(plan: Plan, arguments: argparse.Namespace) -> str:
     from penstock.commands.descriptions import describe_plan
     from penstock.rendering import draw_plan
     from penstock.simulating import simulate
     from penstock.timelines import Timeline
-    from penstock.values.documents import write_text
 
     profile = None if arguments.profile is None else load_profile(arguments.profile)
     if profile is None and arguments.measured is not None:
@@ -105,13 +103,12 @@ def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
     return f"{text}\n\n{_show_timeline(simulate(plan, profile, cluster), measured, arguments, title)}"
 
 
-def _play(plan: "Plan") -> "Timeline":
+def _play(plan: Plan) -> "Timeline":
     """The plan's timeline, without memory, if every forward and every backward of a stage takes one second.
 
     If the schedule splits backwards, each half takes one second.
     """
     from penstock.simulating import simulate
-    from penstock.values import Cluster, LayerProfile, Profile, schedule
 
     played = schedule(plan)
     backward = 2.0 if played.guarantees.splits else 1.0
@@ -129,10 +126,8 @@ def _play(plan: "Plan") -> "Timeline":
     return replace(timeline, memory=())
 
 
-def _equal(plan: "Plan") -> str:
+def _equal(plan: Plan) -> str:
     """The actions that `_play` assumes to be equally long."""
-    from penstock.values import schedule
-
     return "forward, input backward and weight backward" if schedule(plan).guarantees.splits else "forward and backward"
 
 
@@ -153,9 +148,8 @@ def _show_timeline(timeline: "Timeline", measured: "Timeline | None", arguments:
     return f"predicted\n{render(timeline)}\n\nmeasured\n{render(measured)}"
 
 
-def _describe(value: "Profile | Cluster") -> str:
+def _describe(value: Profile | Cluster) -> str:
     from penstock.commands.descriptions import describe_cluster, describe_profile
-    from penstock.values import Cluster, Profile
 
     match value:
         case Profile():

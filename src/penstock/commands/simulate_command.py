@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.files import declare_cluster, declare_samples, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
+from penstock.values import Plan
 from penstock.values.quantities import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.rendering import render
     from penstock.simulating import critical_path, evaluate, find_losses, simulate
-    from penstock.values import Plan
 
     plan = Plan.load(arguments.plan)
     profile = load_profile(arguments.profile, arguments.wire_share, arguments.graph_samples)

@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
+from penstock.scheduling import verify
+from penstock.values import Plan, schedule
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +28,6 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from penstock.scheduling import verify
-    from penstock.values import Plan, schedule
-
     proved = verify(schedule(Plan.load(arguments.plan)), **given(arguments, "minibatches", "in_full"))
     if arguments.json:
         print_json(asdict(proved))

@@ -7,10 +7,15 @@ colder, and calls between layers cheaper. On a CPU the two differ by a tenth or 
 Besides, the times of a process vary, and stages wait for each other: a pipeline is as fast as the slowest process in
 each microbatch, and not as the mean of them. So the mean of each round's slowest process counts, where every process is
 compared with its own mean.
+
+And devices are compared: how fast those of all ranks are at what they will do, the layers of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
 from statistics import mean, median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +27,8 @@ from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import read_sample
 from penstock.profiling.clocks import windows
 from penstock.profiling.devices import Sample
-from penstock.profiling.profiler import without_gradients
+from penstock.profiling.profiler import profile, without_gradients
+from penstock.runtime.transport.worlds import World, gather_results
 from penstock.training.precisions import autocasting
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.profiles import Profile
@@ -87,3 +93,65 @@ def _rounds(stage: StageModule, inputs: Mapping[str, Tensor], autocast: torch.dt
     # The first run makes the gradients that the others add to.
     run()
     return windows(run, _LEAST_SECONDS, _ROUNDS)
+
+
+_DIFFERENT = 1.3
+"""How many times as long the slowest device takes as the fastest before they count as different."""
+
+_ALIKE = 1.15
+"""Up to this ratio two devices are of one class, where some are different."""
+
+_ROUND_SECONDS = (0.2, 0.6, 1.2)
+"""How long all ranks measure. Where they seem to differ they measure again, at most so often."""
+
+_WINDOWS = 8
+"""The least number of windows in a round."""
+
+
+def measure_speeds(
+    world: World, chain: LayerChain, sample: tuple[Any, ...] | dict[str, Any], autocast: torch.dtype | None
+) -> tuple[float, ...]:
+    """How many times as fast as that of rank 0 the device of every rank is; empty if all are about equal. Collective.
+
+    All ranks run the layers at once, as they will in training, so that processes of one host slow each other down
+    alike. Equal devices differ a little from one measurement to the next, so only larger differences count.
+
+    An error on one rank is raised on all.
+    """
+    if world.processes == 1:
+        return ()
+    run = partial(profile, chain, sample, autocast=autocast, iterations=1, warmup=1, progress=False)
+    least = [inf] * world.processes
+    speeds: tuple[float, ...] = ()
+    for seconds in _ROUND_SECONDS:
+        found = gather_results(world, "while it measured its speed", partial(_least_window, run, seconds))
+        # Other work on a machine only ever adds to a time.
+        least = list(map(min, least, found))
+        speeds = compare_seconds(least)
+        if not speeds:
+            break
+    return speeds
+
+
+def _least_window(run: Callable[[], object], seconds: float) -> float:
+    """The least mean time of a run over a window, of those that fit into `seconds`, and of eight at least."""
+    # The whole time of a window counts, so that a device that stands still between two layers is slow, too.
+    return min(windows(run, seconds, _WINDOWS))
+
+
+def compare_seconds(seconds: Sequence[float]) -> tuple[float, ...]:
+    """The speeds of devices that take `seconds` for the same work, relative to the first; empty if all are equal.
+
+    Devices that are nearly equal get one speed, the middle one of theirs.
+    """
+    least, most = min(seconds), max(seconds)
+    if not least > 0 or most <= _DIFFERENT * least:
+        return ()
+    classes: list[list[float]] = []
+    for each in sorted(seconds):
+        if classes and each <= _ALIKE * classes[-1][-1]:
+            classes[-1].append(each)
+        else:
+            classes.append([each])
+    middle = {each: members[len(members) // 2] for members in classes for each in members}
+    return tuple(middle[seconds[0]] / middle[each] for each in seconds)

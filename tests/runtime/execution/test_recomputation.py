@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.writes import find_writable
+from penstock.capturing.module_state import find_writable
 from penstock.profiling.workspaces import recording
 from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.direct_backwards import find_direct

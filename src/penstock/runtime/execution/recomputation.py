@@ -24,10 +24,9 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from penstock.capturing.chain import LayerRunner
-from penstock.capturing.module_state import ModuleState
+from penstock.capturing.module_state import ModuleState, Place, find_writable
 from penstock.capturing.preservation import python_generators
 from penstock.capturing.sequential import EagerLayer
-from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError
 from penstock.torch_internals.autograd import is_profiling
 from penstock.torch_internals.tensors import times_written
