@@ -4,6 +4,8 @@ The share of a job is its throughput over that of an equal time on each worker, 
 workers is owed eight times as much.
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy
 
 from penstock.errors import PlanError
@@ -42,71 +44,58 @@ def water_filling(problem: Problem) -> Allocation:
 
     No job can have more unless another one with at most its share gets less.
     """
-    return _fill_with_water(problem, _JobWeights(problem), "water-filling")
+    weights = [job.weight for job in problem.jobs]
+
+    def weights_of(running: set[int]) -> list[float]:
+        # A limited job's weight is lost.
+        return [weight if m in running else 0.0 for m, weight in enumerate(weights)]
+
+    return _fill_with_water(problem, weights, weights_of, "water-filling")
 
 
 def hierarchical(problem: Problem) -> Allocation:
     """Water filling for entities by their weights, and inside each for its jobs: by their weights, or in the order of
     their arrival.
     """
-    return _fill_with_water(problem, _EntityWeights(problem), "hierarchical")
+    jobs, entities = problem.jobs, problem.entities
+    if not entities:
+        raise PlanError("Problem: entities: expected one or more for a hierarchical policy, found none: give them")
+    members = {each.name: [m for m, job in enumerate(jobs) if job.entity == each.name] for each in entities}
+    in_order = {entity.name for entity in entities if entity.first_come}
 
-
-class _JobWeights:
-    """The weights of jobs that belong to no entity. A limited job's weight is lost."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.keys = [job.weight for job in problem.jobs]
-
-    def of(self, running: set[int]) -> list[float]:
-        """The weight of each job while those in `running` can have more."""
-        return [job.weight if m in running else 0.0 for m, job in enumerate(self.problem.jobs)]
-
-
-class _EntityWeights:
-    """The weights of the jobs of entities. A limited job's weight goes to the others of its entity."""
-
-    def __init__(self, problem: Problem) -> None:
-        if not problem.entities:
-            raise PlanError("Problem: entities: expected one or more for a hierarchical policy, found none: give them")
-        self.problem = problem
-        self.members = {
-            entity.name: [m for m, job in enumerate(problem.jobs) if job.entity == entity.name]
-            for entity in problem.entities
-        }
-        in_order = {entity.name for entity in problem.entities if entity.first_come}
-        # Jobs that take turns differ by their place in the queue.
-        self.keys = [
-            (job.entity, m if job.entity in in_order else None, job.weight) for m, job in enumerate(problem.jobs)
-        ]
-
-    def of(self, running: set[int]) -> list[float]:
-        """The weight of each job while those in `running` can have more."""
-        weights = [0.0] * len(self.problem.jobs)
-        for entity in self.problem.entities:
-            left = [m for m in self.members[entity.name] if m in running]
+    def weights_of(running: set[int]) -> list[float]:
+        # A limited job's weight goes to the others of its entity.
+        weights = [0.0] * len(jobs)
+        for entity in entities:
+            left = [m for m in members[entity.name] if m in running]
             if entity.first_come:
                 left = left[:1]
-            total = sum(self.problem.jobs[m].weight for m in left)
+            total = sum(jobs[m].weight for m in left)
             for m in left:
-                weights[m] = entity.weight * self.problem.jobs[m].weight / total
+                weights[m] = entity.weight * jobs[m].weight / total
         return weights
 
+    # Jobs that take turns differ by their place in the queue.
+    keys = [(job.entity, m if job.entity in in_order else None, job.weight) for m, job in enumerate(jobs)]
+    return _fill_with_water(problem, keys, weights_of, "hierarchical")
 
-def _fill_with_water(problem: Problem, weights: _JobWeights | _EntityWeights, policy: str) -> Allocation:
-    """Raises the level of all jobs by their weights until some are limited, and goes on with the others.
+
+def _fill_with_water(
+    problem: Problem, keys: Sequence[object], weights_of: Callable[[set[int]], list[float]], policy: str
+) -> Allocation:
+    """Raises the level of all jobs by their weights until some are limited, and goes on with the others. `weights_of`:
+    the weight of each job while some of them can have more.
 
     A job is limited if the optimum of the level depends on its throughput: its dual is not 0. Then no allocation gives
     it more while the others keep theirs, so no search for such jobs is needed, unlike [Narayanan 2021, section 5.4.3],
     and each round finds one or more. A limited job whose dual is 0 is found in a later round, which raises nothing.
     """
-    space = Space(problem, weights.keys)
+    space = Space(problem, keys)
     units = _fair_share_units(space)
     levels = numpy.zeros(space.classes)
     running = set(range(len(problem.jobs)))
     while True:
-        owed = space.of_jobs(weights.of(running))
+        owed = space.of_jobs(weights_of(running))
         program = Program(space, extra=1)
         program.throughputs_at_least(levels * units, extra=owed * units)
         solution = program.maximize(numpy.append(numpy.zeros(space.variables), 1.0))
