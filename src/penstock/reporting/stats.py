@@ -60,16 +60,6 @@ class Stats:
         return {name: number for name, number in asdict(self).items() if number is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """The numbers that differ between the processes."""
-
-    items_per_second: float | None
-    """None on processes that do not read targets."""
-    idle_share: float | None
-    memory: int | None
-
-
 _RATE = number(above=0).but("leave it out for the default").optional
 _RULES: Mapping[str, Rule[Any]] = {
     "tokens_per_sample": _RATE,
@@ -117,25 +107,23 @@ class StatsSource:
             peak_flops=peak_flops,
             all_ranks=all_ranks,
         )
-        own = _Local(
-            speed.items / speed.seconds if speed is not None and speed.items is not None else None,
-            speed.idle_share if speed is not None else None,
-            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
-        )
-        every = self._world.gather(asdict(own), "for Pipeline.stats") if all_ranks else [asdict(own)]
-        ranks = [_Local(**numbers) for numbers in every]
-        shares = [rank.idle_share for rank in ranks if rank.idle_share is not None]
+        # Processes that do not read targets know of no items.
+        items = speed.items / speed.seconds if speed is not None and speed.items is not None else None
+        idle_share = speed.idle_share if speed is not None else None
+        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        own = items, idle_share, memory
+        every = self._world.gather(own, "for Pipeline.stats") if all_ranks else [own]
+        rates, shares, memories = ([value for value in each if value is not None] for each in zip(*every, strict=True))
         stats = Stats(
             steps=0,
-            idle_share=own.idle_share,
-            bubble=sum(shares) / len(shares) if all_ranks and len(shares) == len(ranks) else None,
+            idle_share=idle_share,
+            bubble=sum(shares) / len(shares) if all_ranks and len(shares) == len(every) else None,
             predicted_bubble=self._predicted_bubble,
-            peak_memory_bytes=max((rank.memory for rank in ranks if rank.memory is not None), default=None),
+            peak_memory_bytes=max(memories, default=None),
         )
         if speed is None:
             return stats
         samples_per_second = speed.samples / speed.seconds
-        items_per_second = next((rank.items_per_second for rank in ranks if rank.items_per_second is not None), None)
         flops = self._flops_per_sample if flops_per_sample is None else flops_per_sample
         flops_per_second = _product(flops, samples_per_second)
         peak = peak_flops_of(self._device) if peak_flops is None else peak_flops
@@ -144,7 +132,7 @@ class StatsSource:
             steps=speed.steps,
             step_seconds=speed.seconds / speed.steps,
             samples_per_second=samples_per_second,
-            tokens_per_second=_product(tokens_per_sample, samples_per_second) or items_per_second,
+            tokens_per_second=_product(tokens_per_sample, samples_per_second) or next(iter(rates), None),
             flops_per_second=flops_per_second,
             flops_utilization=peak and _product(flops_per_second, 1 / (peak * self._world.processes)),
         )
