@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.autoplans import AutoPlan, plan_pipeline
 from penstock.capturing.initialization import InitFn
+from penstock.capturing.model_kinds import modules_in
 from penstock.capturing.outside_state import OutsideState
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
@@ -278,6 +279,7 @@ class Pipeline(Advised):
     def _prepare_calls(self) -> None:
         """Makes what the calls of the user need beside the engine, and what watches over them."""
         model, world = self._options.model, self._world
+        modules = modules_in(model.model)
         # What closes the pipeline must not keep it alive.
         guarded, engine = self._guarded, self._engine
         self._checkpoints = checkpoints = make_checkpoints(
@@ -298,10 +300,10 @@ class Pipeline(Advised):
             self._chain, self.schedule, self.required_inputs, self._options.recipe, self._own_stages.in_step
         )
         trains = check_optimizers(world, self.optimizers, self._parameters(), self._updater.schedulers)
-        self._conditions = StepConditions(model.modules, trains)
+        self._conditions = StepConditions(modules, trains)
         self._drain_reminder = remind_to_drain(self, engine, world.rank)
         self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=model.sample)
-        give_hints(model.modules, self.schedule, world.rank)
+        give_hints(modules, self.schedule, world.rank)
         self._outside = OutsideState(model.model, self._chain)
         self._opened.callback(watch_flight(world, self.plan, engine.recorder, guarded, self._device))
         known = self.auto_plan.profile if self.auto_plan else None

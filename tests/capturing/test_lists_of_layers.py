@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from model_cases.cases import arguments, normal
 from penstock.capturing import capture
 from penstock.errors import CaptureError
@@ -93,3 +94,13 @@ def test_a_module_that_both_layers_register_is_trained_by_both() -> None:
 
     # Gradients of the shared weight are added stage by stage.
     assert_trains(build, stages=2, inputs=arguments(normal(4)), within=1e-12)
+
+
+def test_a_list_may_begin_with_a_function() -> None:
+    layers: list[Any] = [torch.tanh, nn.Linear(4, 4)]
+    batch = SAMPLE, SAMPLE.flip(0)
+    options: dict[str, Any] = {"sample": (SAMPLE,), "loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD}
+    expected = penstock.reference_train(layers, [batch], **options)
+
+    with penstock.Pipeline(layers, **options) as pipe:
+        assert (float(pipe.step(*batch).loss),) == expected.losses

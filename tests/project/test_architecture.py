@@ -151,9 +151,7 @@ NAMESAKES: set[str] = set()
 
 FRAGMENTS = {
     "penstock.cli",
-    "penstock.profiling.training_loops",
     "penstock.runtime.transport.gloo.all_reduce",
-    "penstock.commands.files",
 }
 """Short files that one other file imports: each has an idea that its importer has not. The list only gets shorter."""
 MOST_POSITIONAL = 5

@@ -4,8 +4,9 @@ A wrapper that replicates, shards or compiles a module replaces its forward by s
 It holds the module itself, which can be.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ def check_model(model: object, where: str = "capture") -> None:
     elif isinstance(model, list | tuple):
         wrong = next((layer for layer in model if not callable(layer) or isinstance(layer, type)), None)
         entry = None if wrong is None else ("a list of modules and functions", text_of(wrong), "make it a layer")
-        found = entry or next(filter(None, (_refusal(layer) for layer in model if isinstance(layer, nn.Module))), None)
+        found = entry or next(filter(None, map(_refusal, modules_in(model))), None)
     elif isinstance(model, type) and issubclass(model, nn.Module):
         found = "a module", f"the class {model.__name__}", f"call it to make one: {model.__name__}(...)"
     elif isinstance(model, Mapping):
@@ -39,6 +40,17 @@ def check_model(model: object, where: str = "capture") -> None:
     if found is not None:
         expected, shown, fix = found
         raise CaptureError(f"{where}(model=): expected {expected}, found {shown}: {fix}")
+
+
+def modules_in(model: nn.Module | Sequence[Any]) -> list[nn.Module]:
+    """`model`, or those of its layers that are modules."""
+    layers = [model] if isinstance(model, nn.Module) else model
+    return [layer for layer in layers if isinstance(layer, nn.Module)]
+
+
+def first_device(model: nn.Module | Sequence[Any]) -> torch.device:
+    """The device of the first parameter of `model`, which may be a list of layers; the CPU if there is none."""
+    return next((own.device for module in modules_in(model) for own in module.parameters()), torch.device("cpu"))
 
 
 def _refusal(model: nn.Module) -> tuple[str, str, str] | None:

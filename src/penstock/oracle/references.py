@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from penstock.arguments import FLAG, SEED, Rule, check_arguments, choice, entries, instance, integer, text_of
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain, require_cuts
-from penstock.capturing.model_kinds import check_model
+from penstock.capturing.initialization import rooted
+from penstock.capturing.model_kinds import check_model, first_device
 from penstock.capturing.module_copies import copied
 from penstock.capturing.randomness import microbatch_seed
 from penstock.capturing.work_estimates import estimate_seconds
@@ -29,7 +30,6 @@ from penstock.scheduling.verification.continuations import require_constant_dela
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amounts_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
-from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe, check_scaled_rates
 from penstock.training.scaling import LossScale, OnNonfinite
 from penstock.training.update_corrections import UpdateHook
@@ -185,10 +185,8 @@ def reference_train(
     if definition not in METHODS:
         require_constant_delays(schedule_of(plan))
     # A copy of a parameter has no hooks.
-    named = model if isinstance(model, nn.Module) else nn.ModuleList(layer for layer in model)
-    hooks = {
-        name: (gradient_hooks(p), accumulated_hooks(p)) for name, p in named.named_parameters(remove_duplicate=False)
-    }
+    named = rooted(model).named_parameters(remove_duplicate=False)
+    hooks = {name: (gradient_hooks(p), accumulated_hooks(p)) for name, p in named}
     training = Training(chain, plan, recipe, guarantees, hooks)
     run = _Run(chain, plan, definition, guarantees, training, recipe, device, seed)
     losses = []

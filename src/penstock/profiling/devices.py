@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.model_kinds import modules_in
 from penstock.errors import ProfileError
 from penstock.torch_internals import pytrees as pytree
 
@@ -38,13 +39,7 @@ class Subject:
 
 def modules_of(model: Model) -> list[nn.Module]:
     """The modules of `model`, which may be a list with functions in it, or captured already."""
-    match model:
-        case nn.Module():
-            return [model]
-        case LayerChain():
-            return [layer.module for layer in model.layers]
-        case _:
-            return [layer for layer in model if isinstance(layer, nn.Module)]
+    return [layer.module for layer in model.layers] if isinstance(model, LayerChain) else modules_in(model)
 
 
 def device_of(model: Model) -> torch.device | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.arguments import SEED, text_of
 from penstock.capturing.initialization import rooted
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.model_kinds import check_model
+from penstock.capturing.model_kinds import check_model, first_device
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.preservation import generator_states
 from penstock.capturing.samples import flatten, read_sample
@@ -34,7 +34,6 @@ from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.pytrees import tree_leaves, tree_map_only
 from penstock.training.losses import Microbatches, amounts_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
-from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 

@@ -1,10 +1,8 @@
 """The types that a model computes in: PyTorch's autocast around every forward and its loss."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
 
 from penstock.arguments import Rule, text_of
 from penstock.errors import PenstockError
@@ -30,9 +28,3 @@ def check_version_dtype(dtype: torch.dtype | None, autocast: torch.dtype | None)
 def autocasting(autocast: torch.dtype | None, device: torch.device) -> AbstractContextManager[None]:
     """The context that a forward on `device` computes in."""
     return nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
-
-
-def first_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    """The device of the first parameter of `model`, which may be a list of layers; the CPU if there is none."""
-    modules = [model] if isinstance(model, nn.Module) else model
-    return next((parameter.device for module in modules for parameter in module.parameters()), torch.device("cpu"))

@@ -11,12 +11,12 @@ import torch
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.doors import capture
+from penstock.capturing.model_kinds import first_device
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.execution.compilation import read_compilation
 from penstock.runtime.transport.worlds import World, agreed
 from penstock.training.losses import model_loss
-from penstock.training.precisions import first_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -83,12 +83,6 @@ class ModelOptions:
         check_model(self.model, "Pipeline")
         check_fields(self, _MODEL_RULES, function="Pipeline")
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The model, or those of its layers that are modules."""
-        layers = [self.model] if isinstance(self.model, nn.Module) else self.model
-        return [layer for layer in layers if isinstance(layer, nn.Module)]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanOptions:
