@@ -6,7 +6,7 @@ gives back what these share with the model.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy
@@ -55,7 +55,7 @@ def kept_generators() -> Iterator[None]:
     """Gives back, after its body, the global random generators as they were: PyTorch's on the CPU and on CUDA devices,
     NumPy's and Python's.
     """
-    generators = [torch.default_generator, *_cuda_generators()]
+    generators = _torch_generators()
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
@@ -69,8 +69,7 @@ def kept_generators() -> Iterator[None]:
 
 def generator_states() -> list[object]:
     """The states of the generators that `kept_generators` gives back, to be compared."""
-    generators = [torch.default_generator, *_cuda_generators()]
-    return [*(generator.get_state().tolist() for generator in generators), python_generators()]
+    return [*(generator.get_state().tolist() for generator in _torch_generators()), python_generators()]
 
 
 @contextmanager
@@ -133,5 +132,6 @@ class SavedBuffers(Mapping[str, Tensor]):
         return len(self._tables)
 
 
-def _cuda_generators() -> Sequence[torch.Generator]:
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+def _torch_generators() -> list[torch.Generator]:
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.default_generator, *(torch.cuda.default_generators if used else ())]

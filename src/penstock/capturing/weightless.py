@@ -100,18 +100,15 @@ class Weightless:
         return evaluated if chains[0] is chains[1] else replace(trained, evaluation=lambda: evaluated)
 
 
-def capture_weightless(
-    model: nn.Module | Sequence[Any], sample: Any, *, device: torch.device | None = None
-) -> Weightless:
+def capture_weightless(model: nn.Module | Sequence[Any], sample: Any) -> Weightless:
     """Captures `model`, of which a part or all is on the meta device; see `capture`.
 
-    `device`: where weights will be; by default where the first tensor of `sample` is. What is not on the meta device
-    keeps its values. Raises `CaptureError` also for what cannot be known without numbers: control flow that depends on
-    them, or a tensor that the model's code makes on the meta device and reads later.
+    Weights will be where the first tensor of `sample` is. What is not on the meta device keeps its values. Raises
+    `CaptureError` also for what cannot be known without numbers: control flow that depends on them, or a tensor that
+    the model's code makes on the meta device and reads later.
     """
     leaves, structure = flatten(dict(sample) if isinstance(sample, Mapping) else sample)
-    if device is None:
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), _META)
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), _META)
     if device.type == "meta":
         raise CaptureError(
             "the model and sample= are both on the meta device, so nothing says where the weights are to be: expected "

@@ -88,7 +88,10 @@ class Timeline:
     @property
     def idle_shares(self) -> tuple[float, ...]:
         """Idle share of wall time of every rank; their mean is `bubble`."""
-        return self._idle_shares(*self._extent)
+        start, stop = self._extent
+        if stop <= start:
+            return (0.0,) * self.ranks
+        return tuple(max(0.0, 1.0 - _covered(row, start, stop) / (stop - start)) for row in self._grouped())
 
     def busy_seconds(self, rank: int) -> float:
         """The seconds during which `rank` computes."""
@@ -181,11 +184,6 @@ class Timeline:
             return 0.0
         busy = sum(_covered(row, start, stop) for row in self._grouped())
         return max(0.0, 1.0 - busy / (self.ranks * (stop - start)))
-
-    def _idle_shares(self, start: float, stop: float) -> tuple[float, ...]:
-        if stop <= start:
-            return (0.0,) * self.ranks
-        return tuple(max(0.0, 1.0 - _covered(row, start, stop) / (stop - start)) for row in self._grouped())
 
 
 def _covered(spans: Iterable[Span], start: float = float("-inf"), stop: float = float("inf")) -> float:

@@ -135,9 +135,7 @@ class NcclOutbox(_NcclEndpoint):
         self._release()
         return done
 
-    def join(self, seconds: float) -> bool:
-        """Like `flushed`."""
-        return self.flushed(seconds)
+    join = flushed
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
         works = self._enqueue(self._group.send, tensors)
