@@ -60,7 +60,7 @@ FLOW = {
     "doctor": "errors process_states values timelines scheduling",
     "runtime.engine": """errors arguments torch_internals values doctor timelines scheduling scheduling.verification
         capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors arguments torch_internals process_states values doctor scheduling
+    "runtime.assembly": """errors arguments torch_internals values doctor scheduling
         scheduling.orders scheduling.verification capturing training runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine""",
     "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data

@@ -26,7 +26,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -35,7 +34,6 @@ from penstock.doctor.diagnosis import diagnose
 from penstock.doctor.records import Frame, JobRecord, Memory, RankRecord, ThreadRecord, WaitRecord
 from penstock.doctor.run_directories import RunDirectory, catches, examine
 from penstock.errors import PenstockError
-from penstock.process_states import ProcessIdentity
 from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.flight_recorder import FlightRecorder, Position
@@ -244,7 +242,7 @@ class FlightWatch(WaitObserver):
 def watch_flight(
     world: World, plan: Plan, recorder: FlightRecorder, guard: FailureGuard, device: torch.device
 ) -> Callable[[], None]:
-    """Begins to watch, and returns what ends it. Collective.
+    """Begins to watch, and returns what ends it.
 
     A single process is watched only if `RUN_DIR` is set: no rank waits for it.
     """
@@ -252,10 +250,9 @@ def watch_flight(
     if world.processes == 1 and not given:
         return lambda: None
     path = Path(given) if given else Path(tempfile.gettempdir()) / f"{_PREFIX}{world.name}"
-    identities = [ProcessIdentity(*identity) for identity in world.gather(astuple(ProcessIdentity.own()))]
     schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
     ranks = world.processes // plan.tensor_parallel
-    job = JobRecord(world.name, schedule, ranks, plan.tensor_parallel, plan=str(plan), processes=tuple(identities))
+    job = JobRecord(world.name, schedule, ranks, plan.tensor_parallel, plan=str(plan), processes=world.identities)
     watch = FlightWatch(
         RunDirectory(path.absolute()),
         job,

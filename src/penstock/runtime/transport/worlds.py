@@ -71,6 +71,10 @@ class SingleProcess:
     ) -> Transport:
         return LoopbackTransport(staging_for(device))
 
+    @property
+    def identities(self) -> tuple[ProcessIdentity, ...]:
+        return (ProcessIdentity.own(),)
+
     def gather(self, value: T, context: str = "") -> Sequence[T]:
         return [value]
 
@@ -125,9 +129,11 @@ class Processes:
         self._timeout = Timeout(self._board, timeout_seconds)
         self._gather = StoreGather("", self.rank, range(self.processes), self._timeout)
         try:
-            identities = self.gather(astuple(ProcessIdentity.own()), _MEETING)
-            self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
-            self.name: str = self.gather(uuid.uuid4().hex, _MEETING)[0]
+            met = self.gather((uuid.uuid4().hex, *astuple(ProcessIdentity.own())), _MEETING)
+            self.identities = tuple([ProcessIdentity(*fields) for _, *fields in met])
+            """By rank."""
+            self._board.processes = dict(enumerate(self.identities))
+            self.name: str = met[0][0]
             """A random name, the same in all processes."""
             check_token(self.rank, partial(self.gather, context=_MEETING))
             # Our own error says more than one of a collective, so it must come first.
