@@ -110,7 +110,7 @@ class PlanOptions:
 
     @property
     def definition(self) -> ScheduleDefinition:
-        """Of the schedule that a plan gets."""
+        """The schedule that a plan gets."""
         return require_schedule(self.schedule or DEFAULT_SCHEDULE)
 
     def plan_for(self, processes: int) -> Plan | str | None:
