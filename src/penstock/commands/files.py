@@ -7,8 +7,8 @@ from itertools import product
 from pathlib import Path
 
 from penstock.commands.quantities import parse_bandwidth, parse_bytes, parse_count
-from penstock.errors import PenstockError, PlanError
-from penstock.values import Cluster, DeviceKind, Plan, Profile, Transformer
+from penstock.errors import PlanError
+from penstock.values import Cluster, DeviceKind, Profile, Transformer
 from penstock.values.documents import YamlNode, read_yaml
 from penstock.values.quantities import bandwidth_text
 
@@ -86,27 +86,6 @@ def load_model(path: str, wire_share: float | None = None, graph_samples: int | 
     if Path(path).suffix in (".yaml", ".yml"):
         return Transformer.load(path)
     return load_profile(path, wire_share, graph_samples)
-
-
-def load_any(path: str) -> Plan | Profile | Cluster:
-    """The plan, profile or cluster in the file. Raises `PenstockError` for another file."""
-    if Path(path).suffix in (".txt", ".json"):
-        return load_profile(path)
-    # Every JSON document is YAML too, so that a profile with a strange name is found as well.
-    value = read_yaml(path, PenstockError).value
-    tag = value.get("format") if isinstance(value, dict) else None
-    match str(tag).partition("/")[0]:
-        case "penstock-plan":
-            return Plan.load(path)
-        case "penstock-cluster":
-            return Cluster.load(path)
-        case "penstock-profile":
-            return load_profile(path)
-        case _:
-            raise PenstockError(
-                f"{path}: expected a plan, a profile or a cluster, whose `format` is penstock-plan/1, "
-                f"penstock-profile/1 or penstock-cluster/1, found {tag!r}: give a file that Penstock wrote"
-            )
 
 
 def load_sweep(path: str | Path) -> dict[str, Cluster]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from penstock.commands.command import Command, print_json, show
-from penstock.commands.files import declare_cluster, load_any, load_profile, read_cluster
+from penstock.commands.files import declare_cluster, load_profile, read_cluster
 from penstock.errors import PenstockError
 from penstock.values import Cluster, LayerProfile, Plan, Profile, schedule
-from penstock.values.documents import read_json, write_text
+from penstock.values.documents import read_json, read_yaml, write_text
 
 if TYPE_CHECKING:
     from penstock.timelines import Timeline
@@ -56,13 +56,30 @@ _PICTURES = ("svg", "html", "trace")
 
 
 def _load(path: str) -> "Plan | Profile | Cluster | Timeline":
+    """What is in the file. Raises `PenstockError` for another file."""
     from penstock.timelines import Timeline
 
     if Path(path).suffix == ".json":
         value = read_json(path, PenstockError).value
         if isinstance(value, dict) and "traceEvents" in value:
             return Timeline.load_trace(path)
-    return load_any(path)
+    if Path(path).suffix in (".txt", ".json"):
+        return load_profile(path)
+    # Every JSON document is YAML too, so that a profile with a strange name is found as well.
+    value = read_yaml(path, PenstockError).value
+    tag = value.get("format") if isinstance(value, dict) else None
+    match str(tag).partition("/")[0]:
+        case "penstock-plan":
+            return Plan.load(path)
+        case "penstock-cluster":
+            return Cluster.load(path)
+        case "penstock-profile":
+            return load_profile(path)
+        case _:
+            raise PenstockError(
+                f"{path}: expected a plan, a profile or a cluster, whose `format` is penstock-plan/1, "
+                f"penstock-profile/1 or penstock-cluster/1, found {tag!r}: give a file that Penstock wrote"
+            )
 
 
 def _refuse(arguments: argparse.Namespace, kind: str, names: tuple[str, ...]) -> None:
