@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.commands.quantities import parse_bandwidth, parse_bytes, parse_count
 from penstock.errors import PlanError
-from penstock.values import Cluster, DeviceKind, Profile, Transformer
+from penstock.values import Cluster, DeviceKind, Profile
 from penstock.values.documents import YamlNode, read_yaml
 from penstock.values.quantities import bandwidth_text
 
@@ -77,15 +77,6 @@ def load_profile(path: str, wire_share: float | None = None, graph_samples: int 
         )
     profile = Profile.from_pipedream(path, graph_samples) if graph else Profile.load(path)
     return profile if wire_share is None else profile.with_wire_share(wire_share)
-
-
-def load_model(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> Profile | Transformer:
-    """A profile file, or the shape of a transformer: YAML whose format is penstock-transformer/1. The options are those
-    of `load_profile`.
-    """
-    if Path(path).suffix in (".yaml", ".yml"):
-        return Transformer.load(path)
-    return load_profile(path, wire_share, graph_samples)
 
 
 def load_sweep(path: str | Path) -> dict[str, Cluster]:

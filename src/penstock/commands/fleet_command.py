@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.html and arguments.action not in ("simulate", "run"):
         raise PlanError(f"--html: expected the action simulate or run, found {arguments.action}: leave it out")
     fleet = FleetFile.load(arguments.fleet)
-    policy = POLICIES[_policy_name(arguments.policy, list(POLICIES))]
+    policy = POLICIES[choice(list(POLICIES)).check("--policy", arguments.policy, PlanError)]
     table = fleet.table()
     if arguments.plans:
         Path(arguments.plans).mkdir(parents=True, exist_ok=True)
@@ -64,10 +64,6 @@ def _run(arguments: argparse.Namespace) -> None:
             _execute(arguments, fleet, policy)
         case _:
             _emit(arguments, fleet, policy)
-
-
-def _policy_name(name: str, known: list[str]) -> str:
-    return choice(known).check("--policy", name, PlanError)
 
 
 def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:

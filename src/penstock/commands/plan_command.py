@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from penstock.commands.command import Command, deliver, given, print_json, show
@@ -9,7 +10,6 @@ from penstock.commands.files import (
     declare_cluster,
     declare_samples,
     declare_wire_share,
-    load_model,
     load_profile,
     load_sweep,
     read_cluster,
@@ -106,8 +106,10 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.planning import plan
 
-    subject = load_model(arguments.profile, arguments.wire_share, arguments.graph_samples)
-    others = [load_profile(path, arguments.wire_share) for path in arguments.profiles]
+    path, share = arguments.profile, arguments.wire_share
+    is_transformer = Path(path).suffix in (".yaml", ".yml")
+    subject = Transformer.load(path) if is_transformer else load_profile(path, share, arguments.graph_samples)
+    others = [load_profile(path, share) for path in arguments.profiles]
     profiles = subject if isinstance(subject, Transformer) else [subject, *others]
     options = given(arguments, *_OPTIONS)
     if arguments.sweep is not None:
