@@ -205,7 +205,7 @@ def _of_rank(
 ) -> list[Straggler]:
     """The straggler that `rank` is, or the slow ones among its stages."""
     own = {stage: seconds for (other, stage), seconds in work.items() if other == rank}
-    peers = {stage: _of_replicas(work, stage) for stage in own}
+    peers = {stage: [seconds for (_, other), seconds in work.items() if other == stage] for stage in own}
     total = sum(own.values())
     if all(len(seen) > 1 for seen in peers.values()):
         usual = sum(median_low(seen) for seen in peers.values())
@@ -221,10 +221,6 @@ def _of_rank(
         for stage, seconds in sorted(own.items())
         if seconds > tolerance * expected[stage]
     ]
-
-
-def _of_replicas(work: Mapping[tuple[int, int], float], stage: int) -> list[float]:
-    return [seconds for (_, other), seconds in work.items() if other == stage]
 
 
 def _stage_name(stage: int, rank: int, plan: Plan) -> str:
@@ -287,7 +283,9 @@ def recut(plan: Plan, weights: Sequence[float], seconds: Mapping[int, float]) ->
         scaled += [seconds[index] * (weight / total if total > 0 else 1 / len(own)) for weight in own]
     before = np.concatenate([[0.0], np.cumsum(scaled)])
     spans = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
-    shares = [_share(plan, stage) for stage in plan.stages]
+    # The share of the microbatches that one replica of a stage computes. The seconds of a split one are its own.
+    split = plan.routing == "split"
+    shares = [1.0 if split else plan.tensor_parallel / len(stage.ranks) for stage in plan.stages]
 
     def of_stage(stage: int, starts: Counts) -> Matrix:
         return spans[starts] * shares[stage]
@@ -305,8 +303,3 @@ def recut(plan: Plan, weights: Sequence[float], seconds: Mapping[int, float]) ->
         "pipe.replan(apply=directory)"
     )
     return replace(plan, stages=stages, predicted=None, planner="replan", explanation=words)
-
-
-def _share(plan: Plan, stage: Stage) -> float:
-    """The share of the microbatches that one replica of `stage` computes. The seconds of a split one are its own."""
-    return 1.0 if plan.routing == "split" else plan.tensor_parallel / len(stage.ranks)

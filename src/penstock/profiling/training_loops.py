@@ -11,7 +11,7 @@ compared with its own mean.
 And devices are compared: how fast those of all ranks are at what they will do, the layers of the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 from statistics import mean, median
@@ -124,19 +124,14 @@ def measure_speeds(
     least = [inf] * world.processes
     speeds: tuple[float, ...] = ()
     for seconds in _ROUND_SECONDS:
-        found = gather_results(world, "while it measured its speed", partial(_least_window, run, seconds))
-        # Other work on a machine only ever adds to a time.
-        least = list(map(min, least, found))
+        found = gather_results(world, "while it measured its speed", partial(windows, run, seconds, _WINDOWS))
+        # The whole time of a window counts, so that a device that stands still between two layers is slow, too. Other
+        # work on a machine only ever adds to a time.
+        least = [min(known, *times) for known, times in zip(least, found, strict=True)]
         speeds = compare_seconds(least)
         if not speeds:
             break
     return speeds
-
-
-def _least_window(run: Callable[[], object], seconds: float) -> float:
-    """The least mean time of a run over a window, of those that fit into `seconds`, and of eight at least."""
-    # The whole time of a window counts, so that a device that stands still between two layers is slow, too.
-    return min(windows(run, seconds, _WINDOWS))
 
 
 def compare_seconds(seconds: Sequence[float]) -> tuple[float, ...]:

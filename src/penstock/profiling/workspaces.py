@@ -22,6 +22,7 @@ Laws of this file:
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -70,7 +71,7 @@ class Recording:
 def recording() -> Iterator[Recording]:
     """Records what autograd saves inside a ``with`` block."""
     record = Recording()
-    with saved_tensors_hooks(record.pack, _unpack):
+    with saved_tensors_hooks(record.pack, attrgetter("tensor")):
         yield record
 
 
@@ -88,10 +89,6 @@ def measure_saved_bytes(forward: Callable[[], object], again: Callable[[], objec
     # Both results must live until here: autograd keeps nothing for a result that is gone.
     del result, repeated
     return sum(size for address, size in kept.items() if address not in constant)
-
-
-def _unpack(kept: _Kept) -> Tensor:
-    return kept.tensor
 
 
 class Meter(Protocol):

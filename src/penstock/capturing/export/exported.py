@@ -101,7 +101,7 @@ def _capture(
     if check:
         check_chain(sampled, chain, trains=trains)
         for places in _free_groups(sampled, chain.inputs, tensors):
-            if not agrees(sampled, chain, resized(sampled, places, _first_entry)):
+            if not agrees(sampled, chain, resized(sampled, places, lambda tensor, index: tensor.narrow(index, 0, 1))):
                 checked = _at_least_two(places, checked)
     for group in _not_only_samples(recorded.together, inputs):
         if group not in chain.inputs.equal and not may_differ(sampled, group):
@@ -277,7 +277,3 @@ def _free_groups(
 
     free = (frozenset(filter(is_free, group)) for group in size_groups(sampled, least=2))
     return [group for group in free if group]
-
-
-def _first_entry(tensor: Tensor, index: int) -> Tensor:
-    return tensor.narrow(index, 0, 1)

@@ -63,11 +63,6 @@ NO_BATCH = BatchFacts(0, (), TensorFacts("", ""))
 """The facts of a call without a batch."""
 
 
-def forms_of(microbatches: Sequence[Microbatch]) -> tuple[object, ...]:
-    """The samples and the shapes and dtypes of the inputs of each microbatch."""
-    return tuple([(each.samples, each.signature) for each in microbatches])
-
-
 def describe_batch(microbatches: Sequence[Microbatch], *, full: bool) -> BatchFacts:
     """The facts of a batch that was cut into `microbatches`. `full`: whether digests are full ones.
 
@@ -241,7 +236,7 @@ class CallAgreement:
         first = steps and self._steps < _FIRST_STEPS
         full = first or (steps and self._steps % _CHECKED_EVERY == 0)
         self._steps += steps
-        form = name, *forms_of(microbatches)
+        form = name, *[(each.samples, each.signature) for each in microbatches]
         waits, self._form = first or form != self._form, form
 
         def exchange() -> None:
