@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,13 +13,6 @@ from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import PendingMessage, SumKinds
 
 
-@dataclass(frozen=True, slots=True)
-class _Summand:
-    kind: Hashable
-    staged: Staged
-    result: PendingResult
-
-
 class GlooSum:
     """Runs `ordered_sum`, for tensors of the kinds in `agreement`, on a thread. `staging` brings the tensors to the
     host and back.
@@ -29,7 +21,7 @@ class GlooSum:
     def __init__(self, ordered_sum: OrderedSum, agreement: Agreement, staging: Staging, timeout: Timeout) -> None:
         self._sum, self._agreement = ordered_sum, agreement
         self._staging, self._timeout = staging, timeout
-        self._summands: queue.SimpleQueue[_Summand | None] = queue.SimpleQueue()
+        self._summands: queue.SimpleQueue[tuple[Hashable, Staged, PendingResult] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"penstock {agreement.context}", daemon=True)
         self.thread.start()
 
@@ -40,7 +32,7 @@ class GlooSum:
     def add(self, kind: Hashable, tensor: Tensor) -> PendingMessage:
         """Adds this rank's summand. Returns the pending sum."""
         result = PendingResult(self._agreement.context, self._agreement.peers, self._timeout, self._staging)
-        self._summands.put(_Summand(kind, self._staging.to_host([tensor.detach().contiguous()]), result))
+        self._summands.put((kind, self._staging.to_host([tensor.detach().contiguous()]), result))
         return result
 
     def join(self, seconds: float) -> bool:
@@ -54,14 +46,11 @@ class GlooSum:
     def _run(self) -> None:
         self._staging.enter_thread()
         while (summand := self._summands.get()) is not None:
+            kind, ((own,), ready), result = summand
             try:
-                summand.result.complete(self._answer(summand))
+                ready.synchronize()
+                self._agreement.check(kind, own)
+                result.complete(self._staging.to_device([self._sum(own)]))
             except Exception as error:
-                summand.result.complete(error=error)
-            del summand
-
-    def _answer(self, summand: _Summand) -> Staged:
-        (own,), ready = summand.staged
-        ready.synchronize()
-        self._agreement.check(summand.kind, own)
-        return self._staging.to_device([self._sum(own)])
+                result.complete(error=error)
+            del summand, own, result
