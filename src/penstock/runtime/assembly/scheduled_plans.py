@@ -161,7 +161,10 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     Raises `PlanError` or `ScheduleError` if the plan does not fit the model or the processes, or the schedule breaks a
     rule or cannot be combined with the options.
     """
-    plan, granularities = _choose_granularities(chosen, options.plan.recompute)
+    plan, stages = chosen, len(chosen.stages)
+    granularities = _choose_granularities(options.plan.recompute, plan.recompute, stages)
+    if granularities != _choose_granularities(None, plan.recompute, stages):
+        plan = replace(plan, recompute=bool(granularities), predicted=None)
     check_plan(plan, chain)
     schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
     verify(schedule)
@@ -170,18 +173,11 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     return ScheduledPlan(plan, schedule, granularities, world.local(schedule.ranks, plan.tensor_parallel))
 
 
-def _choose_granularities(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Granularity]]:
-    """The plan that runs, and its stages that recompute, each as a whole or layer by layer.
+def _choose_granularities(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
+    """The stages that recompute, each as a whole or layer by layer. None follows the plan; anything else overrides it.
 
-    None follows the plan. Anything else overrides it, and drops its prediction where that no longer holds. Raises
-    `PlanError` for another value, or for the number of a stage that does not exist.
+    Raises `PlanError` for another value, or for the number of a stage that does not exist.
     """
-    granularities = _choose(recompute, plan.recompute, len(plan.stages))
-    as_planned = granularities == _choose(None, plan.recompute, len(plan.stages))
-    return (plan if as_planned else replace(plan, recompute=bool(granularities), predicted=None)), granularities
-
-
-def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
     if recompute is None or isinstance(recompute, bool):
         return dict.fromkeys(range(stages if (planned if recompute is None else recompute) else 0), "stage")
     if isinstance(recompute, str) and recompute == "layers":

@@ -56,23 +56,18 @@ def stage_mesh(
     """Makes the mesh (``dp``, ``tp``) of the stages on the schedule's rank `rank`, with `timeout_seconds` for its
     collectives. `stages`: the ranks of each. Collective over all processes.
     """
-    mesh = _make_mesh(list(dict.fromkeys(stages)), rank, tensor_parallel_size, device)
-    for group in mesh.get_all_groups():
-        # A mesh has no timeout parameter (torch 2.11 to 2.13), and the default group's timeout may be half an hour.
-        group.set_timeout(timedelta(seconds=timeout_seconds))
-    return mesh
-
-
-def _make_mesh(
-    groups: Sequence[tuple[int, ...]], rank: int, tensor_parallel_size: int, device: torch.device
-) -> DeviceMesh:
+    groups = list(dict.fromkeys(stages))
     blocks = [[list(processes_of(replica, tensor_parallel_size)) for replica in group] for group in groups]
     if len({len(group) for group in groups}) == 1:
-        return DeviceMesh(device.type, torch.tensor(blocks), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
-    # Making a mesh makes process groups, which all processes must do together and in one order.
-    meshes = [DeviceMesh(device.type, torch.tensor(block), mesh_dim_names=("dp", "tp")) for block in blocks]
-    (own,) = [mesh for mesh, group in zip(meshes, groups, strict=True) if rank in group]
-    return own
+        mesh = DeviceMesh(device.type, torch.tensor(blocks), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
+    else:
+        # Making a mesh makes process groups, which all processes must do together and in one order.
+        meshes = [DeviceMesh(device.type, torch.tensor(block), mesh_dim_names=("dp", "tp")) for block in blocks]
+        (mesh,) = [made for made, group in zip(meshes, groups, strict=True) if rank in group]
+    for process_group in mesh.get_all_groups():
+        # A mesh has no timeout parameter (torch 2.11 to 2.13), and the default group's timeout may be half an hour.
+        process_group.set_timeout(timedelta(seconds=timeout_seconds))
+    return mesh
 
 
 def connect_tensor_parallel(
