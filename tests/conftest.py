@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from support.fork_server import ForkServer
 from support.processes import COLLECTIONS, Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# Compiled once, and not by every worker and every process that a test starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Without it cuBLAS refuses PyTorch's deterministic algorithms, which the tests of GPUs ask for.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # A linear layer with a bias would go through cublasLt on a GPU. That chooses its kernel by the alignment of what it is

@@ -1,11 +1,10 @@
 """The benchmark of scans runs, and what it recorded agrees with what is estimated."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from penstock.scan import estimate
+from support.benchmark_scripts import run_benchmark
 from support.paths import ROOT
 
 AT_WORST = 1.25
@@ -13,15 +12,8 @@ AT_WORST = 1.25
 
 
 def test_every_contender_has_a_row(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/scan.py", "--lengths", "10", "--widths", "4", "--batches", "2"]
-    done = subprocess.run(
-        [*command, "--rounds", "1", "--save", str(tmp_path / "scan.txt")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    sizes = ("--lengths", "10", "--widths", "4", "--batches", "2")
+    run_benchmark("scan.py", *sizes, "--rounds", "1", "--save", str(tmp_path / "scan.txt"))
     rows = (tmp_path / "scan.txt").read_text().splitlines()
     own = [f"{kind}, {method}" for kind in ("rnn", "gru") for method in ("linear", "blelloch", "chunked")]
     for name in (
@@ -35,14 +27,7 @@ def test_every_contender_has_a_row(tmp_path: Path) -> None:
 
 def test_every_table_of_the_paper_has_its_sizes(tmp_path: Path) -> None:
     saved = tmp_path / "scan-papers.txt"
-    done = subprocess.run(
-        [sys.executable, "benchmarks/scan_papers.py", "--longest", "10", "--rounds", "1", "--save", str(saved)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_benchmark("scan_papers.py", "--longest", "10", "--rounds", "1", "--save", str(saved))
     quick, record = saved.read_text(), (ROOT / "benchmarks/results/scan-papers.txt").read_text()
     heads = [line for line in quick.splitlines() if line.startswith(("table", "LSTM"))]
 

@@ -496,27 +496,6 @@ def test_a_profile_under_another_name_is_found_by_its_content(here, capsys):
     assert printed(capsys, "show", "measured").startswith("profile of four, cpu: 4 layers")
 
 
-# A whole session, as a user types it
-
-
-@pytest.mark.processes
-def test_from_a_model_to_a_picture_in_a_shell(here):
-    penstock_command = f"{sys.executable} -c 'from penstock.cli import main; raise SystemExit(main())'"
-    script = f"""
-set -e
-{penstock_command} profile model.py:make -o p.json --iterations 2 > /dev/null
-{penstock_command} plan p.json --devices 2 --bandwidth 1GB/s --straight --schedule 1f1b-flush --microbatches 4 \\
-  -o plan2.yaml > /dev/null
-{penstock_command} verify plan2.yaml > /dev/null
-{penstock_command} simulate plan2.yaml p.json --bandwidth 1GB/s > /dev/null
-{penstock_command} show plan2.yaml
-"""
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("1f1b-flush: 4 microbatches of 4, ranks: 2")
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.fork_server import ForkServer
 from support.paths import ROOT
 
 pytestmark = pytest.mark.processes
@@ -23,12 +24,13 @@ def blocks(language: str, page: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
-def run(command: list[str], folder: Path) -> str:
-    """What `command` prints; it must succeed."""
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+def run(fork_server: ForkServer, arguments: list[str], folder: Path) -> str:
+    """What a script prints; it must succeed, and have no errors to print."""
+    child = fork_server.start(arguments, ENVIRONMENT, folder)
+    printed, errors = child.communicate(timeout=300)
 
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert (child.returncode, errors) == (0, "")
+    return printed
 
 
 def test_first_script_is_the_quickstart() -> None:
@@ -36,8 +38,8 @@ def test_first_script_is_the_quickstart() -> None:
 
 
 @pytest.mark.slow
-def test_quickstart_prints_what_the_readme_shows(tmp_path: Path) -> None:
-    printed = run([sys.executable, str(ROOT / "examples" / "quickstart.py")], tmp_path)
+def test_quickstart_prints_what_the_readme_shows(fork_server: ForkServer, tmp_path: Path) -> None:
+    printed = run(fork_server, [str(ROOT / "examples" / "quickstart.py")], tmp_path)
 
     *picture, loss = printed.splitlines()
     *expected_picture, expected_loss = blocks("text")[0].splitlines()
@@ -96,19 +98,19 @@ def test_set_up_commands_exist() -> None:
     assert commands == ["./scripts/train", "./scripts/test"]
     for command in [*commands, "./scripts/check", ".ci/run"]:
         assert os.access(ROOT / command, os.X_OK), f"{command} cannot be executed"
-        run(["sh", "-n", command], ROOT)
+        subprocess.run(["sh", "-n", command], cwd=ROOT, check=True)
 
 
 @pytest.mark.slow
-def test_command_line_works_as_shown(tmp_path: Path) -> None:
+def test_command_line_works_as_shown(fork_server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command = tmp_path / "penstock_command.py"
+    command.write_text("from penstock.cli import main; raise SystemExit(main())")
     for line in blocks("sh")[1].splitlines():
         words = shlex.split(line, comments=True)
 
         assert words[0] == "penstock"
-        assert run(
-            [sys.executable, "-c", "from penstock.cli import main; raise SystemExit(main())", *words[1:]], tmp_path
-        )
+        assert run(fork_server, [str(command), *words[1:]], tmp_path)
 
 
 def test_links_and_files_exist() -> None:

@@ -190,9 +190,9 @@ def train_by_loop(
 def run_pipeline(case: Case, **options: Any) -> Outcome:
     """The run by `Pipeline`: all ranks here, or this process's part of them. `options` go before those of `case`.
 
-    The first batch is compared on two ranks only, which takes a quarter of a run: it is the same on more of them.
+    The first batch is compared on two ranks only, which takes a quarter of a run: it is the same on others.
     """
-    check = "warn" if case.processes <= 2 else "off"
+    check = "warn" if case.processes == 2 else "off"
     pipe = penstock.Pipeline(case.build(), **{"check": check, **case.options, **options})
     return train(pipe, case.batches, case.drain_after, evaluates=case.turned)
 

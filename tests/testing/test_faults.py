@@ -3,8 +3,6 @@
 import errno
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +14,7 @@ from torch import nn
 import penstock
 from penstock.scheduling.actions import Action, Update, parse
 from penstock.testing import faults
+from support.fork_server import ForkServer
 
 
 def make_pipeline(schedule: str = "1f1b-flush") -> penstock.Pipeline:
@@ -141,12 +140,14 @@ for step in range(3):
 """
 
 
-@pytest.mark.processes
-def test_a_script_is_killed_by_the_environment() -> None:
+def test_a_script_is_killed_by_the_environment(fork_server: ForkServer, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
     environment = {**os.environ, faults.FAULTS: "kill rank=0 step=1 action=B"}
-    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, timeout=120)
+    child = fork_server.start([str(script)], environment, tmp_path)
+    printed, errors = child.communicate(timeout=120)
 
-    assert (done.returncode, done.stdout) == (-9, "0\n1\n"), done.stderr
+    assert (child.returncode, printed) == (-9, "0\n1\n"), errors
 
 
 @pytest.mark.parametrize(

@@ -380,11 +380,10 @@ def confident(output: Tensor, target: Tensor) -> Tensor:
     ("dtype", "autocast"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
 )
 def test_rounding_is_no_difference(loss_fn: Any, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    for seed in range(3):
-        torch.manual_seed(seed)
-        model, batch, target = Deep().to(dtype), torch.randn(12, 10, 32).to(dtype), torch.randint(0, 7, (12, 10))
-        found = first_step(model, (batch[:3],), batch, target, loss_fn, microbatches=4, autocast=autocast)
-        assert found == ([], "")
+    torch.manual_seed(0)
+    model, batch, target = Deep().to(dtype), torch.randn(12, 10, 32).to(dtype), torch.randint(0, 7, (12, 10))
+    found = first_step(model, (batch[:3],), batch, target, loss_fn, microbatches=4, autocast=autocast)
+    assert found == ([], "")
 
 
 class Noisy(nn.Module):

@@ -54,7 +54,7 @@ class Cut:
 
 def run_cut(cut: Cut, directory: str) -> tuple[Outcome, Outcome]:
     """The run that is saved, and that which resumes: with the losses of the steps after the last checkpoint."""
-    whole = _run(cut, penstock.Pipeline(cut.case.build(), **cut.options), 0, cut.steps, directory)
+    whole = _run(cut, _build(cut), 0, cut.steps, directory)
     start, place = cut.steps, directory
     if cut.again:
         _run(cut, _resume(cut, place), start, start + cut.again, f"{directory}-again")
@@ -67,8 +67,12 @@ def run_cuts(cuts: list[Cut], directory: str) -> list[tuple[Outcome, Outcome]]:
     return [run_cut(cut, f"{directory}/{number}") for number, cut in enumerate(cuts)]
 
 
+def _build(cut: Cut) -> penstock.Pipeline:
+    return penstock.Pipeline(cut.case.build(), check="off", **cut.options)
+
+
 def _resume(cut: Cut, directory: str) -> penstock.Pipeline:
-    pipe = penstock.Pipeline(cut.case.build(), **cut.options)
+    pipe = _build(cut)
     # What it has seen so far is forgotten.
     pipe.step(*cut.batches[-1])
     pipe.load(directory)
