@@ -1,5 +1,6 @@
 """What `optimizer=` and `lr_scheduler=` may be: groups by name, several optimizers, schedulers that step per update."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -89,6 +90,7 @@ def _finish(pipe: penstock.Pipeline, case: Case) -> Outcome:
     return Outcome(tuple(losses), pipe.state_dict()["model"])
 
 
+@cache
 def reference(case: Case, recipe: str) -> Outcome:
     return run_reference(case, **RECIPES[recipe])
 
