@@ -5,8 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
+from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule
 from penstock.simulating import simulate
-from penstock.simulating.outcomes import evaluate
+from penstock.simulating.outcomes import evaluate, steady_lengths
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
@@ -119,3 +121,11 @@ def test_messages_that_do_not_overlap_count_for_their_rank() -> None:
 def test_profile_of_another_size_is_refused() -> None:
     with pytest.raises(PlanError, match="measured with 4 samples and the plan has 2"):
         evaluate(Plan.uniform(1, 1, microbatch_size=2), make_profile((1, 1, 0, 0, 0)), FAST)
+
+
+@pytest.mark.parametrize(("stages", "lengths"), [(((0,), (1,), (2,), (3,)), [8, 16]), (((0, 1, 2), (3, 4)), [12, 24])])
+def test_the_longer_run_fills_the_pipe_once_more_in_whole_periods(
+    stages: tuple[tuple[int, ...], ...], lengths: list[int]
+) -> None:
+    """After six microbatches three and two replicas take the same ones again."""
+    assert steady_lengths(Schedule.placed("pipedream", Placement(stages), 1)) == lengths

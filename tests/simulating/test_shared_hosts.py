@@ -28,6 +28,14 @@ def test_two_that_overlap_slow_each_other_down() -> None:
     assert len(sharing) == 0
 
 
+def test_more_ranks_than_were_measured_are_slower_in_proportion() -> None:
+    sharing = SharedHost((1.0, 1.5))
+    for rank in range(3):
+        sharing.begin(rank, 4.0, 0.0)
+
+    assert sharing.end() == (0, 4.0 * 1.5 * 3 / 2)
+
+
 def test_a_single_rank_is_never_slowed_down() -> None:
     timeline = simulate(
         Plan.uniform(3, 1, "gpipe", 4), equal(3, 1.0, 2.0), Cluster.uniform(1, 1e9), slowdowns=(1.0, 9.0)

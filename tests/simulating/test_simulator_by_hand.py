@@ -225,6 +225,15 @@ def test_slowest_pair_decides_over_split_messages() -> None:
     assert spans["0R0<1"] == (1, 8)  # back: rank 2 computes 4 to 6, then 6 bytes at 3 bytes/s to rank 1
 
 
+def test_norms_that_go_to_several_replicas_have_left_with_the_slowest() -> None:
+    """Two norms of 8 bytes: at 2 bytes/s to the first replica, at 16 bytes/s to the second."""
+    cluster = Cluster.from_matrix([[0, 2, 16], [2, 0, 9], [16, 9, 0]])
+    costs = Costs((1.0, 1.0), (0.0, 0.0), cut_bytes=(0.0,), cluster=cluster)
+    timeline = execute(parse_programs("0F0@0 0N1>1\n1N1<0\n1N1<0"), Placement(((0,), (1, 2))), costs)
+
+    assert [(span.rank, span.stop_seconds) for span in timeline.spans[1:]] == [(0, 9.0), (1, 9.0), (2, 2.0)]
+
+
 def test_ranks_of_a_server_share_its_link_if_it_is_shared() -> None:
     """Two servers of two: all four pairs carry 3 bytes each at 1 byte/s; together 12."""
     profile = make_profile((2, 2, 12, 0), (2, 2, 0, 0))
