@@ -167,7 +167,7 @@ KINDS = ("zeros", "zeros at first", "detached", "unread", "unread at first", "wi
 RUNS = [
     *(VaryingRun(kind) for kind in KINDS),
     *(VaryingRun(kind, shares_memory=False) for kind in KINDS),
-    *(VaryingRun(kind, schedule) for kind in KINDS[::3] for schedule in ("zb-h1", "2bw", "gpipe")),
+    *(VaryingRun(kind, schedule) for kind, schedule in zip(KINDS[::3], ("zb-h1", "2bw", "gpipe"), strict=True)),
     *(VaryingRun(kind, wire_dtype=torch.bfloat16) for kind in KINDS[1::3]),
 ]
 
