@@ -34,7 +34,7 @@ EXPLANATION = """\
 loading, writing, training: the most that a process had resident then, beyond what it had before. Loading may take the
 weights and one tensor; writing, one tensor; training, the gradients, activations and messages of a step."""
 SIZES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "small": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8},
     "big": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 17, "num_attention_heads": 12},
 }

@@ -48,7 +48,7 @@ def test_scaling_with_skipped_updates_equals_the_oracle(case: Case) -> None:
     assert found.losses != reference(case, loss_scale=1.0).losses
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
+@pytest.mark.parametrize("case", CASES[1::2], ids=str)
 def test_scaling_and_clipping_together(case: Case) -> None:
     found, _ = run_scaled(case, clip_grad_norm=500.0)
 

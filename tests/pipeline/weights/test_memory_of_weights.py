@@ -10,6 +10,7 @@ from safetensors import safe_open
 import memory_of_weights
 from support.processes import Pool
 
+RANKS = 2
 SLACK = 3_000_000
 """Bytes: Python objects, buffers of files, activations. A second large tensor would not fit in."""
 
@@ -18,7 +19,7 @@ SLACK = 3_000_000
 def test_from_the_hub_to_the_hub_no_process_holds_more_than_its_share_and_one_tensor(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """What the benchmark does with 2 GB: ten shards, 4 processes, a step, and transformers loads what was written.
+    """What the benchmark does with 2 GB: ten shards, processes, a step, and transformers loads what was written.
 
     The processes are new: in memory that earlier jobs have freed weights would not show.
     """
@@ -27,18 +28,18 @@ def test_from_the_hub_to_the_hub_no_process_holds_more_than_its_share_and_one_te
     memory_of_weights.write_shards("small", source)
 
     imported = ("torch._dynamo", "torch.export._trace", "penstock.pipeline", "memory_of_weights")
-    pool = Pool(memory_of_weights.RANKS, request.config.getoption("pool_seconds"), imported)
+    pool = Pool(RANKS, request.config.getoption("pool_seconds"), imported)
     try:
-        pool.run(memory_of_weights.RANKS, memory_of_weights.work, "small", source, target, report)
+        pool.run(RANKS, memory_of_weights.work, "small", source, target, report)
     finally:
         pool.close()
 
     assert len(list(source.glob("*.safetensors"))) == memory_of_weights.SHARDS
     rows = json.loads(report.read_text())
-    assert len(rows) == memory_of_weights.RANKS
+    assert len(rows) == RANKS
     whole = sum(row["weights"] for row in rows)
     for row in rows:
-        assert whole / 8 < row["weights"] < whole / 2
+        assert whole / 4 < row["weights"] < whole * 3 / 4
         assert row["tensor"] > SLACK
         assert row["loading"] <= row["weights"] + row["tensor"] + SLACK
         # It was measured: the weights are there.

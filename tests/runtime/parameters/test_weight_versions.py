@@ -158,6 +158,18 @@ def test_a_segment_begins_without_gradients_of_the_user_and_with_those_in_flight
     assert weights.take_gradients()["weight"].item() == 8.0
 
 
+def test_gradients_that_are_set_aside_twice_add_up() -> None:
+    """A backward of another stage may reach a parameter through the loss."""
+    module, weights = make(2)
+    run_back(weights, 0, 3.0)
+    weights.set_aside()
+    module.weight.grad = torch.tensor(4.0)
+    weights.set_aside()
+    run_back(weights, 0, 1.0)
+
+    assert weights.take_gradients()["weight"].item() == 8.0
+
+
 def test_an_update_does_not_end_the_sums_of_the_next_one() -> None:
     module, weights = make(2)
     run_back(weights, 0, 1.0)
@@ -185,6 +197,23 @@ def test_the_count_of_writes_is_that_of_the_slot_that_a_backward_reads() -> None
     output.backward()  # type: ignore[no-untyped-call]
 
     assert x.grad is not None and x.grad.item() == 1.0
+
+
+def test_what_the_user_writes_between_steps_disturbs_no_backward_of_an_older_version() -> None:
+    module, weights = make(2)
+    x = torch.tensor(2.0, requires_grad=True)
+    output = weights.stage([x], {})[0]
+    run_back(weights, 0, 1.0)
+    update(weights, 1, step=0.5)
+    weights.rest()
+    with torch.no_grad():
+        module.weight.mul_(2.0)
+    weights.begin()
+    weights.accumulate(0)
+    output.backward()  # type: ignore[no-untyped-call]
+
+    assert x.grad is not None and x.grad.item() == 1.0
+    assert run(weights, 1, 1.0).item() == 1.0
 
 
 def test_the_optimizer_sees_the_newest_version_in_the_next_slot() -> None:
@@ -228,6 +257,22 @@ def test_a_new_run_starts_from_the_newest_version() -> None:
     weights.restart()
 
     assert run(weights, 0, 1.0).item() == 0.5 == weight_of(weights).item()
+
+
+def test_a_run_that_continues_another_one_reads_the_versions_before_its_first() -> None:
+    _, weights = make(3)
+    for version in (1, 2):
+        run_back(weights, version - 1, 1.0)
+        update(weights, version, step=0.25)
+    history = {"weight": {number: tensor.clone() for number, tensor in weights.history(2)["weight"].items()}}
+    module, resumed = make(3)
+    with torch.no_grad():
+        module.weight.copy_(weight_of(weights))
+    resumed.restart(history)
+
+    assert {number: tensor.item() for number, tensor in history["weight"].items()} == {"-1": 0.75, "-2": 1.0}
+    assert [run(resumed, version, 1.0).item() for version in (0, -1, -2)] == [0.5, 0.75, 1.0]
+    assert resumed.history(2) == history
 
 
 def test_gradients_of_microbatches_add_up() -> None:
