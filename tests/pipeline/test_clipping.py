@@ -1,5 +1,6 @@
 """Clipping by the norm over all stages: PyTorch's own number where an update can wait, the latest known where not."""
 
+import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -104,6 +105,45 @@ def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> No
 
     assert run_clipped(case).losses == expected.losses
     assert max(norms) > MOST
+
+
+class HeadFirst(nn.Module):
+    """Registers the layers in another order than it runs them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def test_norms_add_up_in_the_order_of_the_models_parameters() -> None:
+    torch.manual_seed(3)
+    model, batches = HeadFirst().double(), models.SUBJECTS["perceptron"].batches * 3
+    twin = copy.deepcopy(model)
+    expected = train_by_loop(
+        model,
+        batches,
+        F.cross_entropy,
+        models.momentum,
+        2,
+        before_step=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MOST),
+    )
+    pipe = penstock.Pipeline(
+        twin,
+        models.SUBJECTS["perceptron"].sample,
+        F.cross_entropy,
+        models.momentum,
+        stages=3,
+        microbatches=2,
+        clip_grad_norm=MOST,
+    )
+
+    assert_equal(expected, train(pipe, batches))
 
 
 def test_large_norms_change_nothing() -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import penstock
 from penstock.capturing.initialization import initialize
 from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.step_directories import recover
 from support import models
 
 SUBJECT = models.LAYERED
@@ -135,6 +136,47 @@ def test_the_last_ones_and_every_nth_stay(tmp_path: Path) -> None:
 
     names = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert names == [f"step-00000{step}" for step in (3, 6, 7)]
+
+
+def test_steps_of_a_run_that_was_given_up_are_older_than_the_one_that_is_saved(tmp_path: Path) -> None:
+    pipe = trained()
+    pipe.save(tmp_path / "run", 5)
+    pipe.save(tmp_path / "run", 2, keep=1)
+
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-000002"]
+
+
+def test_a_replaced_checkpoint_gets_its_name_again_where_its_successor_was_not_published(tmp_path: Path) -> None:
+    path = trained().save(tmp_path / "run", 1)
+    before = listing(path)
+    path.rename(tmp_path / "run" / ".penstock-replaced-000001-0123456789abcdef")
+    recover(tmp_path / "run")
+
+    assert listing(path) == before
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files, their directory, and afterwards the name in the directory of the run."""
+    done: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def note_rename(source: Any, target: Any) -> None:
+        done.append(f"to {Path(target).name}")
+        rename(source, target)
+
+    pipe = trained()
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    pipe.save(tmp_path / "run", 1)
+    named = done.index("to step-000001")
+
+    assert {"manifest.json", "model-00000.safetensors", "state-00000.safetensors"} <= set(done[:named])
+    assert done[named - 1].startswith(".penstock-saving-")
+    assert done[named + 1] == "run"
 
 
 def test_files_of_the_user_stay(tmp_path: Path) -> None:

@@ -169,6 +169,11 @@ def test_values_come_back(value: Any) -> None:
     assert type(found) is type(value)
 
 
+def test_a_set_is_the_same_bytes_in_every_process() -> None:
+    """Python's own order is another one: 8 comes before 1."""
+    assert json.loads(encode_plain({8, 1})) == {"!": ["set", [1, 8]]}
+
+
 def test_not_a_number_comes_back() -> None:
     assert math.isnan(round_trip([math.nan])[0])
 
