@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
+from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
-from penstock.simulating import simulate
-from penstock.simulating.outcomes import evaluate, steady_lengths
+from penstock.simulating import Costs, simulate
+from penstock.simulating.outcomes import evaluate, measure_loads, steady_lengths
+from penstock.simulating.simulator import play
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
@@ -129,3 +131,13 @@ def test_the_longer_run_fills_the_pipe_once_more_in_whole_periods(
 ) -> None:
     """After six microbatches three and two replicas take the same ones again."""
     assert steady_lengths(Schedule.placed("pipedream", Placement(stages), 1)) == lengths
+
+
+def test_a_link_is_in_use_while_there_is_a_message_in_either_direction() -> None:
+    """Three messages of 6 s from 1 to 19 s; two of 1 s in the other direction while the last one of them is sent."""
+    costs = Costs((1.0, 1.0), (0.5, 0.5), cut_bytes=(6.0,), cluster=Cluster.from_matrix([[0, 1], [6, 0]]))
+    forwards = "0F0@0 0S0>1 0F1@0 0S1>1 0F2@0 0S2>1"
+    rows = parse_programs(f"{forwards}\n1R0<0 1F0@0 1R1<0 1F1@0 1B0@0 1S0>0 1B1@0 1S1>0")
+    run = play({rank: list(row) for rank, row in enumerate(rows)}, Placement.straight(2), costs)
+
+    assert measure_loads(run, 1).pairs == {frozenset({0, 1}): 18.0}

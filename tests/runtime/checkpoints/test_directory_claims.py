@@ -166,6 +166,14 @@ def test_a_damaged_checkpoint_belongs_to_the_run_beside_it(tmp_path: Path, conte
         assert resumed.save(run).name == "step-000002"
 
 
+def test_a_damaged_checkpoint_alone_is_of_another_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with trained(1) as pipe:
+        (pipe.save(run, 1) / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="step-000001 of another run"):
+        trained(1).save(run)
+
+
 def test_a_second_job_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
     run, waiting = tmp_path / "run", trained(1)
 
