@@ -21,7 +21,6 @@ from support.training import (
     run_reference,
     share_reference,
     stages_on_a_rank,
-    train_by_loop,
 )
 
 SCHEDULES = (*(method.name for method in METHODS), "vertical")
@@ -83,14 +82,6 @@ def test_drained_runs_start_anew(schedule: str) -> None:
     tried = case("layered", schedule, 2, drain_after=(0, 2))
 
     assert_equal(share_reference(tried), run_pipeline(tried))
-
-
-def test_flush_is_plain_training() -> None:
-    """The oracle itself against a training loop that knows nothing of pipelines."""
-    subject = models.SUBJECTS["skipping"]
-    expected = train_by_loop(subject.build(), subject.batches, F.cross_entropy, models.adamw, 4)
-
-    assert_equal(expected, run_pipeline(Case("skipping", "1f1b-flush", 3, 4, "adamw")))
 
 
 def test_two_bw_is_delayed_training() -> None:

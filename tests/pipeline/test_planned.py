@@ -1,6 +1,6 @@
 """Plans that the planners make of measured profiles run as planned, on chains shaped like what was measured.
 
-The chains of small layers are shaped like VGG-16, ResNet-18 and GNMT-8. The profiles are those of tests/data/pipedream,
+The chains of small layers are shaped like VGG-16 and GNMT-8. The profiles are those of tests/data/pipedream,
 their nodes joined to the layers of the chains; samples are fewer.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,20 +114,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-class Block(nn.Module):
-    """Two convolutions with BatchNorm, and what is added to them."""
-
-    def __init__(self, before: int, after: int, stride: int = 1) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.Conv2d(after, after, 3, 1, 1)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(after) for _ in range(2))
-        self.short = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[1](self.two(torch.relu(self.norms[0](self.one(x)))))
-        return torch.relu(y + self.short(x))
-
-
 class Recurrent(nn.Module):
     """An LSTM with dropout before it, which may attend to its own input and add it."""
 
@@ -162,15 +147,6 @@ def _vgg16() -> list[nn.Module]:
     return layers
 
 
-def _resnet18() -> list[nn.Module]:
-    stem = models.InARow(nn.Conv2d(3, 4, 7, 2, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-    blocks = [
-        Block(before, after, 1 if before == after else 2)
-        for before, after in ((4, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
-    ]
-    return [stem, *blocks, models.InARow(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))]
-
-
 def _gnmt() -> list[nn.Module]:
     """Eleven layers. The decoder's embedding stands in the row as the two matrices of its size."""
     wide = 16 * HIDDEN
@@ -201,12 +177,6 @@ def _texts(samples: int) -> Tensor:
 
 SUBJECTS = {
     "vgg16": Subject(_vgg16, _images, _classes, lambda kind, *_: kind in ("Conv2d", "Linear")),
-    "resnet18": Subject(
-        _resnet18,
-        _images,
-        _classes,
-        lambda kind, last, before: (last, before) in (("ReLU", "Add"), ("MaxPool2d", "ReLU")),
-    ),
     "gnmt": Subject(
         _gnmt,
         _texts,
@@ -246,9 +216,7 @@ WISHES = [
     Wish("vgg16", 3, SLOW, "pipedream", "1f1b-flush", 5, (2, 1)),
     Wish("vgg16", 5, SLOW, "spp", "spp", 7, (3, 1, 1)),
     Wish("vgg16", 4, SLOW, "2bw", "2bw", 16, (2, 2)),
-    Wish("resnet18", 3, FAST, "pipedream", "pipedream", 5, (3,)),
-    Wish("resnet18", 4, FAST, "spp", "spp", 7, (3, 1)),
-    Wish("resnet18", 4, FAST, "interleaved", "interleaved", 8, (2, 2, 2, 2)),
+    Wish("vgg16", 4, SLOW, "interleaved", "interleaved", 8, (2, 2, 2, 2)),
     Wish("gnmt", 5, FAST, "pipedream", "pipedream", 7, (1, 1, 1, 1, 1)),
     Wish("gnmt", 5, FAST, "spp", "spp", 7, (1, 1, 3)),
     Wish("gnmt", 4, FAST, "2bw", "2bw", 8, (2, 2)),
@@ -304,19 +272,3 @@ def test_rows_that_come_in_one_piece_are_like_those_that_are_joined(here: int, t
     found, _ = run_planned(run)
 
     assert_equal(run_reference(run), found)
-
-
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_the_chains_are_shaped_like_what_was_measured(name: str) -> None:
-    profile, model, x = profile_of(name), SUBJECTS[name].build(), SUBJECTS[name].sample[0]
-    assert len(profile) == len(model)
-    weights, outputs = [], []
-    for layer, module in zip(profile.layers, model, strict=True):
-        x = module(x)
-        weights.append((layer.parameter_bytes, sum(p.numel() for p in module.parameters())))
-        outputs.append((layer.cut_bytes, x.numel()))
-
-    for pairs in (weights, outputs):
-        measured, made = np.log(np.array(pairs, dtype=float)).T
-        # GNMT's outputs are all the same but for what skips over layers, and the words at the end.
-        assert np.corrcoef(measured, made)[0, 1] > 0.9
