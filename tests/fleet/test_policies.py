@@ -346,6 +346,13 @@ def test_placements_share_their_devices():
     assert problem.equal_shares().tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("problem", [None, {}, Problem])
+def test_every_policy_refuses_what_is_no_problem(name, problem):
+    with pytest.raises(PlanError, match=r"policy\(problem=\): expected a Problem, found .*: build one"):
+        POLICIES[name](problem)
+
+
 @pytest.mark.parametrize("name", [name for name in POLICIES if "budget" not in name and name != "allox"])
 def test_every_policy_gives_a_valid_allocation(name):
     jobs = tuple(Job(f"job {m}", 50.0 * (m + 1), workers=1 + m % 3, entity="ab"[m % 2]) for m in range(9))

@@ -1,6 +1,8 @@
 """The answer of a policy: the share of time that each job spends on each kind, and what limits each job."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy
@@ -170,3 +172,14 @@ class Allocation:
             "busy_workers": self.used(),
             "cost_per_hour": self.cost_per_hour(),
         }
+
+
+def for_problems(policy: Callable[[Problem], Allocation]) -> Callable[[Problem], Allocation]:
+    """`policy`, which refuses what is no `Problem` with a `PlanError`."""
+
+    @wraps(policy)
+    def checked(problem: Problem) -> Allocation:
+        _RULES["problem"].check("policy(problem=)", problem, PlanError)
+        return policy(problem)
+
+    return checked

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy
 
-from penstock.fleet.allocations import Allocation
+from penstock.fleet.allocations import Allocation, for_problems
 from penstock.fleet.jobs import Job
 from penstock.fleet.policies.fairness import max_min_fairness
 from penstock.fleet.problems import Floats, Problem
@@ -18,6 +18,7 @@ _ROUNDS = 200
 """Spreading ends where no kind is overfull by more than the first share, or after the second number of rounds."""
 
 
+@for_problems
 def isolated_shares(problem: Problem) -> Allocation:
     """Every job has 1/n of every kind: a static partition, with which sharing is compared."""
     rows = numpy.concatenate([problem.isolated_shares(), numpy.zeros((len(problem.pairs), len(problem.kinds)))])
@@ -31,6 +32,7 @@ def blind(policy: Callable[[Problem], Allocation]) -> Callable[[Problem], Alloca
     nothing distinguishes them. Pairs are left out.
     """
 
+    @for_problems
     def decide(problem: Problem) -> Allocation:
         speeds = problem.speeds()
         there = speeds > 0
@@ -65,6 +67,7 @@ def _spread(problem: Problem, found: Allocation) -> Floats:
     return rows
 
 
+@for_problems
 def gandiva(problem: Problem) -> Allocation:
     """Jobs form random pairs while they want more workers than there are. A pair stays together if it gets more done
     than both in turns. Pairs and single jobs then have equal time, whatever the kinds.

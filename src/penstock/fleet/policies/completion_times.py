@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy
 
 from penstock.errors import PlanError
-from penstock.fleet.allocations import Allocation
+from penstock.fleet.allocations import Allocation, for_problems
 from penstock.fleet.linear_programs import Infeasible, OutOfReach, Program, Solution, Space, fill
 from penstock.fleet.problems import Floats, Problem
 
@@ -20,6 +20,7 @@ def remaining_seconds(space: Space) -> Floats:
     return space.of_jobs([job.steps for job in space.problem.jobs]) / space.fastest
 
 
+@for_problems
 def min_makespan(problem: Problem) -> Allocation:
     """The last job finishes as early as it can. What is free after that makes the other jobs faster."""
     space = Space(problem, [job.steps for job in problem.jobs])
@@ -28,6 +29,7 @@ def min_makespan(problem: Problem) -> Allocation:
     return space.allocation(fill(space, solution, at_least=needed * solution.value), "makespan")
 
 
+@for_problems
 def finish_time_fairness(problem: Problem) -> Allocation:
     """The greatest rho is as small as it can be: the time that a job takes from its arrival to its end, over that on
     1/n of the fleet (Themis). Then the free workers make jobs faster.
@@ -80,6 +82,7 @@ def _affordable(low: float, found: Solution, needed: Floats, alone: Floats, elap
     return low
 
 
+@for_problems
 def min_makespan_within_budget(problem: Problem) -> Allocation:
     """The last job finishes as early as it can if all jobs together cost at most `Problem.budget` until they are done
     [Narayanan 2021, section 6.4.3].

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import numpy
 
 from penstock.errors import PlanError
-from penstock.fleet.allocations import Allocation
+from penstock.fleet.allocations import Allocation, for_problems
 from penstock.fleet.jobs import Job, moving_cost
 from penstock.fleet.linear_programs import Infeasible, OutOfReach, Program, Solution, Space
 from penstock.fleet.problems import Floats, Problem
@@ -18,6 +18,7 @@ from penstock.fleet.problems import Floats, Problem
 _SLACK = 1e-8
 
 
+@for_problems
 def max_throughput(problem: Problem) -> Allocation:
     """The sum of all throughputs is as large as it can be, each relative to the job's fastest kind and times its
     workers, so that a job of eight workers counts as eight of one.
@@ -27,12 +28,14 @@ def max_throughput(problem: Problem) -> Allocation:
     return space.allocation(Program(space).maximize(objective).shares, "max-throughput")
 
 
+@for_problems
 def min_cost(problem: Problem) -> Allocation:
     """Time goes where it buys the most steps for its price. All jobs run as far as there are workers."""
     space = Space(problem, [_moves(problem, job) for job in problem.jobs])
     return space.allocation(Program(space).maximize(_steps_per_price(space)).shares, "min-cost")
 
 
+@for_problems
 def min_cost_with_deadlines(problem: Problem) -> Allocation:
     """As `min_cost`, and each job is fast enough to meet its deadline.
 
@@ -49,6 +52,7 @@ def min_cost_with_deadlines(problem: Problem) -> Allocation:
     return space.allocation(solution.shares, "min-cost-with-deadlines")
 
 
+@for_problems
 def min_cost_near_deadlines(problem: Problem) -> Allocation:
     """As `min_cost_with_deadlines`, but deadlines that cannot all be met are missed by the least sum of throughputs."""
     space = _space_of_deadlines(problem)

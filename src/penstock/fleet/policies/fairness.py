@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy
 
 from penstock.errors import PlanError
-from penstock.fleet.allocations import Allocation
+from penstock.fleet.allocations import Allocation, for_problems
 from penstock.fleet.linear_programs import Program, Space, fill
 from penstock.fleet.problems import Floats, Problem
 
@@ -25,6 +25,7 @@ def _fair_share_units(space: Space) -> Floats:
     return units
 
 
+@for_problems
 def max_min_fairness(problem: Problem) -> Allocation:
     """The least weighted share is as large as it can be (LAS with weights).
 
@@ -39,6 +40,7 @@ def max_min_fairness(problem: Problem) -> Allocation:
     return space.allocation(shares, "max-min-fairness")
 
 
+@for_problems
 def water_filling(problem: Problem) -> Allocation:
     """Max-min fairness, then again among the jobs that could still have more, until no job can.
 
@@ -53,6 +55,7 @@ def water_filling(problem: Problem) -> Allocation:
     return _fill_with_water(problem, weights, weights_of, "water-filling")
 
 
+@for_problems
 def hierarchical(problem: Problem) -> Allocation:
     """Water filling for entities by their weights, and inside each for its jobs: by their weights, or in the order of
     their arrival.

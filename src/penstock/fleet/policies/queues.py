@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy
 
 from penstock.errors import PlanError
-from penstock.fleet.allocations import Allocation
+from penstock.fleet.allocations import Allocation, for_problems
 from penstock.fleet.linear_programs import Program, Solution, Space, scipy_module
 from penstock.fleet.policies.completion_times import remaining_seconds
 from penstock.fleet.problems import Floats, Problem
@@ -16,6 +16,7 @@ _NOTHING = 1e-6
 """Levels that are held with slack leave this much to the jobs behind, which is no share."""
 
 
+@for_problems
 def fifo(problem: Problem) -> Allocation:
     """The sum of the throughputs, each relative to its fastest kind and times a weight that falls with the arrival:
     M - m for job m of 0 to M - 1 [Narayanan 2021, section 5.4.2].
@@ -27,11 +28,13 @@ def fifo(problem: Problem) -> Allocation:
     return space.allocation(Program(space).maximize(space.total_rates(weights)).shares, "fifo")
 
 
+@for_problems
 def strict_fifo(problem: Problem) -> Allocation:
     """The first job is as fast as it can be, then the second with what is left, and so on."""
     return _in_order(problem, range(len(problem.jobs)), "strict-fifo")
 
 
+@for_problems
 def shortest_job_first(problem: Problem) -> Allocation:
     """The job that can finish first does so as early as possible, then the next with what is left, and so on.
 
@@ -68,6 +71,7 @@ def _most(space: Space, levels: Floats, weights: Floats) -> Solution:
     return program.maximize(space.total_rates(weights))
 
 
+@for_problems
 def allox(problem: Problem) -> Allocation:
     """The mean completion time is as small as it can be without preemption, if no other jobs come [Narayanan 2021,
     section 5.7.3]. The first job of each queue has its worker all of the time, and the others wait.
