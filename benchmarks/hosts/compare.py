@@ -65,7 +65,7 @@ def table(rate: float, trial: Trial) -> str:
 
 
 def findings(trial: Trial, medians: dict[str, float]) -> str:
-    """How good the planner's choice and its prediction are."""
+    """How good the planner's choice and its prediction are; the correlation is that of figure 15 of [PipeDream 2019]."""
     rivals = {name: taken for name, taken in medians.items() if name != AUTO and not name.startswith(DELAYED)}
     best = min(rivals, key=rivals.__getitem__)
     own = medians[AUTO]
@@ -74,6 +74,9 @@ def findings(trial: Trial, medians: dict[str, float]) -> str:
         f"predicted {trial.predicted[AUTO] / own - 1:+.1%}, by the layers before the rounds "
         f"{trial.planned_seconds / own - 1:+.1%}",
     ]
+    rates = [(1 / medians[name], 1 / trial.predicted[name]) for name in medians if name in trial.predicted]
+    if len(rates) > 2:
+        words.append(f"correlation of rates {statistics.correlation(*zip(*rates, strict=True)):.3f}")
     if DDP in medians:
         words.append(f"{medians[DDP] / own:.2f}x DDP")
     return "; ".join(words)
