@@ -66,6 +66,8 @@ class Size:
 
 
 SIZES = {
+    # Figure 4.7 of [Narayanan 2021]: 16 samples a step in microbatches of 1, with which only the plain loop runs, to 8.
+    **{f"gpt-820m-b{b}": Size(Language(4096, heads=128, blocks=4, context=2048), b, 8 // b) for b in (1, 2, 4, 8)},
     "gpt-350m": Size(Language(width=1024, heads=16, blocks=28, context=1024), 4, 4),
     "gpt-620m": Size(Language(width=2048, heads=16, blocks=12, context=1024), 8, 4),
     "gpt-85m": Size(Language(width=768, heads=12, blocks=12, context=1024), 4, 4),

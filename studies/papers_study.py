@@ -49,6 +49,7 @@ from penstock.planning.ptd_p.three_d import ThreeDRequest, rank_three_d  # noqa:
 from penstock.planning.ptd_p.transformer_costs import profile_of  # noqa: E402
 from penstock.planning.requests import Request  # noqa: E402
 from penstock.planning.stage_costs import chain_costs  # noqa: E402
+from penstock.scheduling import define_by_programs  # noqa: E402
 from penstock.simulating.outcomes import evaluate  # noqa: E402
 from penstock.values.clusters import Cluster  # noqa: E402
 from penstock.values.plans import Plan, Stage  # noqa: E402
@@ -131,8 +132,36 @@ def figure_2_13(data: Path | None) -> Iterator[str]:
         return evaluate(plan, profile, FOUR).samples_per_second
 
     best = rate("pipedream", 1, hybrid)
-    yield f"3-1 over the same without a pipeline: {best / rate('gpipe', 3, hybrid) - 1:+.0%}"
+    yield f"3-1 over the same without a pipeline: {best / rate('gpipe', 3, hybrid):.1f}x"
     yield f"3-1 over model parallelism: {best / rate('gpipe', 1, cut_up):.1f}x"
+
+
+def limited(limit: int, microbatches: int, ranks: int = 4) -> str:
+    """Programs of a step in which the first stage has at most `limit` inputs in flight, and each later one fewer."""
+    rows = []
+    for rank in range(ranks):
+        ahead = max(limit - rank, 1) - 1
+        turns = [
+            f"{rank}F{turn}@0 " * (turn < microbatches) + f"{rank}B{turn - ahead}@0 " * (turn >= ahead)
+            for turn in range(microbatches + ahead)
+        ]
+        rows.append(f"rank {rank}: {''.join(turns)}{rank}U1<0")
+    return "\n".join(rows)
+
+
+def pipedream_18(data: Path | None) -> Iterator[str]:
+    """GNMT-8 on four stages with one version of the weights. The rate is that between two lengths of a step."""
+    profile = load_profiles(data, ["gnmt"])["gnmt"]
+    stages = partition(profile, FOUR, straight=True, stages=4).stages
+    for limit in (1, 2, 4, 7):
+        found = []
+        for microbatches in (16, 64):
+            schedule = define_by_programs(f"limit-{limit}", limited(limit, microbatches))
+            plan = Request(schedule=schedule, microbatches=microbatches).arrange(stages, profile)
+            found.append(evaluate(plan, profile, FOUR, optimizer_copies=1))
+        rate = 48 * profile.microbatch_size / (found[1].minibatch_seconds - found[0].minibatch_seconds)
+        gigabytes = ", ".join(f"{peak / 1e9:.2f}" for peak in found[1].peak_bytes)
+        yield f"{limit} in flight: {rate:.0f} samples per second, {gigabytes} GB"
 
 
 def spp_row(label: str, profile: Profile, cluster: Cluster, microbatches: int) -> str:
@@ -239,7 +268,7 @@ def figure_4_11(data: Path | None) -> Iterator[str]:
 
 
 def ratios_of_chapter_4(data: Path | None) -> Iterator[str]:
-    """Figures 4.7, 4.12, 4.16, 4.17 and 4.18, and the checkpoint of section 4.5.10."""
+    """Figures 4.7, 4.12, 4.13, 4.16, 4.17 and 4.18, and the checkpoint of section 4.5.10."""
     rates = [teraflops(SHAPES["1 billion"], 1, 8, microbatch_size=size) for size in (1, 2, 4, 8)]
     yield f"microbatches of 8 over 1, one device: {rates[-1] / rates[0]:.2f}x"
     large = Transformer(layers=72, hidden=10240, heads=80)
@@ -253,11 +282,17 @@ def ratios_of_chapter_4(data: Path | None) -> Iterator[str]:
     for batch in (12, 36, 60):
         one, two = (teraflops(gpt, 96, batch, stages_per_rank=v, **fixed) for v in (1, 2))
         yield f"interleaving, batch {batch}: {two / one - 1:+.0%}"
+    deep, ways = Transformer(layers=32, hidden=20480, heads=128), (2, 4, 8, 16, 32, 64)
+    for batch in (32, 128, 512):
+        single = {"microbatch_size": 1, "stages_per_rank": 1}
+        rates = [teraflops(deep, 64, batch, tensor=t, pipeline=64 // t, **single) for t in ways]
+        best = f"t = {ways[rates.index(max(rates))]} is best, {max(rates) / min(rates):.2f}x the worst"
+        yield f"t of 2 to 64, batch {batch}: {', '.join(f'{rate:.0f}' for rate in rates)} TFLOP/s; {best}"
     wide = Transformer(layers=80, hidden=12288, heads=96)
     kept = {"pipeline": 16, "tensor": 8, "microbatch_size": 1, "stages_per_rank": 1}
     both = [arranged(wide, 128, 16, **{**kept, "recompute": chosen}) for chosen in (True, False)]
     lost = both[0].samples_per_second / both[1].samples_per_second - 1
-    yield f"recomputation, batch 16: {lost:+.0%} sequences per second"
+    yield f"recomputation, batch 16: {lost:+.0%} sequences per second, {1 + lost:.2f} of those without"
     for v in (2, 4, 8):
         off, on = (
             teraflops(gpt, 96, 60, stages_per_rank=v, scatter_gather=chosen, **fixed) for chosen in (False, True)
@@ -272,23 +307,46 @@ GPT_4B = Transformer(layers=48, hidden=2560, heads=32, sequence=512)
 """2.5 and 3.9 billion parameters. The shapes of the thesis's 2.2 and 3.8 billion are not printed."""
 
 
-def figure_3_6(data: Path | None) -> Iterator[str]:
-    """Sequences per second on eight V100 of one server, recomputation, 8 in a microbatch."""
+def figure_3_6(data: Path | None, vocabulary: int = 51200) -> Iterator[str]:
+    """Sequences per second on eight V100 of one server, recomputation, 8 in a microbatch. The thesis's GPipe has memory
+    for 32 sequences."""
     cluster = Cluster.uniform(8, NVLINK)
-    profile = profile_of(GPT_2B, V100, cluster, microbatch_size=8)
+    profile = profile_of(replace(GPT_2B, vocabulary=vocabulary), V100, cluster, microbatch_size=8)
     stages = partition(profile, cluster, straight=True, stages=8).stages
 
     def rate(schedule: str, microbatches: int) -> float:
         plan = Request(schedule=schedule, microbatches=microbatches, recompute=True).arrange(stages, profile)
         return evaluate(plan, profile, cluster).samples_per_second
 
-    alone = rate("gpipe", 1)
+    alone, small = rate("gpipe", 1), rate("gpipe", 4)
     for batch in (64, 256):
         flush, two, gpipe = (rate(name, batch // 8) for name in ("1f1b-flush", "2bw", "gpipe"))
         yield (
             f"batch {batch}: over model parallelism 1f1b-flush {flush / alone:.2f}x, 2bw {two / alone:.2f}x; "
-            f"2bw over 1f1b-flush {two / flush:.2f}x, over gpipe {two / gpipe:.2f}x"
+            f"2bw over 1f1b-flush {two / flush:.2f}x, over gpipe {two / gpipe:.2f}x, of 32 {two / small:.2f}x"
         )
+
+
+def figure_3_10(data: Path | None) -> Iterator[str]:
+    """The same with BERT's vocabulary."""
+    yield from figure_3_6(data, vocabulary=30522)
+
+
+def figure_3_8(data: Path | None) -> Iterator[str]:
+    """2BW, recomputation, a GPT of 1.3 billion parameters on 64 V100 of eight servers."""
+    shape = Transformer(layers=24, hidden=2048, heads=16, sequence=512)
+    cluster = Cluster.hierarchical([(8, NVLINK), (8, 3.125e9 / 8)])
+    for depth, size in ((4, 8), (4, 32), (8, 8), (8, 32)):
+        profile = profile_of(shape, V100, cluster, microbatch_size=size)
+        cut = partition(profile, Cluster.uniform(depth, NVLINK), straight=True, stages=depth).stages
+        stages = tuple(Stage(one.start, one.stop, tuple(range(k, 64, depth))) for k, one in enumerate(cut))
+        rates, most = [], 0.0
+        for batch in (2048, 4096, 8192):
+            plan = Request(schedule="2bw", microbatches=batch // size, recompute=True).arrange(stages, profile)
+            found = evaluate(plan, profile, cluster, optimizer_copies=4, master_copies=2)
+            rates.append(f"{found.samples_per_second:.0f}")
+            most = max(most, *found.peak_bytes)
+        yield f"p = {depth}, b = {size}: {', '.join(rates)} sequences per second, {most / 1e9:.1f} GB"
 
 
 def over_tensor_parallel(data: Path | None) -> Iterator[str]:
@@ -466,7 +524,8 @@ def spent(choices: list[Offer], rates: dict[str, float], start: float, days: flo
 
 def figure_6_5(data: Path | None) -> Iterator[str]:
     """Mean over twelve starts, from 24 February 2020, of the cost of one V100 of AWS over that of each strategy, and of
-    the choice of the start over moves. AWS's record ends on 20 February: its last prices are kept."""
+    the choice of the start over moves; long jobs have fewer starts. AWS's record ends on 20 February: its last prices
+    are kept."""
     assert data is not None, "figure-6.5 needs --data"
     known, speeds = offers(data), json.loads((data / "prices" / "oracle_throughputs.json").read_text())
     aws = [one for one in known if one.cloud == "AWS"]
@@ -478,7 +537,7 @@ def figure_6_5(data: Path | None) -> Iterator[str]:
         rates = {kind: speed / steps["V100"] for kind, speed in steps.items()}
 
         def mean(one: list[Offer], other: list[Offer], days: int, moves: bool, rates: dict[str, float] = rates) -> str:
-            starts = [first + 86400 * day for day in range(12)]
+            starts = [first + 86400 * day for day in range(min(12, 29 - days))]
             ratios = [
                 spent(one, rates, start, days, moves=False) / spent(other, rates, start, days, moves=moves)
                 for start in starts
@@ -490,7 +549,8 @@ def figure_6_5(data: Path | None) -> Iterator[str]:
             for label, choices in zip(("GPU type", "multi-GPU", "multi-cloud"), (single, aws, known), strict=True)
         ]
         yield f"{name}: {', '.join(cells)}, dynamic {mean(base, known, 4, True)}"
-        yield f"{name}: moves over none, 4 days {mean(known, known, 4, True)}, 8 days {mean(known, known, 8, True)}"
+        gains = (f"{days} days {mean(known, known, days, True)}" for days in (4, 8, 16, 24))
+        yield f"{name}: moves over none, {', '.join(gains)}"
 
 
 ON_DEMAND = {"K80": 0.90, "P100": 2.07, "V100": 3.06}
@@ -531,10 +591,13 @@ def main() -> None:
 SECTIONS: dict[str, Callable[[Path | None], Iterator[str]]] = {
     "pipedream-16": pipedream_16,
     "pipedream-17": pipedream_17,
+    "pipedream-18": pipedream_18,
     "figure-2.13": figure_2_13,
     "figure-3.6": figure_3_6,
+    "figure-3.10": figure_3_10,
     "tensor-parallel": over_tensor_parallel,
     "figure-3.7": figure_3_7,
+    "figure-3.8": figure_3_8,
     "figure-3.9": figure_3_9,
     "spp-6": spp_6,
     "spp-7": spp_7,

@@ -65,7 +65,7 @@ def table(rate: float, trial: Trial) -> str:
 
 
 def findings(trial: Trial, medians: dict[str, float]) -> str:
-    """How good the planner's choice and its prediction are; the correlation is that of figure 15 of [PipeDream 2019]."""
+    """How good the planner's choice and its prediction are; [PipeDream 2019, figure 15] has the correlation."""
     rivals = {name: taken for name, taken in medians.items() if name != AUTO and not name.startswith(DELAYED)}
     best = min(rivals, key=rivals.__getitem__)
     own = medians[AUTO]

@@ -95,6 +95,45 @@ def test_a_figure_that_is_not_in_the_record_is_found() -> None:
     assert missing_figures("1.5, 25 %, 2.35 to 18.53", "1.55 -25% 12.35 18.53,") == ["1.5", "2.35"]
 
 
+def numbers_of(cell: str) -> list[float] | None:
+    """The numbers of a cell that has nothing but numbers and units; percent as fractions."""
+    number = r"(\d[\d,]*(?:\.\d+)?(?<!,))x?( %)?"
+    if re.fullmatch(r"(to )?([\s,]|" + number + r"|\b(h|s|GB|TB)\b)*", cell) is None:
+        return None
+    return [float(value.replace(",", "")) / (100 if percent else 1) for value, percent in re.findall(number, cell)]
+
+
+WITHIN = 0.2
+"""The tolerance in the head of the page."""
+
+
+@pytest.mark.parametrize("row", [row for row in CLAIMS if row[1] == "works"], ids=lambda row: row[0])
+def test_what_works_is_near_the_paper(row: list[str]) -> None:
+    paper, here = numbers_of(row[2]), numbers_of(row[3])
+
+    assert not row[5].startswith("needs")
+    if paper and here and len(paper) == len(here):
+        assert here == pytest.approx(paper, rel=WITHIN)
+
+
+def test_numbers_are_compared_where_cells_have_nothing_else() -> None:
+    compared = [row for row in CLAIMS if row[1] == "works" and numbers_of(row[2]) and numbers_of(row[3])]
+
+    assert f"within {WITHIN:.0%}".replace("%", " %") in PAGE.read_text()
+    assert len(compared) >= 20
+    assert numbers_of("3.7, 5.4 h") == [3.7, 5.4]
+    assert numbers_of("to 1,008x 35 %") == [1008, 0.35]
+    assert numbers_of("15-1") is numbers_of("below 3 %") is numbers_of("t = 8") is None
+
+
+def test_most_claims_work_that_lack_neither_hardware_nor_data() -> None:
+    possible = [row for row in CLAIMS if row[1] == "works" or not row[5].startswith("needs ")]
+    works = [row for row in possible if row[1] == "works"]
+
+    assert "at least 70 % work" in PAGE.read_text().replace("\n", " ").replace("  ", " ")
+    assert len(works) >= 0.7 * len(possible)
+
+
 def test_methods_have_tests_and_other_claims_say_what_is_missing() -> None:
     assert [row for row in TABLES["claim source"] if not record_of(row[1])] == []
     assert all(claim and missing for claim, missing in TABLES["claim missing"])
