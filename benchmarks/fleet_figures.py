@@ -104,7 +104,6 @@ SWEEPS = {
         (2.6,),
         "3, of rho 2.8",
         gangs=True,
-        jobs=1300,
     ),
     "fifo": Sweep({"FIFO, aware": fifo, "FIFO, blind": blind(fifo)}, (5.6,), "2.7", jobs=1300),
     "priorities": Sweep(LAS, (5.6,), "1.5 for high, 2.7 for low priority", priorities=True, jobs=1300),
