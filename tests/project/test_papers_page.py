@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -166,5 +167,6 @@ def test_one_command_runs_all_commands(tmp_path: Path) -> None:
 
     assert run() == (1, ["fail: exit 3", "left out, needs --data: test -d DIR"])
     assert run("--data", str(tmp_path / "data dir")) == (1, ["fail: exit 3", "pass: test -d DIR"])
-    page.write_text("x | `true` | 1 min\n")
-    assert run() == (0, ["pass: true"])
+    page.write_text("x | `true` | 1 min\nx | `test 1` | 1 min, a GPU\n")
+    last = "pass: test 1" if shutil.which("nvidia-smi") else "left out, needs a GPU: test 1"
+    assert run() == (0, ["pass: true", last])
