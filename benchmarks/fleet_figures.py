@@ -106,7 +106,7 @@ SWEEPS = {
         gangs=True,
     ),
     "fifo": Sweep({"FIFO, aware": fifo, "FIFO, blind": blind(fifo)}, (5.6,), "2.7", jobs=1300),
-    "priorities": Sweep(LAS, (5.6,), "1.5 for high, 2.7 for low priority", priorities=True, jobs=1300),
+    "priorities": Sweep(LAS, (5.6,), "1.5 for high, 2.7 for low priority", priorities=True),
     "packing": Sweep(
         {
             "LAS, pairs": max_min_fairness,
