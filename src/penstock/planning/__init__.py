@@ -4,9 +4,18 @@ Each planner has a package of its own; the modules here are shared, and `search`
 """
 
 from penstock.planning.cluster_comparisons import compare_clusters
+from penstock.planning.orders.search import FoundOrder, find_order
 from penstock.planning.planners import plan
 from penstock.planning.ptd_p import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.tensor_groups import compare_plans
 
-__all__ = ["PlanConstraints", "compare_clusters", "compare_plans", "plan", "plan_three_d"]
+__all__ = [
+    "FoundOrder",
+    "PlanConstraints",
+    "compare_clusters",
+    "compare_plans",
+    "find_order",
+    "plan",
+    "plan_three_d",
+]

@@ -76,9 +76,13 @@ def _passed(schedule: Schedule, skip: Skip) -> int:
 
 
 def _shortened(schedule: Schedule) -> Schedule:
-    """`schedule` with two microbatches per rank, if it flushes and has a greater multiple of the ranks."""
+    """`schedule` with two microbatches per rank, if it flushes and has a greater multiple of the ranks.
+
+    Programs are written for a number of microbatches of their own.
+    """
     rounds = schedule.microbatches // schedule.ranks
-    if not schedule.flushes or rounds <= 2 or schedule.microbatches % schedule.ranks:
+    written = schedule.definition.programs
+    if written or not schedule.flushes or rounds <= 2 or schedule.microbatches % schedule.ranks:
         return schedule
     return replace(schedule, microbatches=2 * schedule.ranks)
 

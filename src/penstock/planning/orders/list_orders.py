@@ -1,0 +1,211 @@
+"""List scheduling: rows that are filled from event to event, each rank doing the best of what it can start.
+
+A rank does a backward whose gradient has come; else a forward whose activation has come and whose bytes fit; else a
+weight part that was left over. The rules differ in how much of a weight part, or of a forward, must be over before the
+next backward is expected; that is known from an earlier pass, as the times of the same operations there. Where the
+order of forwards and backwards is given, only the places of weight parts are chosen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from typing import TypeAlias
+
+from penstock.planning.orders.rows import BACKWARD, FORWARD, WEIGHT, Op, OrderCosts, Row, Rows
+
+_SAME = 1e-12
+"""The share of a step's work by which two times may differ and still be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListRule:
+    """Holds what a rank prefers.
+
+    `forward_share`, `weight_share`: how much of a forward or weight part must be over before the next backward (or
+    forward) is expected, from 0 (start in any case) to 1. `ahead`: by stage, the most microbatches whose backward has
+    not begun.
+    """
+
+    weight_share: float = 0.0
+    forward_share: float = 0.0
+    ahead: tuple[float, ...] = ()
+
+
+Choice: TypeAlias = tuple[Op | None, float]
+"""The forward or backward that a rank does next if it can begin now, and when the next one is expected."""
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Rows that are being filled."""
+
+    costs: OrderCosts
+    rule: ListRule
+    expected: dict[Op, float]
+    """When data is expected, by an earlier pass."""
+    given: Sequence[Row] | None = None
+    """By rank: its forwards and backwards in the order in which they must come, if that is given."""
+    rows: Rows = field(init=False)
+    arrived: dict[Op, float] = field(default_factory=dict)
+    free_at: list[float] = field(init=False)
+    held_bytes: list[float] = field(init=False)
+    next_of: list[list[int]] = field(init=False)
+    """By kind and stage: the next microbatch."""
+    left_over: list[list[tuple[int, int]]] = field(init=False)
+    """By rank: the stages and microbatches whose weight part is to be done, in the order of their backwards."""
+    events: list[tuple[float, int]] = field(init=False)
+    parked: set[int] = field(default_factory=set)
+    """The ranks that nothing is known to arrive for."""
+
+    def __post_init__(self) -> None:
+        costs = self.costs
+        self.rows = [[] for _ in range(costs.length)]
+        self.free_at, self.held_bytes = [0.0] * costs.length, [0.0] * costs.length
+        self.next_of = [[0] * costs.stages for _ in range(2)]
+        self.left_over = [[] for _ in range(costs.length)]
+        self.events = [(0.0, rank) for rank in range(costs.length)]
+        self.arrived = {(FORWARD, 0, microbatch): 0.0 for microbatch in range(costs.microbatches)}
+
+    def run(self) -> Rows | None:
+        """The rows; None if no rank can go on."""
+        total = costs_count(self.costs)
+        while sum(map(len, self.rows)) < total:
+            if not self.events:
+                rank = next((rank for rank in sorted(self.parked) if self.left_over[rank]), None)
+                if rank is None:
+                    return None
+                self.parked.discard(rank)
+                self._do_weight(rank, self.free_at[rank])
+            else:
+                now, rank = heappop(self.events)
+                if now >= self.free_at[rank]:
+                    self._go_on(rank, now)
+        return self.rows
+
+    def _go_on(self, rank: int, now: float) -> None:
+        op, soon = self._given_choice(rank, now) if self.given is not None else self._listed_choice(rank, now)
+        left_over = self.left_over[rank]
+        if op is not None:
+            self._do(rank, op, now)
+        elif left_over and soon >= now + self.rule.weight_share * self.costs.weight[left_over[0][0]]:
+            self._do_weight(rank, now)
+        else:
+            known = min((at for at in map(self.arrived.get, self._next_ops(rank)) if at and at > now), default=None)
+            if known is None:
+                self.parked.add(rank)
+            else:
+                heappush(self.events, (known, rank))
+
+    def _next_ops(self, rank: int) -> list[Op]:
+        if self.given is not None:
+            done = sum(self.next_of[kind][stage] for kind in (FORWARD, BACKWARD) for stage in self.costs.held[rank])
+            return list(self.given[rank][done : done + 1])
+        return [
+            (kind, stage, self.next_of[kind][stage])
+            for kind in (BACKWARD, FORWARD)
+            for stage in reversed(self.costs.held[rank])
+            if self.next_of[kind][stage] < self.costs.microbatches
+        ]
+
+    def _given_choice(self, rank: int, now: float) -> Choice:
+        op = next(iter(self._next_ops(rank)), None)
+        if op is None:
+            return None, inf
+        if op[0] == FORWARD and self._over(rank, self.costs.saved[op[1]]):
+            return None, inf
+        at = self.arrived.get(op)
+        if at is not None and at <= now:
+            return op, now
+        return None, max(now, at if at is not None else self.expected.get(op, inf))
+
+    def _listed_choice(self, rank: int, now: float) -> Choice:
+        soon = inf
+        ops = self._next_ops(rank)
+        for op in ops:
+            if op[0] == BACKWARD and op[2] < self.next_of[FORWARD][op[1]]:
+                at = self.arrived.get(op)
+                if at is not None and at <= now:
+                    return op, now
+                soon = min(soon, self._awaited(op, now))
+        later = inf
+        for op in ops:
+            _, stage, microbatch = op
+            if op[0] != FORWARD or not self._may_forward(rank, stage):
+                continue
+            if self.rule.ahead and microbatch - self.next_of[BACKWARD][stage] >= self.rule.ahead[stage]:
+                continue
+            at = self.arrived.get(op)
+            if at is None or at > now:
+                later = min(later, self._awaited(op, now))
+            elif soon >= now + self.rule.forward_share * self.costs.forward[stage]:
+                return op, now
+        return None, min(soon, later)
+
+    def _awaited(self, op: Op, now: float) -> float:
+        """When `op` can start, if that is known or expected to be after `now`."""
+        at = self.arrived.get(op, self.expected.get(op, inf))
+        return at if at > now else inf
+
+    def _may_forward(self, rank: int, stage: int) -> bool:
+        """Whether a forward fits; its first stage leaves room for the same microbatch on the rank's later stages."""
+        held = self.costs.held[rank]
+        own = self.costs.saved[stage]
+        later = sum(self.costs.saved[other] for other in held if other > stage) if stage == held[0] else 0.0
+        return not self._over(rank, own + later)
+
+    def _over(self, rank: int, more: float) -> bool:
+        return self.held_bytes[rank] + more > self.costs.limits[rank] * (1 + 1e-9)
+
+    def _do(self, rank: int, op: Op, now: float) -> None:
+        kind, stage, microbatch = op
+        self._append(rank, op, now)
+        self.next_of[kind][stage] += 1
+        done = self.free_at[rank]
+        if kind == BACKWARD and stage not in self.costs.whole:
+            self.left_over[rank].append((stage, microbatch))
+        if kind == FORWARD and stage == self.costs.stages - 1:
+            self.arrived[BACKWARD, stage, microbatch] = done
+        elif kind == FORWARD:
+            self._arrive((FORWARD, stage + 1, microbatch), done + self.costs.activation[stage])
+        elif stage:
+            self._arrive((BACKWARD, stage - 1, microbatch), done + self.costs.gradient[stage - 1])
+
+    def _do_weight(self, rank: int, now: float) -> None:
+        stage, microbatch = self.left_over[rank].pop(0)
+        self._append(rank, (WEIGHT, stage, microbatch), now)
+
+    def _append(self, rank: int, op: Op, now: float) -> None:
+        kind, stage, _ = op
+        self.rows[rank].append(op)
+        self.held_bytes[rank] += self.costs.bytes_after[kind][stage]
+        self.free_at[rank] = now + self.costs.seconds[kind][stage]
+        heappush(self.events, (self.free_at[rank], rank))
+
+    def _arrive(self, op: Op, at: float) -> None:
+        self.arrived[op] = at
+        rank = self.costs.ranks[op[1]]
+        self.parked.discard(rank)
+        heappush(self.events, (max(at, self.free_at[rank]), rank))
+
+
+def costs_count(costs: OrderCosts) -> int:
+    """The number of operations of a step."""
+    return costs.microbatches * (3 * costs.stages - len(costs.whole))
+
+
+def list_order(costs: OrderCosts, rule: ListRule, expected: dict[Op, float]) -> Rows | None:
+    """The rows of list scheduling by `rule`; None if it gets stuck under the limits.
+
+    `expected`: when the data of each operation arrived in an earlier pass, where there was one.
+    """
+    return _Filling(costs, rule, expected).run()
+
+
+def place_weights(costs: OrderCosts, rows: Rows, share: float, expected: dict[Op, float]) -> Rows | None:
+    """`rows` with their weight parts where a rank would wait otherwise, or must free memory; None if it gets stuck.
+
+    `share`: how much of a weight part must be over before the next operation is expected; see `list_order`.
+    """
+    given = [[op for op in row if op[0] != WEIGHT] for row in rows]
+    return _Filling(costs, ListRule(weight_share=share), expected, given).run()

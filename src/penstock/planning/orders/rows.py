@@ -1,0 +1,278 @@
+"""Rows: what the ranks of a pipeline compute in one step, as a search changes it, with its seconds and bytes.
+
+An operation is a triple: its kind (a forward, a backward, or the weight part of one), its stage and its microbatch. A
+row is the list of one rank's operations. A backward is an input backward if the weight part of its stage is an
+operation of its own, else a whole one.
+
+Time: each rank does its operations in order, each as soon as the rank is free and its data has arrived. Messages do not
+wait for one another here; the simulator, which judges the best rows, knows that they share links.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
+from penstock.scheduling.schedules import Schedule
+
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+Op: TypeAlias = tuple[int, int, int]
+"""(kind, stage, microbatch)"""
+Row: TypeAlias = list[Op]
+Rows: TypeAlias = list[Row]
+
+
+@dataclass(frozen=True)
+class OrderCosts:
+    """Holds what the order of one pipeline is judged by: seconds and bytes of each stage, limits of each rank.
+
+    `ranks`: the rank of each stage. `forward`, `backward`, `weight`: the seconds of one microbatch on each stage;
+    `backward` is that of the input part alone. `activation`, `gradient`: the seconds from the end of stage s until
+    stage s + 1 has its activation, and from the end of stage s + 1 until stage s has its gradient. `saved`: the bytes
+    that a microbatch keeps from its forward to the end of its backward; `freed`: those of them that the input part
+    frees. `limits`: the most bytes of microbatches in flight on each rank. `whole`: the stages whose backwards are not
+    split. `barrier`: whether a step ends when all ranks are done; else each rank goes on with the next step at once, as
+    without norms, and the longest span of a rank counts [ZB 2023, section 4].
+    """
+
+    ranks: tuple[int, ...]
+    microbatches: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    activation: tuple[float, ...]
+    gradient: tuple[float, ...]
+    saved: tuple[float, ...]
+    limits: tuple[float, ...]
+    freed: tuple[float, ...] = ()
+    whole: frozenset[int] = frozenset()
+    barrier: bool = True
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.ranks)
+
+    @cached_property
+    def length(self) -> int:
+        """The number of ranks."""
+        return max(self.ranks) + 1
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """By rank: its stages, ascending."""
+        return tuple(
+            tuple(stage for stage in range(self.stages) if self.ranks[stage] == rank) for rank in range(self.length)
+        )
+
+    @cached_property
+    def seconds(self) -> tuple[tuple[float, ...], ...]:
+        """By kind and stage: the seconds of an operation."""
+        pairs = enumerate(zip(self.backward, self.weight, strict=True))
+        backward = tuple(own + (weight if stage in self.whole else 0.0) for stage, (own, weight) in pairs)
+        return self.forward, backward, self.weight
+
+    @cached_property
+    def bytes_after(self) -> tuple[tuple[float, ...], ...]:
+        """By kind and stage: how many bytes more are held after an operation."""
+        freed = self.freed or (0.0,) * self.stages
+        backward = tuple(-saved if stage in self.whole else -freed[stage] for stage, saved in enumerate(self.saved))
+        weight = tuple(some - all_ for some, all_ in zip(freed, self.saved, strict=True))
+        return self.saved, backward, weight
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """By rank: the seconds of all its operations in a step."""
+        each = zip(self.forward, self.backward, self.weight, strict=True)
+        seconds = [sum(parts) * self.microbatches for parts in each]
+        return tuple(sum(seconds[stage] for stage in held) for held in self.held)
+
+    def fits(self, row: Row, rank: int) -> bool:
+        """Whether `row` keeps within the limit of `rank`."""
+        return self.peak(row) <= self.limits[rank] * _ROUNDING
+
+    def peak(self, row: Row) -> float:
+        """The most bytes that `row` keeps at once."""
+        held = most = 0.0
+        after = self.bytes_after
+        for kind, stage, _ in row:
+            held += after[kind][stage]
+            most = max(most, held)
+        return most
+
+    def source(self, op: Op) -> tuple[Op, float] | None:
+        """The operation whose result `op` waits for, and the seconds of the message; None for the first forward.
+
+        A weight part follows its backward on the same rank in any case.
+        """
+        kind, stage, microbatch = op
+        if kind == FORWARD:
+            return ((FORWARD, stage - 1, microbatch), self.activation[stage - 1]) if stage else None
+        if stage == self.stages - 1:
+            return (FORWARD, stage, microbatch), 0.0
+        return (BACKWARD, stage + 1, microbatch), self.gradient[stage]
+
+
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRows:
+    """Holds rows and when each operation starts; `seconds` is what a step takes."""
+
+    rows: Rows
+    starts: list[list[float]]
+    slowest: int
+    """The rank that takes longest."""
+    seconds: float
+    score: float
+    """`seconds` and a small share of those of all ranks, so that an order that only relieves some rank is better."""
+
+    def arrivals(self, costs: OrderCosts) -> dict[Op, float]:
+        """When the data of each operation arrives."""
+        ended = {
+            op: start + costs.seconds[op[0]][op[1]]
+            for row, starts in zip(self.rows, self.starts, strict=True)
+            for op, start in zip(row, starts, strict=True)
+            if op[0] != WEIGHT
+        }
+        found = ((op, costs.source(op)) for op in ended)
+        return {op: ended[source[0]] + source[1] for op, source in found if source is not None}
+
+
+_SHARE = 1e-3
+
+
+def time_rows(costs: OrderCosts, rows: Rows) -> TimedRows | None:
+    """When everything in `rows` happens; None if ranks wait for each other for ever."""
+    last, seconds, activation, gradient = costs.stages - 1, costs.seconds, costs.activation, costs.gradient
+    forwarded, returned = ([[-1.0] * costs.microbatches for _ in costs.ranks] for _ in range(2))
+    places, now = [0] * len(rows), [0.0] * len(rows)
+    starts = [[0.0] * len(row) for row in rows]
+    ready, waiting = list(range(len(rows))), dict[Op, int]()
+    while ready:
+        rank = ready.pop()
+        row, begun, place, time = rows[rank], starts[rank], places[rank], now[rank]
+        while place < len(row):
+            op = kind, stage, microbatch = row[place]
+            if kind == FORWARD and stage:
+                arrived = forwarded[stage - 1][microbatch]
+                delay = activation[stage - 1]
+            elif kind == BACKWARD:
+                arrived = returned[stage + 1][microbatch] if stage < last else forwarded[stage][microbatch]
+                delay = gradient[stage] if stage < last else 0.0
+            else:
+                arrived = delay = 0.0
+            if arrived < 0:
+                waiting[op] = rank
+                break
+            time = max(time, arrived + delay)
+            begun[place] = time
+            time += seconds[kind][stage]
+            place += 1
+            if kind == FORWARD:
+                forwarded[stage][microbatch] = time
+                then = waiting.pop((FORWARD, stage + 1, microbatch), None)
+            elif kind == BACKWARD:
+                returned[stage][microbatch] = time
+                then = waiting.pop((BACKWARD, stage - 1, microbatch), None)
+            else:
+                then = None
+            if then is not None:
+                ready.append(then)
+        places[rank], now[rank] = place, time
+    if any(place < len(row) for place, row in zip(places, rows, strict=True)):
+        return None
+    spans = now if costs.barrier else [stop - begun[0] for stop, begun in zip(now, starts, strict=True)]
+    slowest = max(range(len(rows)), key=spans.__getitem__)
+    longest = spans[slowest]
+    return TimedRows(rows, starts, slowest, longest, longest + _SHARE * sum(spans) / len(spans))
+
+
+def rows_of(schedule: Schedule, whole: frozenset[int]) -> Rows | None:
+    """The rows of a step of `schedule`, which flushes and has no replicas.
+
+    Stages of `whole` have whole backwards; None if a row has the two parts of such a backward apart.
+    """
+    rows = []
+    for actions in schedule.step(0):
+        row: Row = []
+        for action in actions:
+            match action:
+                case Forward(stage, microbatch):
+                    row.append((FORWARD, stage, microbatch))
+                case Backward(stage, microbatch):
+                    row.append((BACKWARD, stage, microbatch))
+                    row += [] if stage in whole else [(WEIGHT, stage, microbatch)]
+                case BackwardInput(stage, microbatch):
+                    row.append((BACKWARD, stage, microbatch))
+                case BackwardWeight(stage, microbatch):
+                    if stage not in whole:
+                        row.append((WEIGHT, stage, microbatch))
+                    elif row[-1] != (BACKWARD, stage, microbatch):
+                        return None
+        rows.append(row)
+    return rows
+
+
+def text_of_rows(costs: OrderCosts, rows: Rows, *, repeats: bool) -> str:
+    """The rows as programs of the first minibatch, with the updates at their ends; see `define_by_programs`.
+
+    A weight part that directly follows its backward becomes one whole backward with it, if no other rank waits for the
+    gradient of the backward. `repeats`: a part in the middle of every row serves more microbatches.
+    """
+    lines = []
+    for row in rows:
+        begin, stop = _round_of(row) if repeats else (len(row), len(row))
+        parts = [_words(costs, part) for part in (row[:begin], row[begin:stop], row[stop:])]
+        parts[-1] += [str(Update(stage, 1, 0)) for stage in sorted({stage for _, stage, _ in row})]
+        lines.append((" | " if repeats else " ").join(map(" ".join, parts)).strip())
+    return "\n".join(lines)
+
+
+def _words(costs: OrderCosts, row: Sequence[Op]) -> list[str]:
+    made: list[Compute] = []
+    place = 0
+    while place < len(row):
+        kind, stage, microbatch = row[place]
+        follows = row[place + 1 : place + 2] == [(WEIGHT, stage, microbatch)]
+        alone = stage == 0 or costs.ranks[stage - 1] == costs.ranks[stage]
+        if kind == FORWARD:
+            made.append(Forward(stage, microbatch, 0))
+        elif kind == WEIGHT:
+            made.append(BackwardWeight(stage, microbatch, 0))
+        elif stage in costs.whole or (follows and alone):
+            made.append(Backward(stage, microbatch, 0))
+            place += stage not in costs.whole
+        else:
+            made.append(BackwardInput(stage, microbatch, 0))
+        place += 1
+    return list(map(str, made))
+
+
+def repeated(rows: Rows, times: int) -> Rows | None:
+    """`rows` with the middle of each repeated `times` more often, as `text_of_rows` does; None if one has no such part.
+
+    Each time all numbers behind rise by one, since a part has each kind of its operations once.
+    """
+    longer = []
+    for row in rows:
+        if not _rounds(row):
+            return None
+        begin, stop = _round_of(row)
+        more = [(kind, stage, k + turn) for turn in range(times + 1) for kind, stage, k in row[begin:stop]]
+        longer.append(row[:begin] + more + [(kind, stage, k + times) for kind, stage, k in row[stop:]])
+    return longer
+
+
+def _round_of(row: Row) -> tuple[int, int]:
+    """Where the part of `row` that is repeated begins and stops: the one nearest to its middle."""
+    return min(_rounds(row), key=lambda part: abs(sum(part) - len(row)))
+
+
+def _rounds(row: Row) -> list[tuple[int, int]]:
+    """Where parts of `row` begin and stop that have each kind of its operations once."""
+    size = len({op[:2] for op in row})
+    begins = range(len(row) - size + 1)
+    return [(begin, begin + size) for begin in begins if len({op[:2] for op in row[begin : begin + size]}) == size]

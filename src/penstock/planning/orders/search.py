@@ -1,0 +1,323 @@
+"""The search for an order: the fastest that keeps within a limit in bytes, and a bound of what any order can reach.
+
+A plan says which layers each stage has and where it lies. The order is sought for its measured stages, links and
+limits: seeds first, then local moves on the best of them. The simulator judges the best found and every named schedule,
+in seconds and bytes; the fastest that fits is the answer, so it is never slower than a named schedule that fits. The
+search draws from a fixed seed: the same question has the same answer. For many microbatches an order of fewer is found,
+and a part in its middle repeated.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from operator import sub
+from typing import Unpack
+
+from penstock.arguments import FLAG, check_arguments, instance, number
+from penstock.errors import PlanError, ScheduleError
+from penstock.planning.orders.bounds import Bound, bound_of
+from penstock.planning.orders.local_moves import improve
+from penstock.planning.orders.rows import OrderCosts, TimedRows, repeated, rows_of, text_of_rows, time_rows
+from penstock.planning.orders.seeds import find_seeds, spread_weights
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import METHODS
+from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.written_programs import define_by_programs
+from penstock.simulating.action_costs import plan_costs
+from penstock.simulating.assumptions import Assumptions, Options
+from penstock.simulating.outcomes import evaluate
+from penstock.simulating.simulator import planned_schedule
+from penstock.simulating.transfer_times import Route, find_route
+from penstock.values.clusters import CLUSTER, Cluster
+from penstock.values.plans import Plan, Prediction, schedule
+from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text, seconds_text, table_lines
+
+NAME = "found"
+"""The name of an order that was found."""
+_MOVED_OPERATIONS = 400_000
+"""Local moves on a seed end when so many operations have been timed, in about half a second."""
+_IMPROVED = 2
+"""The seeds that are improved, each of another choice of split backwards or limits."""
+_JUDGED = 2
+"""The improved rows of each that the simulator judges."""
+_ROUNDS = 5
+"""How often limits are lowered by what the simulator found above them: links and messages take bytes, too."""
+_FEWER = 0.8
+_LONG = 6, 64
+"""An order of more microbatches than so many times the ranks, and than so many, repeats its middle ..."""
+_SHORT = 3, 48
+"""... and is found for the larger of these."""
+_MORE, _LOOKED_AT = 16, 24
+"""How much longer rows are when they are compared, and how many are."""
+
+_RULES = {
+    "plan": instance(Plan, "a penstock.Plan", "make one with penstock.plan or Plan.balanced"),
+    "profile": instance(Profile, "a penstock.Profile", "measure the model with penstock.profile"),
+    "cluster": CLUSTER,
+    "memory_bytes": number(above=0, unit="bytes").but("give the most bytes of a rank, or leave it out").optional,
+    "whole_backwards": FLAG,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundOrder:
+    """Holds a plan with its order, and what any other order of the same stages takes at least."""
+
+    plan: Plan
+    """With `predicted` and `explanation`. Its schedule is a named one if no order that was found is faster."""
+    bound: Bound
+
+    @property
+    def gap(self) -> float:
+        """At most this share of a step's time can be gained by another order of the same stages, 0 to 1."""
+        return 1.0 if self.plan.predicted is None else self.bound.gap(self.plan.predicted.minibatch_seconds)
+
+
+def find_order(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    memory_bytes: float | None = None,
+    whole_backwards: bool = False,
+    **options: Unpack[Options],
+) -> FoundOrder:
+    """The fastest order for the stages of `plan` that keeps each rank within its memory, as the simulator predicts it.
+
+    `memory_bytes`: the most that a rank may hold, with weights, optimizer and messages; by default the memory of its
+    device, if the cluster says so. `whole_backwards`: no backward is split. `options`: those of `penstock.simulate`.
+    Of the schedule of `plan` only the places of its stages are used. Raises `PlanError` if stages have replicas, and if
+    no order fits.
+    """
+    check_arguments(
+        "find_order",
+        _RULES,
+        PlanError,
+        plan=plan,
+        profile=profile,
+        cluster=cluster,
+        memory_bytes=memory_bytes,
+        whole_backwards=whole_backwards,
+    )
+    if max(plan.replicas) > 1:
+        raise PlanError(
+            f"find_order: expected stages without replicas, found {plan.replicas} replicas: plan with straight=True"
+        )
+    search = _Search(plan, profile, cluster, _limits(plan, cluster, memory_bytes), options)
+    return search.run(whole_backwards=whole_backwards)
+
+
+def _limits(plan: Plan, cluster: Cluster, memory_bytes: float | None) -> tuple[float, ...]:
+    """By rank of the schedule: the least memory of its devices."""
+    used, width = plan.used(cluster), plan.tensor_parallel
+    memories = [used.memory_of(rank) for rank in range(plan.ranks)] if memory_bytes is None else []
+    known = [inf if memory is None else memory for memory in memories] or [memory_bytes or inf] * plan.ranks
+    return tuple(min(known[first : first + width]) for first in range(0, plan.ranks, width))
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A plan, what the simulator says of it, and the most bytes that each rank of the schedule holds."""
+
+    plan: Plan
+    prediction: Prediction
+    peaks: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.minibatch_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The best seed under `costs`, and what the simulator says of it; it fits."""
+
+    costs: OrderCosts
+    seed: TimedRows
+    judged: _Judged
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    plan: Plan
+    profile: Profile
+    cluster: Cluster
+    limits: tuple[float, ...]
+    """By rank of the schedule."""
+    options: Options
+
+    def run(self, *, whole_backwards: bool) -> FoundOrder:
+        """The best of all orders."""
+        made = list(self._named_schedules(self.plan.microbatches))
+        made = [each for each in made if not (whole_backwards and each.guarantees.splits)]
+        named = [self._judge(each.definition) for each in made]
+        fixed = self._fixed_bytes(made, named)
+        every = list(self._all_costs(tuple(map(sub, self.limits, fixed)), whole_backwards=whole_backwards))
+        bound = min((bound_of(costs, self._link_seconds()) for costs in every), key=lambda each: each.seconds)
+        starts = [start for costs in every if min(costs.limits) > 0 for start in self._starts(costs)]
+        judged = [each for each in named if self._fits(each)] + [start.judged for start in starts]
+        for start in sorted(starts, key=lambda start: start.judged.seconds)[:_IMPROVED]:
+            judged += filter(self._fits, self._improved(start))
+        if not judged:
+            least = min((max(each.peaks) for each in named), default=inf)
+            raise PlanError(
+                f"find_order: expected an order that takes at most {bytes_text(min(self.limits))} on every rank, found "
+                f"none; the named schedules take {bytes_text(least)} or more. Give more memory or ranks, smaller "
+                "microbatches, or recompute=True"
+            )
+        best = min(judged, key=lambda each: each.seconds)
+        explained = replace(best.plan, explanation=_explain(best, named, bound, self._fits))
+        return FoundOrder(explained, bound)
+
+    def _named_schedules(self, microbatches: int) -> Iterator[Schedule]:
+        for method in METHODS:
+            if method.updates_at_once:
+                try:
+                    yield schedule(replace(self.plan, schedule=method, microbatches=microbatches, predicted=None))
+                except (PlanError, ScheduleError):
+                    continue
+
+    def _judge(self, definition: ScheduleDefinition) -> _Judged:
+        planned = replace(self.plan, schedule=definition, predicted=None, planner="order")
+        prediction = evaluate(planned, self.profile, self.cluster, **self.options)
+        width = planned.tensor_parallel
+        return _Judged(replace(planned, predicted=prediction), prediction, prediction.peak_bytes[::width])
+
+    def _fits(self, judged: _Judged) -> bool:
+        return all(peak <= limit for peak, limit in zip(judged.peaks, self.limits, strict=True))
+
+    def _fixed_bytes(self, made: Sequence[Schedule], named: Sequence[_Judged]) -> list[float]:
+        """By rank: the bytes that are not those of microbatches in flight, at the peak of a named schedule."""
+        if not made:
+            return [0.0] * len(self.limits)
+        costs = self._costs(frozenset(), self.limits)
+        rows = rows_of(made[0], costs.whole) or []
+        return [peak - costs.peak(row) for peak, row in zip(named[0].peaks, rows, strict=True)]
+
+    def _all_costs(self, limits: tuple[float, ...], *, whole_backwards: bool) -> Iterator[OrderCosts]:
+        """One for each choice of the stages whose backwards are split: none, all, and all that have room for it.
+
+        The input stage sends no gradient, so nothing waits for the first half of its backward.
+        """
+        stages = range(len(self.plan.stages))
+        yield (every := self._costs(frozenset(stages), limits))
+        if not whole_backwards:
+            # A split backward is followed by a forward only where two microbatches fit.
+            full = {stage for stage in stages if limits[every.ranks[stage]] < 2.5 * every.saved[stage]}
+            for whole in dict.fromkeys((frozenset({0}), frozenset({0, *full}))):
+                if len(whole) < len(stages):
+                    yield (split := self._costs(whole, limits))
+                    if len(stages) > len(limits) and max(limits) < inf:
+                        # Greedy forwards in a V delay what returns: less in flight may be faster.
+                        yield replace(split, limits=tuple(_FEWER * limit for limit in limits))
+
+    def _starts(self, costs: OrderCosts) -> Iterator[_Start]:
+        """The best seed that fits. Where messages and workspace take more than was known, under lower limits."""
+        for _ in range(_ROUNDS):
+            short = self._searched(costs)
+            seeds = find_seeds(short, list(self._named_schedules(short.microbatches)))
+            seed = min(seeds[:_LOOKED_AT], key=partial(self._whole_score, costs), default=None)
+            if seed is None or self._whole_score(costs, seed) == inf:
+                return
+            judged = self._judge(self._define(costs, seed))
+            if self._fits(judged):
+                yield _Start(costs, seed, judged)
+                return
+            costs = replace(costs, limits=tuple(self._lowered(costs, judged, seed)))
+
+    def _lowered(self, costs: OrderCosts, judged: _Judged, seed: TimedRows) -> Iterator[float]:
+        """The limits by which `seed` would have fewer microbatches in flight on the ranks where it does not fit."""
+        for rank, row in enumerate(seed.rows):
+            excess = judged.peaks[rank] - self.limits[rank]
+            yield costs.peak(row) - excess if excess > 0 else costs.limits[rank]
+
+    def _improved(self, start: _Start) -> Iterator[_Judged]:
+        """The best orders that lead on from `start`; some may not fit."""
+        short = self._searched(start.costs)
+        tries = _MOVED_OPERATIONS // (3 * short.stages * short.microbatches)
+        improved = improve(short, start.seed, tries)
+        score = partial(self._whole_score, start.costs)
+        best = sorted((improved, *spread_weights(short, improved)), key=score)[:_JUDGED]
+        return (self._judge(self._define(start.costs, timed)) for timed in best if score(timed) < inf)
+
+    def _whole_score(self, costs: OrderCosts, timed: TimedRows) -> float:
+        """The score of rows with some more microbatches, if their middle is repeated; infinite if that cannot run."""
+        short = self._searched(costs)
+        if short is costs:
+            return timed.score
+        longer = replace(short, microbatches=short.microbatches + _MORE)
+        rows = repeated(timed.rows, _MORE)
+        whole = None if rows is None else time_rows(longer, rows)
+        return inf if whole is None else whole.score
+
+    def _searched(self, costs: OrderCosts) -> OrderCosts:
+        """`costs` with the microbatches that an order is found for."""
+        if costs.microbatches <= max(_LONG[0] * costs.length, _LONG[1]):
+            return costs
+        return replace(costs, microbatches=max(_SHORT[0] * costs.length, _SHORT[1]))
+
+    def _define(self, costs: OrderCosts, timed: TimedRows) -> ScheduleDefinition:
+        short = self._searched(costs)
+        return define_by_programs(
+            NAME, text_of_rows(short, timed.rows, repeats=short.microbatches < costs.microbatches)
+        )
+
+    def _costs(self, whole: frozenset[int], limits: tuple[float, ...]) -> OrderCosts:
+        plan, placement = self.plan, self.plan.placement
+        made = planned_schedule(plan, self.profile)
+        costs = plan_costs(plan, self.profile, self.cluster, placement, Assumptions(**self.options), skips=made.skips)
+        ranks = tuple(held[0] for held in placement.stages)
+        stages = range(len(ranks))
+        times = [costs.times_of(rank) for rank in ranks]
+        weight = [own.weight_seconds[stage] for stage, own in zip(stages, times, strict=True)]
+        again = [
+            own.forward_seconds[stage] if plan.recompute else 0.0 for stage, own in zip(stages, times, strict=True)
+        ]
+        added = [costs.split_seconds + costs.split_share * times[stage].backward_seconds[stage] for stage in stages]
+        inputs = (0.0, *costs.cut_bytes)
+        routes = [self._route(costs.wire_bytes[stage], ranks[stage], ranks[stage + 1]) for stage in stages[:-1]]
+        late = tuple(0.0 if route is None else _seconds(route) for route in routes)
+        return OrderCosts(
+            ranks=ranks,
+            microbatches=plan.microbatches,
+            forward=tuple(own.forward_seconds[stage] for stage, own in zip(stages, times, strict=True)),
+            backward=tuple(times[stage].input_seconds[stage] + again[stage] for stage in stages),
+            weight=tuple(weight[stage] + (0.0 if stage in whole else added[stage]) for stage in stages),
+            activation=late,
+            gradient=late,
+            saved=tuple(inputs if plan.recompute else costs.saved_bytes),
+            limits=limits,
+            whole=whole,
+        )
+
+    def _route(self, size_bytes: float, here: int, there: int) -> Route | None:
+        if here == there:
+            return None
+        cluster, plan = self.plan.used(self.cluster), self.plan
+        shared = Assumptions(**self.options).shared_nic
+        return find_route(cluster, size_bytes, (here,), (there,), shared=shared, width=plan.tensor_parallel)
+
+    def _link_seconds(self) -> tuple[float, ...]:
+        """By cut: how long a message occupies its own link."""
+        ranks = [held[0] for held in self.plan.placement.stages]
+        costs = plan_costs(self.plan, self.profile, self.cluster, self.plan.placement, Assumptions(**self.options))
+        routes = (self._route(costs.wire_bytes[cut], ranks[cut], ranks[cut + 1]) for cut in range(len(ranks) - 1))
+        return tuple(0.0 if route is None else max(seconds for _, seconds in route.legs) for route in routes)
+
+
+def _seconds(route: Route) -> float:
+    """From when a message is sent until it has arrived, alone on its links."""
+    return max(seconds for _, seconds in route.legs) + route.latency_seconds + route.handling_seconds
+
+
+def _explain(best: _Judged, judged: Sequence[_Judged], bound: Bound, fits: Callable[[_Judged], bool]) -> str:
+    rows = [["order", "step", "peak", ""]]
+    for each in sorted({id(each): each for each in [*judged, best]}.values(), key=lambda each: each.seconds):
+        note = "taken" if each is best else "" if fits(each) else "too much memory"
+        name = str(each.plan.schedule)
+        rows.append([name, seconds_text(each.seconds), bytes_text(max(each.peaks)), note])
+    gap = bound.gap(best.seconds)
+    at_most = f"at most {gap:.1%} from optimal for these stages; bound: {bound.reason}, {seconds_text(bound.seconds)}"
+    return "\n".join([*table_lines(rows, left={0, 3}), at_most])

@@ -1,0 +1,44 @@
+"""A plan whose order was found under a limit in bytes trains as the oracle does, in one process and in several."""
+
+from dataclasses import replace
+
+import pytest
+
+import penstock
+from penstock import Cluster, LayerProfile, Plan, Profile
+from penstock.planning import find_order
+from support.processes import Pool
+from support.training import LAYERS, Case, Outcome, assert_equal, run_pipeline, run_reference
+
+MICROBATCHES = 6
+PROFILE = Profile(
+    tuple(LayerProfile(str(index), (1 + index) * 1e-3, (2 + index) * 1e-3, 1e3, 1e6, 1e3) for index in range(LAYERS)), 2
+)
+"""Stages are unequal, so that the orders that are found differ from the named ones."""
+
+
+def found(ranks: int, folded: bool, times: float) -> Plan:
+    """The order of `ranks` ranks in `times` the bytes that 1F1B takes, for both stages of a rank together."""
+    schedule, per_rank = ("zb-v", 2) if folded else ("1f1b-flush", 1)
+    plan = Plan.uniform(LAYERS, ranks * per_rank, schedule, MICROBATCHES, stages_per_rank=per_rank)
+    cluster = Cluster.uniform(ranks, 1e9)
+    most = max(memory.peak_bytes for memory in penstock.simulate(plan, PROFILE, cluster).memory)
+    return replace(find_order(plan, PROFILE, cluster, memory_bytes=times * most).plan, predicted=None)
+
+
+def run_found(ranks: int, folded: bool, times: float) -> Outcome:
+    return run_pipeline(Case("layered", "gpipe", ranks, MICROBATCHES, "adamw"), plan=found(ranks, folded, times))
+
+
+CASES = [(2, False, 1.0), (3, False, 1.5), (2, True, 0.7), (3, True, 0.8)]
+
+
+@pytest.mark.parametrize(("ranks", "folded", "times"), CASES)
+def test_found_orders_equal_the_oracle(pool: Pool, ranks: int, folded: bool, times: float) -> None:
+    plan = found(ranks, folded, times)
+    expected = run_reference(Case("layered", "gpipe", ranks, MICROBATCHES, "adamw"), plan=plan)
+
+    assert str(plan.schedule) == "found", "the named orders are slower or do not fit"
+    assert_equal(expected, run_found(ranks, folded, times))
+    for part in pool.run(ranks, run_found, ranks, folded, times):
+        assert_equal(expected, part)
