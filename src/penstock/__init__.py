@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.oracle.references import reference_train
     from penstock.pipeline import Pipeline
     from penstock.planning.cluster_comparisons import compare_clusters
+    from penstock.planning.orders.order_plans import frontier
     from penstock.planning.planners import plan
     from penstock.profiling.devices import Subject
     from penstock.profiling.links import probe
@@ -92,6 +93,7 @@ __all__ = [
     "WireCodec",
     "capture",
     "compare_clusters",
+    "frontier",
     "initialize",
     "latest_checkpoint",
     "load_weights",
@@ -126,6 +128,7 @@ _NAMES = {
     "oracle.references": "reference_train",
     "pipeline": "Pipeline",
     "planning.cluster_comparisons": "compare_clusters",
+    "planning.orders.order_plans": "frontier",
     "planning.planners": "plan",
     "profiling.links": "probe",
     "profiling.profiler": "profile",

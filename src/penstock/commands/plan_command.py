@@ -18,7 +18,7 @@ from penstock.commands.quantities import parse_count, parse_counts
 from penstock.errors import PlanError
 from penstock.scheduling.placements import StageLayout
 from penstock.scheduling.schedule_names import names_of
-from penstock.values import Profile, Transformer
+from penstock.values import Cluster, Profile, Transformer
 
 _OPTIONS = (
     "planner",
@@ -65,6 +65,11 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sweep", metavar="FILE", help="compare the clusters in this file (YAML) instead of planning for one"
+    )
+    parser.add_argument(
+        "--frontier",
+        action="store_true",
+        help="what a step takes with less or more memory, instead of one plan (with -o FILE: FILE.1, FILE.2, ...)",
     )
     parser.add_argument(
         "--microbatch-sizes",
@@ -116,6 +121,9 @@ def _run(arguments: argparse.Namespace) -> None:
         _compare(profiles, arguments, options)
         return
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
+    if arguments.frontier:
+        _show_frontier(profiles, cluster, arguments, options)
+        return
     made = plan(profiles, cluster, **options)
     text = f"{made.explain()}\n{_next_steps(arguments)}"
     if arguments.cluster is None and arguments.bandwidth is None and cluster.devices > 1:
@@ -141,6 +149,28 @@ def _compare(profiles: list[Profile] | Transformer, arguments: argparse.Namespac
                 for option in found.options
             ]
         )
+        return
+    show(str(found))
+
+
+def _show_frontier(
+    profiles: list[Profile] | Transformer, cluster: Cluster, arguments: argparse.Namespace, options: dict[str, Any]
+) -> None:
+    from penstock.planning import frontier
+
+    if isinstance(profiles, Transformer) or len(profiles) > 1:
+        raise PlanError(
+            f"--frontier and {arguments.profile}: expected one profile; measure the model, and give it alone"
+        )
+    allowed = ("microbatches", "whole_backwards", "optimizer_copies")
+    if extra := [name for name in options if name not in allowed]:
+        raise PlanError(f"--frontier and {', '.join(extra)}: expected one of them at most; drop the others")
+    found = frontier(profiles[0], cluster, **options)
+    if arguments.output is not None:
+        for number, point in enumerate(found.points, 1):
+            point.plan.save(f"{arguments.output}.{number}")
+    if arguments.json:
+        print_json([asdict(point) for point in found.points])
         return
     show(str(found))
 

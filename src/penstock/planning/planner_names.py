@@ -4,10 +4,12 @@ from enum import StrEnum
 
 
 class PlannerName(StrEnum):
-    """Lists the planners in the order in which they run; `UNIFORM` runs only if it is named."""
+    """Lists the planners in the order in which they run; `UNIFORM` and `ORDER` run only if they are named."""
 
     PIPEDREAM = "pipedream"
     TWO_BW = "2bw"
     SPP = "spp"
     INTERLEAVED = "interleaved"
     UNIFORM = "uniform"
+    ORDER = "order"
+    """The stages of the other planners, and an order that is found for them."""

@@ -13,6 +13,8 @@ from typing import cast
 from penstock.arguments import FLAG, Entries, check_arguments, instance, integer, number
 from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.orders.order_plans import plan_order
+from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import cost_of, speed_of
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
@@ -65,7 +67,9 @@ def plan(
 
     `planner`: `pipedream` (fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas), `2bw`
     (equal parallel pipelines), `interleaved` (parallel pipelines with several stages per rank, also
-    for `zb-v`), `uniform` (equally many layers per stage; used by name only). `schedule`: one of
+    for `zb-v`), `uniform` (equally many layers per stage; used by name only), `order` (an order of actions that is
+    found for the stages of the others, without replicas, under the memory of the devices; used by name only, see
+    `penstock.planning.find_order`). `schedule`: one of
     `penstock.values.SCHEDULES`; `synchronous` restricts it to those that train as one device does. `microbatches` is
     their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is
     four microbatches for every device (one under `pipedream`, where each microbatch has its own update). With several
@@ -149,6 +153,8 @@ def _plan_fastest(
     epoch_samples: float | None,
     progress: bool | None,
 ) -> Plan:
+    if constraints.planner == PlannerName.ORDER:
+        return plan_order(profiles, cluster, constraints, progress=progress)
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)

@@ -222,9 +222,15 @@ class Schedule:
         segments = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
         return tuple(tuple(action for segment in segments for action in segment[rank]) for rank in range(self.ranks))
 
+    @property
+    def follows_sends(self) -> bool:
+        """Whether receives follow the order of the sends: where several stages of a rank share a queue in any order."""
+        layout, written = self.definition.layout, self.definition.programs
+        return layout is StageLayout.V_SHAPE or (layout.has_several and bool(written))
+
     def row(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, without computing the other ranks'."""
-        if self.definition.layout is not StageLayout.V_SHAPE or not isinstance(segment, Step):
+        if not self.follows_sends or not isinstance(segment, Step):
             return self.lower(rank, segment)
         row = _lower_step(self, rank, segment.minibatch)
         order = _order_of_arrivals(self, rank, segment.minibatch % self.placement.stride(0))
@@ -232,7 +238,7 @@ class Schedule:
 
     def rows(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
         """`row` of each of `segments`; for many of them in less time."""
-        if self.definition.layout is StageLayout.V_SHAPE:
+        if self.follows_sends:
             return (self.row(rank, segment) for segment in segments)
         return self._lower(rank, segments)
 

@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias, get_args
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.scheduling.actions import Forward, InputGradients
-from penstock.scheduling.placements import Skip, StageLayout
+from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify
 
@@ -113,7 +113,7 @@ def find_places(schedule: Schedule, skips: Iterable[Skip]) -> tuple[Skip, ...]:
 
     They are tried in the order given: each must fit together with those before it.
     """
-    if schedule.definition.layout is StageLayout.V_SHAPE:  # there, receives follow the sends in any order
+    if schedule.follows_sends:
         return tuple(skips)
     queues = _Queues(schedule)
     for stage in range(schedule.stages - 1):

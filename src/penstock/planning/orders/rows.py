@@ -33,7 +33,7 @@ class OrderCosts:
     that a microbatch keeps from its forward to the end of its backward; `freed`: those of them that the input part
     frees. `limits`: the most bytes of microbatches in flight on each rank. `whole`: the stages whose backwards are not
     split. `barrier`: whether a step ends when all ranks are done; else each rank goes on with the next step at once, as
-    without norms, and the longest span of a rank counts [ZB 2023, section 4].
+    without norms, and the longest span of a rank counts [ZeroBubble 2024, section 4].
     """
 
     ranks: tuple[int, ...]

@@ -315,6 +315,8 @@ def plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
             return schedule == SPP
         case PlannerName.INTERLEAVED:
             return schedule.layout.has_several and schedule in METHODS
+        case PlannerName.ORDER:
+            return schedule.updates_at_once and schedule in METHODS
 
 
 def _refuse(name: str, value: object, known: Sequence[str], hint: str) -> NoReturn:

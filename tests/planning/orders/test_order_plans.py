@@ -1,0 +1,86 @@
+"""``planner="order"`` and the frontier: orders under the memory of devices, and of less or more."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock import Cluster, LayerProfile, Plan, PlanError, Profile
+from penstock.cli import main
+from penstock.simulating import evaluate
+
+GB = 1e9
+PROFILE = Profile(
+    (
+        *(LayerProfile(f"block{index}", 1e-2, 2e-2, 16e6, 0.4 * GB, 1e8) for index in range(8)),
+        LayerProfile("head", 0.6e-2, 1.2e-2, 0, 1.0 * GB, 4e8),
+    ),
+    1,
+)
+CLUSTER = Cluster.uniform(2, 12 * GB)
+
+
+def test_order_is_a_planner() -> None:
+    """It takes the memory of the devices, and is as fast as every plan that trains as one device does."""
+    needed = max(evaluate(Plan.uniform(9, 2, "1f1b-flush", 6), PROFILE, CLUSTER).peak_bytes)
+    small = CLUSTER.with_memory(needed)
+    found = penstock.plan(PROFILE, small, planner="order", microbatches=6)
+    other = penstock.plan(PROFILE, small, synchronous=True, straight=True, microbatches=6)
+
+    assert found.planner == "order" and found.ranks == 2
+    assert found.predicted is not None and other.predicted is not None
+    assert found.predicted.minibatch_seconds <= other.predicted.minibatch_seconds
+    assert max(found.predicted.peak_bytes) <= needed
+    assert found.layer_names[-1] == "head"
+    assert "optimal for these stages; bound: " in found.explain()
+
+
+def test_order_leaves_what_is_fixed() -> None:
+    fixed = penstock.plan(PROFILE, CLUSTER, planner="order", microbatches=6, stages=2, whole_backwards=True)
+
+    assert len(fixed.stages) == 2 and not penstock.schedule(fixed).guarantees.splits
+    with pytest.raises(PlanError, match=r"planner='order', .*expected choices that go together"):
+        penstock.plan(PROFILE, CLUSTER, planner="order", schedule="2bw")
+    with pytest.raises(PlanError, match="expected an order that takes at most"):
+        penstock.plan(PROFILE, CLUSTER.with_memory(GB), planner="order", microbatches=6)
+    with pytest.raises(PlanError, match="expected a pipeline without replicas, found none"):
+        penstock.plan(PROFILE, Cluster.uniform(1, GB), planner="order", microbatches=6)
+
+
+def test_a_frontier_gets_faster_with_memory() -> None:
+    found = penstock.frontier(PROFILE, CLUSTER, microbatches=6, limits=(0.8, 1.0))
+    named = [
+        evaluate(Plan.uniform(9, 2, name, 6), PROFILE, CLUSTER) for name in ("gpipe", "1f1b-flush", "spp", "zb-h1")
+    ]
+
+    assert all(one.peak_bytes < two.peak_bytes and one.seconds > two.seconds for one, two in pairwise(found.points))
+    assert found.points[0].peak_bytes <= 0.8 * found.reference.peak_bytes
+    assert any(str(point.plan.schedule) == "found" and point.gap is not None for point in found.points)
+    assert found.reference.plan.schedule == "1f1b-flush"
+    for outcome in named:
+        able = [point for point in found.points if point.peak_bytes <= max(outcome.peak_bytes)]
+        assert able and min(point.seconds for point in able) <= outcome.minibatch_seconds * 1.001
+    lines = str(found).splitlines()
+    assert lines[0].split()[:3] == ["peak", "of", "1f1b-flush"] and len(lines) == 1 + len(found.points)
+    assert lines[1].count("#") == 40
+
+
+def test_a_frontier_needs_a_pipeline() -> None:
+    with pytest.raises(PlanError, match="frontier: expected two devices and layers or more"):
+        penstock.frontier(PROFILE, Cluster.uniform(1, GB))
+    with pytest.raises(PlanError, match=r"frontier\(limits=\)"):
+        penstock.frontier(PROFILE, CLUSTER, limits=(0,))
+
+
+def test_the_command_prints_a_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    given = ["plan", str(tmp_path / "profile.json"), "--devices", "2", "--bandwidth", "100Gbps", "--microbatches", "4"]
+
+    assert main([*given, "--frontier", "-o", str(tmp_path / "plan.yaml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "of 1f1b-flush" in lines[0]
+    assert Plan.load(tmp_path / "plan.yaml.1").microbatches == 4
+    assert len(list(tmp_path.glob("plan.yaml.*"))) == len(lines) - 1
+    assert main([*given, "--frontier", "--straight"]) == 1
+    assert "--frontier and straight: expected one of them at most" in capsys.readouterr().err
