@@ -10,7 +10,7 @@ from penstock.planning.orders.list_orders import ListRule, list_order, place_wei
 from penstock.planning.orders.rows import WEIGHT, OrderCosts, rows_of, text_of_rows, time_rows
 from penstock.planning.orders.seeds import find_seeds
 from penstock.scheduling import Placement, Schedule, define_by_programs, verify
-from penstock.scheduling.orders.v_blocks import v_blocks
+from penstock.scheduling.v_blocks import find_blocks
 from penstock.simulating import Costs, execute
 
 Row = tuple[int, int, int, int, int, int, int, int, float, float]
@@ -146,7 +146,7 @@ def test_list_orders_are_whole_and_fit(
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_building_blocks_keep_what_they_say(p: int) -> None:
     """The least block of p ranks, and the most that any of its ranks has in flight over many microbatches."""
-    for block in v_blocks(p)[:20]:
+    for block in find_blocks(p)[:20]:
         for rank in range(p):
             held = most = 0
             for letter, _, _ in block.row(p, rank, 12 * p):

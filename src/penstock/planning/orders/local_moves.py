@@ -84,7 +84,7 @@ def _stop(costs: OrderCosts, op: Op, start: float) -> float:
 
 
 def _reachable(row: Row, place: int, places: range) -> Iterator[int]:
-    """Those of `places`, one after another, to which the operation at `place` can move past all before."""
+    """The first of `places`, up to the last to which the operation at `place` can move past all before."""
     for other in places:
         if not _may_swap(row[place], row[other]):
             return

@@ -95,7 +95,7 @@ class FrontierPoint:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The time of a step."""
         return prediction_of(self.plan).minibatch_seconds
 
     @property
@@ -192,7 +192,7 @@ def _named(
 
 
 def _fastest(points: Sequence[FrontierPoint]) -> Iterator[FrontierPoint]:
-    """Those that are faster than all with as little memory, the least memory first."""
+    """The points that are faster than all with as little memory, the least memory first."""
     least = float("inf")
     for point in sorted(points, key=lambda each: (each.peak_bytes, each.seconds)):
         if point.seconds < least * (1 - 1e-3):

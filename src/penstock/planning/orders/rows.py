@@ -11,9 +11,18 @@ wait for one another here; the simulator, which judges the best rows, knows that
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
-from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
+from penstock.scheduling.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Message,
+    Reduce,
+    Update,
+)
 from penstock.scheduling.schedules import Schedule
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
@@ -199,6 +208,8 @@ def rows_of(schedule: Schedule, whole: frozenset[int]) -> Rows | None:
     for actions in schedule.step(0):
         row: Row = []
         for action in actions:
+            if isinstance(action, Message | Reduce | Update):
+                continue
             match action:
                 case Forward(stage, microbatch):
                     row.append((FORWARD, stage, microbatch))
@@ -212,6 +223,8 @@ def rows_of(schedule: Schedule, whole: frozenset[int]) -> Rows | None:
                         row.append((WEIGHT, stage, microbatch))
                     elif row[-1] != (BACKWARD, stage, microbatch):
                         return None
+                case _:
+                    assert_never(action)
         rows.append(row)
     return rows
 

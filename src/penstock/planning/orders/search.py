@@ -37,7 +37,7 @@ from penstock.values.quantities import bytes_text, seconds_text, table_lines
 NAME = "found"
 """The name of an order that was found."""
 _MOVED_OPERATIONS = 400_000
-"""Local moves on a seed end when so many operations have been timed, in about half a second."""
+"""Local moves on a seed end when this number of operations has been timed, in about half a second."""
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
 _JUDGED = 2
@@ -46,9 +46,9 @@ _ROUNDS = 5
 """How often limits are lowered by what the simulator found above them: links and messages take bytes, too."""
 _FEWER = 0.8
 _LONG = 6, 64
-"""An order of more microbatches than so many times the ranks, and than so many, repeats its middle ..."""
+"""An order of more microbatches than 6 times the ranks, and than 64, repeats its middle ..."""
 _SHORT = 3, 48
-"""... and is found for the larger of these."""
+"""... and is found for 3 times the ranks, or for 48 if these are more."""
 _MORE, _LOOKED_AT = 16, 24
 """How much longer rows are when they are compared, and how many are."""
 

@@ -9,13 +9,13 @@ from itertools import product
 
 from penstock.planning.orders.list_orders import ListRule, list_order, place_weights
 from penstock.planning.orders.rows import BACKWARD, FORWARD, WEIGHT, Op, OrderCosts, Rows, TimedRows, rows_of, time_rows
-from penstock.scheduling.orders.v_blocks import VBlock, v_blocks
 from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.v_blocks import VBlock, find_blocks
 
 _WEIGHT_SHARES = (1.0, 0.7, 0.4, 0.0)
 _FORWARD_SHARES = (1.0, 0.5, 0.0)
 _DEPTHS = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
-"""How many microbatches may be ahead on rank r of p: so many times p - r, and so many more."""
+"""How many microbatches may be ahead on rank r of p: the first number times p - r, and the second more."""
 _PASSES = 3
 _BLOCKS = 8
 """The building blocks whose weight parts are put anew."""
@@ -77,7 +77,7 @@ def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
     # A block with more in flight than fits may do with its weight parts put earlier.
     most = max(limit / least for limit, least in zip(costs.limits, _least_saved(costs), strict=True)) + 2
     tried = []
-    for block in v_blocks(length):
+    for block in find_blocks(length):
         if (block.in_flight(length) or 0) <= most:
             timed = time_rows(costs, _rows_of_block(costs, block))
             if timed is not None:

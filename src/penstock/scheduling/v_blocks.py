@@ -76,7 +76,7 @@ def _with_weights(ways: tuple[int, int, int, int]) -> Times | None:
 
 
 def _most_in_flight(times: Times) -> int:
-    """Of a rank: counts, at the end of each forward, the microbatches that both stages keep until a weight backward."""
+    """The most microbatches that both stages of a rank keep from a forward to a weight backward, at the end of a forward."""
     begun = {place: at for letter, place, at in times if letter == "F"}
     ended = {place: at for letter, place, at in times if letter == "W"}
     return max(
@@ -86,7 +86,7 @@ def _most_in_flight(times: Times) -> int:
 
 
 @lru_cache(maxsize=64)
-def v_blocks(length: int, farthest: int = 3) -> tuple[VBlock, ...]:
+def find_blocks(length: int, farthest: int = 3) -> tuple[VBlock, ...]:
     """All blocks with offsets of 1 to `farthest` that `length` ranks can follow; those with least in flight first."""
     steps, units = range(1, farthest + 1), range(_PERIOD)
     blocks = (
