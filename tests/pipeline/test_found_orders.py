@@ -17,28 +17,35 @@ PROFILE = Profile(
 """Stages are unequal, so that the orders that are found differ from the named ones."""
 
 
-def found(ranks: int, folded: bool, times: float) -> Plan:
-    """The order of `ranks` ranks in `times` the bytes that 1F1B takes, for both stages of a rank together."""
-    schedule, per_rank = ("zb-v", 2) if folded else ("1f1b-flush", 1)
+def found(ranks: int, schedule: str, times: float) -> Plan:
+    """The order of `ranks` ranks in `times` the bytes that `schedule` takes, whose places the stages have."""
+    per_rank = 1 if schedule == "1f1b-flush" else 2
     plan = Plan.uniform(LAYERS, ranks * per_rank, schedule, MICROBATCHES, stages_per_rank=per_rank)
     cluster = Cluster.uniform(ranks, 1e9)
     most = max(memory.peak_bytes for memory in penstock.simulate(plan, PROFILE, cluster).memory)
     return replace(find_order(plan, PROFILE, cluster, memory_bytes=times * most).plan, predicted=None)
 
 
-def run_found(ranks: int, folded: bool, times: float) -> Outcome:
-    return run_pipeline(Case("layered", "gpipe", ranks, MICROBATCHES, "adamw"), plan=found(ranks, folded, times))
+def run_found(ranks: int, schedule: str, times: float) -> Outcome:
+    return run_pipeline(Case("layered", "gpipe", ranks, MICROBATCHES, "adamw"), plan=found(ranks, schedule, times))
 
 
-CASES = [(2, False, 1.0), (3, False, 1.5), (2, True, 0.7), (3, True, 0.8)]
+CASES = [
+    (2, "1f1b-flush", 1.0),
+    (3, "1f1b-flush", 1.5),
+    (2, "zb-v", 0.7),
+    (3, "zb-v", 0.8),
+    (2, "interleaved", 0.9),
+    (3, "interleaved", 0.8),
+]
 
 
-@pytest.mark.parametrize(("ranks", "folded", "times"), CASES)
-def test_found_orders_equal_the_oracle(pool: Pool, ranks: int, folded: bool, times: float) -> None:
-    plan = found(ranks, folded, times)
+@pytest.mark.parametrize(("ranks", "schedule", "times"), CASES)
+def test_found_orders_equal_the_oracle(pool: Pool, ranks: int, schedule: str, times: float) -> None:
+    plan = found(ranks, schedule, times)
     expected = run_reference(Case("layered", "gpipe", ranks, MICROBATCHES, "adamw"), plan=plan)
 
     assert str(plan.schedule) == "found", "the named orders are slower or do not fit"
-    assert_equal(expected, run_found(ranks, folded, times))
-    for part in pool.run(ranks, run_found, ranks, folded, times):
+    assert_equal(expected, run_found(ranks, schedule, times))
+    for part in pool.run(ranks, run_found, ranks, schedule, times):
         assert_equal(expected, part)

@@ -76,7 +76,7 @@ def _with_weights(ways: tuple[int, int, int, int]) -> Times | None:
 
 
 def _most_in_flight(times: Times) -> int:
-    """The most microbatches that both stages of a rank keep from a forward to a weight backward, at the end of a forward."""
+    """The most microbatches that both stages of a rank keep until a weight backward, at the end of any forward."""
     begun = {place: at for letter, place, at in times if letter == "F"}
     ended = {place: at for letter, place, at in times if letter == "W"}
     return max(

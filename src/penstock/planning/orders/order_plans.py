@@ -8,7 +8,7 @@ beside the named schedules: each of its plans is faster than all that need as li
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.arguments import FLAG, Entries, check_arguments, number
+from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, number
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.orders.search import FoundOrder, find_order
 from penstock.planning.predictions import prediction_of, speed_of
@@ -26,6 +26,7 @@ _STRUCTURES = 3
 LIMITS = (0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Those of a frontier, in units of what `1f1b-flush` takes."""
 _BAR = 40
+_RULES: FieldRules = {"limits": Entries(number(above=0)), "whole_backwards": FLAG}
 
 
 def plan_order(
@@ -143,8 +144,7 @@ def frontier(
     backward is split. `optimizer_copies`: the optimizer's state in units of the weights. Takes about a second for every
     limit and structure, with 8 ranks and 32 microbatches. Raises `PlanError` if no pipeline is possible.
     """
-    rules = {"limits": Entries(number(above=0)), "whole_backwards": FLAG}
-    check_arguments("frontier", rules, PlanError, limits=limits, whole_backwards=whole_backwards)
+    check_arguments("frontier", _RULES, PlanError, limits=limits, whole_backwards=whole_backwards)
     constraints = PlanConstraints(
         microbatches=microbatches,
         whole_backwards=whole_backwards,
