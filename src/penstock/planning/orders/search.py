@@ -154,8 +154,9 @@ class _Search:
         made = [each for each in made if not (whole_backwards and each.guarantees.splits)]
         named = [self._judge(each.definition) for each in made]
         fixed = self._fixed_bytes(made, named)
-        every = list(self._all_costs(tuple(map(sub, self.limits, fixed)), whole_backwards=whole_backwards))
-        bound = min((bound_of(costs, self._link_seconds()) for costs in every), key=lambda each: each.seconds)
+        limits = tuple(map(sub, self.limits, fixed))
+        every = list(self._all_costs(limits, whole_backwards=whole_backwards))
+        bound = self._bound(limits, whole_backwards=whole_backwards)
         starts = [start for costs in every if min(costs.limits) > 0 for start in self._starts(costs)]
         judged = [each for each in named if self._fits(each)] + [start.judged for start in starts]
         for start in sorted(starts, key=lambda start: start.judged.seconds)[:_IMPROVED]:
@@ -272,9 +273,9 @@ class _Search:
         stages = range(len(ranks))
         times = [costs.times_of(rank) for rank in ranks]
         weight = [own.weight_seconds[stage] for stage, own in zip(stages, times, strict=True)]
-        again = [
-            own.forward_seconds[stage] if plan.recompute else 0.0 for stage, own in zip(stages, times, strict=True)
-        ]
+        # The backward of the last stage can directly follow its forward, and then recomputes nothing.
+        again = [times[stage].forward_seconds[stage] if plan.recompute else 0.0 for stage in stages[:-1]]
+        again.append(0.0)
         added = [costs.split_seconds + costs.split_share * times[stage].backward_seconds[stage] for stage in stages]
         inputs = (0.0, *costs.cut_bytes)
         routes = [self._route(costs.wire_bytes[stage], ranks[stage], ranks[stage + 1]) for stage in stages[:-1]]
@@ -298,6 +299,13 @@ class _Search:
         cluster, plan = self.plan.used(self.cluster), self.plan
         shared = Assumptions(**self.options).shared_nic
         return find_route(cluster, size_bytes, (here,), (there,), shared=shared, width=plan.tensor_parallel)
+
+    def _bound(self, limits: tuple[float, ...], *, whole_backwards: bool) -> Bound:
+        """The bound where splitting takes no time: then no whole backward is faster than its two parts."""
+        whole = frozenset(range(len(self.plan.stages)) if whole_backwards else {0})
+        free: Options = {**self.options, "split_seconds": 0.0}
+        search = replace(self, options=free, profile=replace(self.profile, split_share=0.0))
+        return bound_of(search._costs(whole, limits), self._link_seconds())
 
     def _link_seconds(self) -> tuple[float, ...]:
         """By cut: how long a message occupies its own link."""
