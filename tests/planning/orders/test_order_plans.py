@@ -49,7 +49,7 @@ def test_order_leaves_what_is_fixed() -> None:
 
 
 def test_a_frontier_gets_faster_with_memory() -> None:
-    found = penstock.frontier(PROFILE, CLUSTER, microbatches=6, limits=(0.8, 1.0))
+    found = penstock.frontier(PROFILE, CLUSTER, microbatches=6, limits=(0.8, 1.1))
     named = [
         evaluate(Plan.uniform(9, 2, name, 6), PROFILE, CLUSTER) for name in ("gpipe", "1f1b-flush", "spp", "zb-h1")
     ]
