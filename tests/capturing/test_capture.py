@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
+from penstock.capturing.writes import find_writable
 from penstock.errors import CaptureError
 from support.chain_execution import assert_equals_model, every_split, run_stages
 
@@ -553,3 +554,27 @@ def test_inputs_are_checked_against_the_capture() -> None:
         chain.inputs.bind((), {"x": data(3, 5), "scale": 0.5})
     with pytest.raises(CaptureError, match="keywords"):
         chain.inputs.bind((), {"x": data(3, WIDTH)})
+
+
+class Statistics(nn.Module):
+    """Writes buffers by an operator that does not declare it, and by a view; one buffer is read only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "variance", "fixed"):
+            self.register_buffer(name, torch.ones(4))
+        self.register_buffer("seen", torch.zeros(2, 4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.batch_norm(x, self.mean, self.variance, training=True) * self.fixed
+        self.seen[0].add_(x.detach().sum(0))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_buffers_that_a_traced_layer_may_write_are_known() -> None:
+    chain = capture(Statistics(), (torch.randn(3, 4),))
+
+    assert {name for layer in chain.layers for _, name in find_writable(layer.module)} == {"mean", "variance", "seen"}

@@ -1,10 +1,13 @@
 """Copies of modules: with scripted code in them, and while PyTorch traces."""
 
+from weakref import ref
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.capturing.module_copies import Copies, copied
+from penstock.capturing.module_state import ModuleState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -66,6 +69,28 @@ def test_a_copy_shares_what_is_not_to_be_copied() -> None:
 
     own, new = named(model), named(made)
     assert all((new[name] is tensor) is isinstance(tensor, nn.Parameter) for name, tensor in own.items())
+
+
+def test_references_and_default_arguments_of_a_copy_are_its_own() -> None:
+    def note(value: int, *, seen: list[int] = []) -> None:  # noqa: B006
+        seen.append(value)
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.first, model.note = ref(model[0]), note  # type: ignore[assignment]
+    made = copied(model)
+    made.note(1)  # type: ignore[operator]
+
+    assert made.first() is made[0]  # type: ignore[operator]
+    assert note.__kwdefaults__ == {"seen": []}
+
+
+def test_an_entry_under_another_key_is_a_change() -> None:
+    module = nn.Module()
+    module.table = {"a": 1}  # type: ignore[assignment]
+    state = ModuleState([module])
+    module.table["b"] = module.table.pop("a")  # type: ignore[operator]
+
+    assert dict(state.changes()) == {"table.a": False, "table.b": False}
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:

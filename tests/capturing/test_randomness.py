@@ -1,10 +1,27 @@
-"""Dropout in PyTorch's own stream, for those who want no other."""
+"""Streams of random layers, and dropout in PyTorch's own stream, for those who want no other."""
 
 import pytest
 import torch
 
 import penstock
+from penstock.capturing.randomness import part_seed, seeded
 from support.training import Case, run_pipeline, train_by_loop
+
+
+def test_a_random_layer_has_a_stream_of_its_own_and_gives_the_generator_back() -> None:
+    before = torch.get_rng_state()
+    drawn = []
+    for layer in (2, 2, 3):
+        with seeded(1, layer, ()):
+            drawn.append(torch.rand(3))
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_the_parts_of_a_microbatch_have_seeds_of_their_own() -> None:
+    assert part_seed(5, 0) == 5
+    assert len({part_seed(seed, part) for seed in (5, 6) for part in range(4)}) == 8
 
 
 @pytest.mark.parametrize("recompute", [None, True, "layers"])

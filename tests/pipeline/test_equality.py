@@ -39,7 +39,7 @@ def case(subject: str, schedule: str, ranks: int, **more: Any) -> Case:
 
 
 def in_turn(schedule: str, ranks: int, turn: int) -> str:
-    """The subject of a schedule on so many ranks: over 1 to 4 ranks every schedule has every subject once in a turn."""
+    """The subject of a schedule: over 1 to 4 `ranks` every schedule has every subject once in a turn."""
     return list(models.SUBJECTS)[(SCHEDULES.index(schedule) + ranks + 2 * turn) % len(models.SUBJECTS)]
 
 
