@@ -107,43 +107,28 @@ def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> No
     assert max(norms) > MOST
 
 
-class HeadFirst(nn.Module):
-    """Registers the layers in another order than it runs them in."""
+class HeadFirst(models.Perceptron):
+    """Registers its blocks behind the head, which it runs after them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(6, 3)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
+        self.add_module("blocks", self._modules.pop("blocks"))
 
 
 def test_norms_add_up_in_the_order_of_the_models_parameters() -> None:
     torch.manual_seed(3)
-    model, batches = HeadFirst().double(), models.SUBJECTS["perceptron"].batches * 3
-    twin = copy.deepcopy(model)
+    model, case = HeadFirst().double(), Case("perceptron", "1f1b-flush", 3, 2)
+    pipe = penstock.Pipeline(copy.deepcopy(model), **case.options, clip_grad_norm=MOST)
     expected = train_by_loop(
         model,
-        batches,
+        case.batches * 3,
         F.cross_entropy,
         models.momentum,
         2,
         before_step=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MOST),
     )
-    pipe = penstock.Pipeline(
-        twin,
-        models.SUBJECTS["perceptron"].sample,
-        F.cross_entropy,
-        models.momentum,
-        stages=3,
-        microbatches=2,
-        clip_grad_norm=MOST,
-    )
 
-    assert_equal(expected, train(pipe, batches))
+    assert_equal(expected, train(pipe, case.batches * 3))
 
 
 def test_large_norms_change_nothing() -> None:

@@ -5,8 +5,6 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from penstock.scheduling import METHODS
 from support import models
@@ -82,25 +80,3 @@ def test_drained_runs_start_anew(schedule: str) -> None:
     tried = case("layered", schedule, 2, drain_after=(0, 2))
 
     assert_equal(share_reference(tried), run_pipeline(tried))
-
-
-def test_two_bw_is_delayed_training() -> None:
-    """PipeDream-2BW is W(t+1) = W(t) - lr * mean gradient at W(t-1), written out by hand."""
-    subject = models.SUBJECTS["perceptron"]
-    model = subject.build()
-    weights = [p.detach().clone() for p in model.parameters()]
-    older, newer = weights, weights
-    for x, y in subject.batches:
-        for parameter, value in zip(model.parameters(), older, strict=True):
-            parameter.data = value
-        for part, target in zip(x.split(4), y.split(4), strict=True):
-            (F.cross_entropy(model(part), target) * 0.25).backward()
-        older, newer = (
-            newer,
-            [value.add(p.grad, alpha=-0.05) for value, p in zip(newer, model.parameters(), strict=True)],
-        )
-        model.zero_grad()
-    outcome = run_pipeline(Case("perceptron", "2bw", 2, 4, "plain"))
-
-    for value, (name, _) in zip(newer, model.named_parameters(), strict=True):
-        assert torch.equal(value, outcome.state[name]), name

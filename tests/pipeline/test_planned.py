@@ -4,7 +4,6 @@ The chains of small layers are shaped like VGG-16 and GNMT-8. The profiles are t
 their nodes joined to the layers of the chains; samples are fewer.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.scheduling import Forward, Receive
-from penstock.scheduling.actions import parse
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.plans import schedule
 from support import models
@@ -237,31 +234,11 @@ def test_plans_run_as_planned(pool: Pool, wish: Wish) -> None:
 
 
 def assert_done(plan: penstock.Plan, done: list[tuple[int, str]]) -> None:
-    """In the last step every rank did what its schedule says and what the plan means."""
+    """In the last step every rank did what its schedule says."""
     programs = schedule(plan).step(STEPS - 1)
     assert [[action for rank, action in done if rank == own] for own in range(plan.ranks)] == [
         [str(action) for action in program] for program in programs
     ]
-    # And by the plan alone: who computed what, and how much came over every cut.
-    microbatches = range((STEPS - 1) * plan.microbatches, STEPS * plan.microbatches)
-    split = plan.routing == "split"
-    forwards: Counter[tuple[int, int, int]] = Counter()
-    received: Counter[int] = Counter()
-    for rank, text in done:
-        match parse(text):
-            case Forward(stage, microbatch, _):
-                forwards[rank, stage, microbatch] += 1
-            case Receive(stage, _, source) if source < stage:
-                received[stage] += 1
-    assert forwards == {
-        (rank, index, k): 1
-        for index, stage in enumerate(plan.stages)
-        for replica, rank in enumerate(stage.ranks)
-        for k in microbatches
-        if split or k % len(stage.ranks) == replica
-    }
-    for index, stage in enumerate(plan.stages[1:], 1):  # type: ignore[assignment]
-        assert received[index] == plan.microbatches * (len(stage.ranks) if split else 1)
 
 
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 3), (3, 2)])
