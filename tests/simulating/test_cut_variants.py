@@ -1,5 +1,6 @@
 """Variants of a plan are timed together as the simulator times each."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from penstock.errors import PlanError
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.cut_variants import LayerSums, PlanVariants
 from penstock.simulating.outcomes import evaluate
-from penstock.values import Cluster, LayerProfile, Plan, Profile
+from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile
 from penstock.values.plans import Routing, Stage
 
 LAYERS = 12
@@ -58,7 +59,28 @@ def test_each_variant_takes_as_long_as_its_simulation(profile: Profile, data: st
     plans = [arrange(cuts, replicas, method, recompute) for cuts in drawn]
     cluster = data.draw(st.sampled_from(CLUSTERS))
 
-    timed = PlanVariants(plans[0], cluster, Assumptions()).minibatch_seconds(LayerSums.of(profile), np.array(drawn))
+    timed = PlanVariants(plans[0], cluster, Assumptions()).minibatch_seconds(
+        {0: LayerSums.of(profile)}, np.array(drawn)
+    )
+
+    assert timed == pytest.approx([evaluate(plan, profile, cluster).minibatch_seconds for plan in plans], rel=1e-9)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(profiles(), st.data())
+def test_variants_on_devices_that_differ(profile: Profile, data: st.DataObject) -> None:
+    """One of two replicas or equal pipelines may be slower; the devices of ranks are any of the cluster."""
+    replicas = data.draw(st.sampled_from([(1, 1, 1), (2, 2), (2, 1), (1, 2), (3,), (2, 2, 1)]))
+    method = data.draw(st.sampled_from(METHODS))
+    speeds = data.draw(st.lists(st.sampled_from([0.25, 0.7, 1.0]), min_size=6, max_size=6))
+    cluster = CLUSTERS[data.draw(st.integers(0, 2))].with_kinds([DeviceKind(str(own), speed=own) for own in speeds])
+    devices = tuple(sorted(data.draw(st.permutations(range(6)))[: sum(replicas)]))
+    recompute = data.draw(st.booleans()) and method != "zb-h1"
+    drawn = data.draw(st.lists(cuts_of(len(replicas)), min_size=3, max_size=3))
+    plans = [replace(arrange(cuts, replicas, method, recompute), devices=devices) for cuts in drawn]
+
+    sums = LayerSums.by_kind(profile, cluster)
+    timed = PlanVariants(plans[0], cluster, Assumptions()).minibatch_seconds(sums, np.array(drawn))
 
     assert timed == pytest.approx([evaluate(plan, profile, cluster).minibatch_seconds for plan in plans], rel=1e-9)
 
@@ -69,10 +91,10 @@ def test_variants_that_cannot_be_faster_are_not_timed(
     profile: Profile, method: str, drawn: list[tuple[int, ...]]
 ) -> None:
     variants = PlanVariants(arrange(drawn[0], (2, 1, 1), method, False), CLUSTERS[0], Assumptions())
-    every = variants.minibatch_seconds(LayerSums.of(profile), np.array(drawn))
+    every = variants.minibatch_seconds({0: LayerSums.of(profile)}, np.array(drawn))
     below = float(np.median(every))
 
-    timed = variants.minibatch_seconds(LayerSums.of(profile), np.array(drawn), below)
+    timed = variants.minibatch_seconds({0: LayerSums.of(profile)}, np.array(drawn), below)
 
     assert np.isfinite(timed[every < below]).all()
     assert timed[np.isfinite(timed)].tolist() == every[np.isfinite(timed)].tolist()
@@ -86,7 +108,7 @@ def test_several_stages_of_a_rank(method: str, per_rank: int) -> None:
     cuts = [(0, *(stage.stop for stage in plan.stages)), (0, *range(1, 2 * per_rank), LAYERS)]
     others = [Plan.of_cuts(own, 2, method, 8, 4) for own in cuts]
 
-    timed = PlanVariants(plan, CLUSTERS[0], Assumptions()).minibatch_seconds(LayerSums.of(profile), np.array(cuts))
+    timed = PlanVariants(plan, CLUSTERS[0], Assumptions()).minibatch_seconds({0: LayerSums.of(profile)}, np.array(cuts))
 
     assert timed == pytest.approx([evaluate(each, profile, CLUSTERS[0]).minibatch_seconds for each in others], rel=1e-9)
 

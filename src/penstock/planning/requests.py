@@ -5,7 +5,7 @@ every call.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.arguments import FLAG, Rule, check_fields, integer, number
@@ -142,6 +142,12 @@ def number_ranks(stages: tuple[Stage, ...]) -> tuple[tuple[Stage, ...], tuple[in
     rank_of = {device: rank for rank, device in enumerate(devices)}
     ranked = (Stage(each.start, each.stop, tuple(rank_of[device] for device in each.ranks)) for each in stages)
     return tuple(ranked), devices
+
+
+def stages_on_devices(plan: Plan) -> tuple[Stage, ...]:
+    """The stages of `plan` with the numbers of devices as ranks: the reverse of `number_ranks`."""
+    devices = plan.devices or range(plan.ranks)
+    return tuple(replace(stage, ranks=tuple(devices[rank] for rank in stage.ranks)) for stage in plan.stages)
 
 
 def can_run(

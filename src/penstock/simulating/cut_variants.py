@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import PlanError
-from penstock.simulating.action_costs import Costs, reduce_handling_seconds, reduce_seconds
+from penstock.simulating.action_costs import Costs, StageTimes, reduce_handling_seconds, reduce_seconds
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.instructions import (
     COMPUTE,
@@ -42,7 +42,7 @@ Cuts: TypeAlias = npt.NDArray[np.int64]
 _Matrix: TypeAlias = npt.NDArray[np.float64]
 _Row: TypeAlias = tuple[Any, ...]
 """What one row of the table of costs holds: ("cut", cut, seconds per byte), ("fixed", seconds), ("reduce", stage),
-("reduce handling", stage), or (effect, stage, factor)."""
+("reduce handling", stage), or (effect, stage, factor, kinds)."""
 
 _GB = 1e9
 
@@ -76,7 +76,7 @@ class LayerSums:
 
     @classmethod
     def of(cls, profile: Profile) -> "LayerSums":
-        """The sums of `profile`."""
+        """The sums of `profile`, on equal devices."""
 
         def sums(name: str) -> _Matrix:
             return np.concatenate([[0.0], np.cumsum([getattr(layer, name) for layer in profile.layers])])
@@ -90,6 +90,23 @@ class LayerSums:
             crossing=crossing,
             split_share=profile.split_share,
         )
+
+    @classmethod
+    def by_kind(cls, profile: Profile, cluster: Cluster) -> "KindSums":
+        """The sums of `profile` on every kind of device of `cluster`."""
+        return {first: cls.of(profile.on(cluster.class_of(first))) for first in dict.fromkeys(kinds_of(cluster))}
+
+
+KindSums: TypeAlias = Mapping[int, LayerSums]
+"""By kind, which is the number of its first device."""
+
+
+def kinds_of(cluster: Cluster) -> tuple[int, ...]:
+    """By device: the first device of the same kind."""
+    if cluster.is_equal:
+        return (0,) * cluster.devices
+    classes = list(map(cluster.class_of, range(cluster.devices)))
+    return tuple(map(classes.index, classes))
 
 
 _Place: TypeAlias = tuple[str, int]
@@ -117,6 +134,8 @@ class PlanVariants:
         self._assumptions = assumptions
         made = schedule(plan)
         placement = made.placement
+        every, cluster = kinds_of(cluster), plan.used(cluster)
+        kinds = [every[device] for device in plan.devices or range(plan.ranks)]
         self._sharers = np.array(plan.replicas if placement.split else (1,) * made.stages, dtype=np.float64)
         stages = made.stages
         unit = Costs(
@@ -137,7 +156,9 @@ class PlanVariants:
         self._handling = [
             [reduce_handling_seconds(size, stage.ranks, cluster) for size in (0.0, _GB)] for stage in plan.stages
         ]
-        symmetry = find_symmetry(placement, unit, made.microbatches)
+        # Replicas on devices of different kinds are not alike, though their times are all one here.
+        differ = tuple(StageTimes((kind,), (kind,), (kind,)) for kind in kinds) if len(set(kinds)) > 1 else ()
+        symmetry = find_symmetry(placement, replace(unit, rank_times=differ), made.microbatches)
         lengths = steady_lengths(made)
         self._minibatches = lengths[-1] - (0 if made.flushes else lengths[0])
         writer = Writer(placement, unit)
@@ -160,6 +181,12 @@ class PlanVariants:
             [[rank for rank in ranks if rank in runs[0]] for ranks in placement.stages],
             stages,
             self._rows,
+            # Replicas that split microbatches wait for the slowest of them.
+            kinds={
+                rank: tuple(sorted({kinds[other] for other in (ranks if placement.split else (rank,))}))
+                for ranks in placement.stages
+                for rank in ranks
+            },
             overlap_reduce=assumptions.overlap_reduce,
             action_seconds=cluster.action_seconds,
             handles_reduces=cluster.has_message_costs,
@@ -184,7 +211,7 @@ class PlanVariants:
         """How many actions one pass computes; its time is proportional to that."""
         return len(self._common) + sum(len(run.nodes) for run in self._runs)
 
-    def minibatch_seconds(self, sums: LayerSums, cuts: Cuts, below: float = np.inf) -> _Matrix:
+    def minibatch_seconds(self, sums: KindSums, cuts: Cuts, below: float = np.inf) -> _Matrix:
         """(K,): the seconds per minibatch of every variant, in the steady state.
 
         Infinite for those that occupy a rank, link or all-reduce for `below` or longer: they take as long at least.
@@ -212,43 +239,52 @@ class PlanVariants:
             ends.append(np.maximum.reduce(own.now))
         return ends
 
-    def _table(self, sums: LayerSums, cuts: Cuts) -> _Matrix:
+    def _table(self, sums: KindSums, cuts: Cuts) -> _Matrix:
         """(rows, K): the seconds of every kind of action and message."""
-        own = {
-            name: ((values[cuts[:, 1:]] - values[cuts[:, :-1]]) / (self._sharers if name != "parameters" else 1.0)).T
-            for name, values in (
-                ("forward", sums.forward),
-                ("backward", sums.backward),
-                ("weight", sums.weight),
-                ("parameters", sums.parameters),
-            )
-        }
-        again = own["forward"] if self._plan.recompute else np.zeros_like(own["forward"])
-        inputs = own["backward"] - own["weight"]
-        split = self._assumptions.split_seconds if sums.split_share is None else sums.split_share * own["backward"]
-        update = own["parameters"] * self._assumptions.update_seconds_per_byte
-        by_effect = {
-            MemoryEffect.FORWARD: own["forward"],
-            MemoryEffect.FORWARD_KEPT: own["forward"],
-            MemoryEffect.BACKWARD: own["backward"] + again,
-            MemoryEffect.BACKWARD_KEPT: own["backward"],
-            MemoryEffect.BACKWARD_INPUT: inputs + again,
-            MemoryEffect.BACKWARD_INPUT_KEPT: inputs,
-            MemoryEffect.BACKWARD_WEIGHT: own["weight"] + split,
-            MemoryEffect.UPDATE: update,
-        }
+        first = sums[0]
+        parameters = _between(first.parameters, cuts)
         table = np.empty((len(self._rows), len(cuts)))
+        by_kinds: dict[tuple[int, ...], Mapping[MemoryEffect, _Matrix]] = {}
         for row, index in self._rows.items():
             if row[0] == "cut":
-                table[index] = sums.crossing[cuts[:, row[1] + 1]] * row[2]
+                table[index] = first.crossing[cuts[:, row[1] + 1]] * row[2]
             elif row[0] == "fixed":
                 table[index] = row[1]
             elif row[0] in ("reduce", "reduce handling"):
                 fixed, much = (self._reduces if row[0] == "reduce" else self._handling)[row[1]]
-                table[index] = fixed + own["parameters"][row[1]] * ((much - fixed) / _GB)
+                table[index] = fixed + parameters[row[1]] * ((much - fixed) / _GB)
             else:
-                table[index] = by_effect[row[0]][row[1]] * row[2] + self._action_seconds
+                if row[3] not in by_kinds:
+                    by_kinds[row[3]] = self._seconds_by_effect([sums[kind] for kind in row[3]], cuts)
+                table[index] = by_kinds[row[3]][row[0]][row[1]] * row[2] + self._action_seconds
         return table
+
+    def _seconds_by_effect(self, sums: Sequence[LayerSums], cuts: Cuts) -> Mapping[MemoryEffect, _Matrix]:
+        """(stages, K) each: the seconds of an action on the slowest of the kinds with these sums."""
+        forward, backward, weight = (
+            np.maximum.reduce([_between(getattr(own, name), cuts) / self._sharers[:, None] for own in sums])
+            for name in ("forward", "backward", "weight")
+        )
+        again = forward if self._plan.recompute else np.zeros_like(forward)
+        inputs = backward - weight
+        share = sums[0].split_share
+        split = self._assumptions.split_seconds if share is None else share * backward
+        return {
+            MemoryEffect.FORWARD: forward,
+            MemoryEffect.FORWARD_KEPT: forward,
+            MemoryEffect.BACKWARD: backward + again,
+            MemoryEffect.BACKWARD_KEPT: backward,
+            MemoryEffect.BACKWARD_INPUT: inputs + again,
+            MemoryEffect.BACKWARD_INPUT_KEPT: inputs,
+            MemoryEffect.BACKWARD_WEIGHT: weight + split,
+            MemoryEffect.UPDATE: _between(sums[0].parameters, cuts) * self._assumptions.update_seconds_per_byte,
+        }
+
+
+def _between(sums: _Matrix, cuts: Cuts) -> _Matrix:
+    """(stages, K): the sum over the layers of each stage."""
+    difference: _Matrix = (sums[cuts[:, 1:]] - sums[cuts[:, :-1]]).T
+    return difference
 
 
 def estimate_actions(plan: Plan) -> float:
@@ -275,12 +311,14 @@ class _Sorter:
     """By stage: the simulated ranks."""
     stages: int
     rows: dict[_Row, int]
+    kinds: Mapping[int, tuple[int, ...]]
+    """By rank: the kinds of the devices of which the slowest determines its seconds."""
     overlap_reduce: bool
     action_seconds: float
     handles_reduces: bool
     """Whether all-reduces take time of the ranks."""
-    actions: dict[tuple[int, float], int] = field(default_factory=dict)
-    """By effect and seconds of an action: its row."""
+    actions: dict[tuple[int, float, tuple[int, ...]], int] = field(default_factory=dict)
+    """By effect, seconds and kinds of an action: its row."""
     nodes: list[tuple[Any, ...]] = field(default_factory=list)
     occupied: defaultdict[_Place, defaultdict[int, int]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(int))
@@ -370,12 +408,12 @@ class _Sorter:
                 position[rank] = index
 
     def _add_compute(self, place: int, own: Instructions, index: int, rank: int, *, marks: bool) -> None:
-        key = own.effects[index], own.details[index]
+        key = own.effects[index], own.details[index], self.kinds[rank]
         row = self.actions.get(key)
         if row is None:
             effect, stage = divmod(key[0], self.stages)
             factor = (key[1] - self.action_seconds) / _UNIT[MemoryEffect(effect)]
-            row = self.actions[key] = self._row((MemoryEffect(effect), stage, factor))
+            row = self.actions[key] = self._row((MemoryEffect(effect), stage, factor, self.kinds[rank]))
         self.nodes.append((_MARKED, place, row, index) if marks else (_COMPUTE, place, row))
         self.occupied["rank", rank][row] += 1
 

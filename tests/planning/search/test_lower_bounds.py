@@ -5,20 +5,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.search.lower_bounds import LowerBounds
+from penstock.planning.search.lower_bounds import LowerBounds, Structure
 from penstock.planning.stage_costs import chain_costs
 from penstock.scheduling.definitions import PipelineShape
 from penstock.scheduling.orders import METHODS
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.cut_variants import LayerSums
 from penstock.simulating.outcomes import evaluate
-from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
+from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile, Stage
 
 SINGLE = [definition for definition in METHODS if not definition.layout.has_several]
 
 
 def bounds_of(profile: Profile, cluster: Cluster, *, recompute: bool = False) -> LowerBounds:
-    return LowerBounds(chain_costs(profile, recompute=recompute), LayerSums.of(profile), cluster, Assumptions())
+    return LowerBounds(profile, chain_costs(profile, cluster, recompute=recompute), cluster, Assumptions())
 
 
 @st.composite
@@ -60,7 +59,12 @@ def test_no_plan_is_faster_than_the_bound_of_its_structure(data: st.DataObject) 
     profile = data.draw(profiles())
     cluster = data.draw(
         st.sampled_from(
-            [Cluster.uniform(4, 1e8), Cluster.uniform(6, 1e9), Cluster.hierarchical([(2, 1e10), (2, 1e8)], None, 1e-4)]
+            [
+                Cluster.uniform(4, 1e8),
+                Cluster.uniform(6, 1e9),
+                Cluster.hierarchical([(2, 1e10), (2, 1e8)], None, 1e-4),
+                Cluster.uniform(4, 1e9).with_kinds([DeviceKind(str(own), speed=own) for own in (1, 0.3, 0.7, 0.3)]),
+            ]
         )
     )
     made = data.draw(plans(len(profile), cluster.devices))
@@ -70,7 +74,9 @@ def test_no_plan_is_faster_than_the_bound_of_its_structure(data: st.DataObject) 
     except (PlanError, ScheduleError):
         assume(False)
 
-    assert bounds_of(profile, cluster, recompute=made.recompute).least_seconds(made) <= simulated * (1 + 1e-9)
+    assert bounds_of(profile, cluster, recompute=made.recompute).least_seconds(Structure.of(made)) <= simulated * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("method", ["gpipe", "1f1b-flush", "spp"])
@@ -84,7 +90,7 @@ def test_a_rank_with_one_microbatch_recomputes_nothing(method: str, microbatches
     simulated = evaluate(made, profile, cluster).minibatch_seconds
 
     assert simulated == pytest.approx({1: 6e-3, 2: 14e-3}[microbatches])
-    assert bounds_of(profile, cluster, recompute=True).least_seconds(made) == pytest.approx(simulated)
+    assert bounds_of(profile, cluster, recompute=True).least_seconds(Structure.of(made)) == pytest.approx(simulated)
 
 
 @pytest.mark.parametrize("method", ["1f1b-flush", "2bw", "zb-h1", "gpipe", "spp"])
@@ -95,7 +101,7 @@ def test_the_bound_of_one_stage_is_what_is_simulated(method: str) -> None:
 
     simulated = evaluate(made, profile, cluster).minibatch_seconds
 
-    assert bounds_of(profile, cluster).least_seconds(made) == pytest.approx(simulated, rel=1e-9)
+    assert bounds_of(profile, cluster).least_seconds(Structure.of(made)) == pytest.approx(simulated, rel=1e-9)
 
 
 def test_the_cuts_are_those_with_the_least_bound() -> None:
@@ -104,4 +110,6 @@ def test_the_cuts_are_those_with_the_least_bound() -> None:
     layers = tuple(LayerProfile(str(index), 1e-3, 2e-3, size, 1e6, 0.0) for index, size in enumerate(crossing))
     profile, cluster = Profile(layers, 4), Cluster.uniform(2, 1e9)
 
-    assert bounds_of(profile, cluster).cuts(Plan.uniform(4, 2, "2bw", 8, microbatch_size=4)) in {(0, 1, 4), (0, 3, 4)}
+    uniform = Plan.uniform(4, 2, "2bw", 8, microbatch_size=4)
+
+    assert bounds_of(profile, cluster).cuts(Structure.of(uniform)) in {(0, 1, 4), (0, 3, 4)}

@@ -4,6 +4,7 @@ import random
 from functools import partial
 from itertools import combinations, permutations
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,51 @@ def test_no_pipeline_of_two_stages_is_much_faster(seed):
             plan = Plan(stages, "spp", 8, 12, devices=devices, routing="split")
             best = max(best, evaluate(plan, profile, cluster).samples_per_second)
     assert found.predicted.samples_per_second >= 0.98 * best
+
+
+def test_a_device_that_is_taken_in_changes_the_cuts():
+    """The two fast devices share ten layers and leave two to the slow one; alone, a fast one has seven."""
+    seconds = (1.57, 1.16, 1.12, 1.36, 0.75, 1.18, 1.97, 1.68, 1.75, 0.8, 0.89, 0.65)
+    sent = (5, 0.1, 0.1, 2, 2, 2, 0.1, 0.1, 0.1, 2, 0.1, 2)
+    weights = (1.78, 0.53, 0.05, 0.67, 0.22, 0.23, 1.26, 1.12, 0.52, 0.86, 1.85, 0.83)
+    layers = zip(seconds, sent, weights, strict=True)
+    profile = Profile(tuple(LayerProfile("", t, 2 * t, cut, 1.0, own) for t, cut, own in layers), 12)
+    cluster = Cluster.uniform(3, 0.125).with_kinds([FAST, FAST, DeviceKind("slow", speed=0.3)])
+
+    found = penstock.plan(profile, cluster, synchronous=True, whole_backwards=True, microbatches=8)
+
+    stages = [(Stage(0, cut, (0, 1)), Stage(cut, 12, (2,))) for cut in range(1, 12)]
+    plans = [Plan(own, "spp", 8, 12, routing="split") for own in stages]
+    best = max(evaluate(plan, profile, cluster).samples_per_second for plan in plans)
+    assert found.predicted.samples_per_second >= 0.999 * best
+
+
+@pytest.mark.parametrize("seed", [1091, 1092, 1166, 1173])
+def test_a_faster_device_does_not_make_the_plan_slower(seed):
+    draw = random.Random(seed)
+    kinds = [
+        (draw.uniform(0.2, 2), draw.choice([0.1, 1, 2, 5]), draw.uniform(0, 3))
+        for _ in range(draw.choice([4, 6, 8, 12, 16]))
+    ]
+    profile = Profile(tuple(LayerProfile("", t, 2 * t, cut, 1.0, weights) for t, cut, weights in kinds), 12)
+    devices = draw.choice([2, 3, 4, 4])
+    speeds = [draw.choice([0.25, 0.4, 0.5, 0.7, 0.85, 1.0]) for _ in range(devices)]
+    one = draw.randrange(devices)
+    faster = list(speeds)
+    faster[one] = min(2.0, speeds[one] * draw.choice([1.05, 1.2, 1.5, 2]))
+    if draw.random() < 0.3:
+        faster = [1.0 if index == one else own for index, own in enumerate(speeds)]
+    wish: dict[str, Any] = draw.choice([{}, {"schedule": "spp"}, {"schedule": "1f1b-flush"}, {"synchronous": True}])
+    links = Cluster.uniform(devices, draw.choice([0.5, 1, 2.5, 10]) * 0.125)
+
+    before, after = (
+        penstock.plan(
+            profile, links.with_kinds([DeviceKind(str(own), speed=own) for own in each]), microbatches=8, **wish
+        )
+        for each in (speeds, faster)
+    )
+
+    assert after.predicted.samples_per_second >= 0.999 * before.predicted.samples_per_second
 
 
 def test_a_slow_device_gets_its_share_and_a_very_slow_one_none():

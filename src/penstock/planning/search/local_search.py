@@ -1,6 +1,4 @@
-"""Local search on equal devices: small changes of a proposed plan, judged by the simulator's times.
-
-On devices that differ `climb` in ``device_moves.py`` follows.
+"""Local search: small changes of a proposed plan, judged by the simulator's times.
 
 A planner's closed form leaves out what only the whole schedule shows, so its best plan is seldom the best of its
 neighborhood. The moves are:
@@ -8,15 +6,17 @@ neighborhood. The moves are:
   1. one cut to any place between its neighbors, or adjacent cuts by the same few layers. `PlanVariants` times all of
      these in one pass, so that all are tried in every round;
   2. other replicas: one moves to another stage, two stages become one, a stage becomes two, one device more or fewer is
-     used. Each needs a simulation of its own. Those whose bound is above the best plan are left out (`lower_bounds`),
-     the others are ordered by it, and the first few are timed, with cuts like those before the move and with others.
+     used; where devices differ also other devices (`device_moves`). Each needs a simulation of its own. Those whose
+     bound is above the best plan are left out (`lower_bounds`), the others are ordered by it, and the first few are
+     timed, with cuts like those before the move and with others.
 
 The result is the same in every run: effort is counted in simulated actions, not in seconds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from math import inf
 
 import numpy as np
 
@@ -24,12 +24,14 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import cuts_of, peaks_of_cuts
 from penstock.planning.pipedream.interleaving import joint_moves
 from penstock.planning.predictions import count_rounds
-from penstock.planning.requests import if_runnable
-from penstock.planning.search.lower_bounds import LowerBounds
+from penstock.planning.requests import if_runnable, number_ranks, stages_on_devices
+from penstock.planning.search.device_moves import Groups, moved_devices
+from penstock.planning.search.lower_bounds import LowerBounds, Structure
 from penstock.planning.stage_costs import ChainCosts, Counts
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.cut_variants import LayerSums, PlanVariants, estimate_actions
+from penstock.simulating.cut_variants import LayerSums, PlanVariants, estimate_actions, kinds_of
 from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
@@ -103,8 +105,14 @@ class LocalSearch:
         self._costs = costs
         self._cluster = cluster
         self._assumptions = assumptions
-        self._sums = LayerSums.of(profile)
-        self._bounds = LowerBounds(costs, self._sums, cluster, assumptions)
+        self._sums = LayerSums.by_kind(profile, cluster)
+        self._kinds = kinds_of(cluster)
+        seconds = {kind: sums.forward[-1] + sums.backward[-1] for kind, sums in self._sums.items()}
+        self._least_work = float(min(seconds.values()))
+        links = cluster.links
+        self._is_flat = isinstance(links, LinkLevels) and len({rate for count, rate in links.levels if count > 1}) <= 1
+        self._fastest_first = sorted(range(cluster.devices), key=lambda device: float(seconds[self._kinds[device]]))
+        self._bounds = LowerBounds(profile, costs, cluster, assumptions)
         self._variants: dict[object, PlanVariants | None] = {}
         """By structure; None if it cannot run."""
         self._kept_actions = 0
@@ -120,7 +128,7 @@ class LocalSearch:
             return None
         every = dict.fromkeys(cuts)
         if not plan.definition.layout.has_several:
-            every |= dict.fromkeys(filter(None, [self._bounds.cuts(plan)]))
+            every |= dict.fromkeys(filter(None, [self._bounds.cuts(Structure.of(plan))]))
         return self._best(plan, variants, np.array(list(every)), effort, np.inf)
 
     def _variants_of(self, plan: Plan, effort: Effort) -> PlanVariants | None:
@@ -156,13 +164,13 @@ class LocalSearch:
         are chosen to make it least; with replicas, and on long chains, an equal share of the work.
         """
         if not plan.definition.layout.has_several and len(self._profile) <= _LONG:
-            return self._least_of_structure(plan)
+            return self._per_sample(self._bounds.least_seconds(Structure.of(plan)), plan)
         if plan.definition.layout.has_several and max(plan.replicas) == 1 and plan.predicted is not None:
             return plan.predicted.bottleneck_seconds / self._profile.microbatch_size
-        return self._profile.seconds / plan.ranks / self._profile.microbatch_size
+        return self._least_work / plan.ranks / self._profile.microbatch_size
 
-    def _least_of_structure(self, plan: Plan) -> float:
-        return self._bounds.least_seconds(plan) / (plan.microbatches * self._profile.microbatch_size)
+    def _per_sample(self, seconds: float, plan: Plan) -> float:
+        return seconds / (plan.microbatches * self._profile.microbatch_size)
 
     def move_cuts(self, timed: Timed, effort: Effort, most_rounds: int = _MOST_ROUNDS) -> Timed:
         """The plan after moves of cuts, as long as they make it faster."""
@@ -183,22 +191,22 @@ class LocalSearch:
         *,
         below: float,
         straight: bool,
+        tried: set[Groups],
         stages: int | None = None,
         ranks: int | None = None,
     ) -> Timed:
         """The plan after moves of replicas and of cuts, as long as they make it faster; it keeps to `stages` and
-        `ranks`, and to structures that can take less than `below` seconds for a sample.
+        `ranks`, and to structures that can take less than `below` seconds for a sample. Those `tried` are left out, and
+        those that it tries are added.
         """
-        tried: set[tuple[tuple[int, ...], ...]] = set()
         here = timed
         while effort.actions > 0:
             below = min(below, timed.seconds)
             every = self._structures(here.plan, straight, below)
             changed = [each for each in every if stages in (None, len(each.stages)) and ranks in (None, each.ranks)]
-            fresh = list(
-                islice((each for each in changed if shape_of(each) not in tried and effort.covers(each)), _TRIED)
-            )
-            tried.update(map(shape_of, fresh))
+            untried = (each for each in changed if self._alike(shape_of(each)) not in tried)
+            fresh = list(islice(filter(effort.covers, untried), _TRIED))
+            tried.update(self._alike(shape_of(each)) for each in fresh)
             before = cuts_of(here.plan)
             timings = [
                 found
@@ -222,10 +230,11 @@ class LocalSearch:
         """The fastest of `cuts` that fits and takes less than `below` seconds for a sample; of equally fast ones that
         with the most equal stages.
         """
-        table, limit = cuts, self._cluster.memory_bytes
-        if limit is not None:
+        table = cuts
+        if self._cluster.least_memory_bytes is not None:
             peaks = peaks_of_cuts(plan, cuts, self._costs, self._assumptions.optimizer_copies)
-            table = cuts[(peaks <= limit).all(axis=1)]
+            rooms = [min(self._cluster.memory_of(each) or inf for each in devices) for devices in shape_of(plan)]
+            table = cuts[(peaks <= rooms).all(axis=1)]
         samples = plan.microbatches * self._profile.microbatch_size
         seconds = variants.minibatch_seconds(self._sums, table, below * samples)
         played = int(np.isfinite(seconds).sum())
@@ -245,33 +254,48 @@ class LocalSearch:
         if plan.definition.layout.has_several:
             return []
         scored = []
-        for replicas in dict.fromkeys(_neighbors(plan.replicas, self._cluster.devices, straight)):
-            changed = self._rearrange(plan, replicas)
+        structure = Structure.of(plan)
+        every: Iterable[Groups]
+        if self._cluster.is_equal:
+            shapes = dict.fromkeys(_neighbors(plan.replicas, self._cluster.devices, straight))
+            every = (self._grouped(plan, replicas) for replicas in shapes)
+        else:
+            moved = moved_devices(structure.groups, self._fastest_first)
+            every = {self._alike(own): own for own in moved if not straight or max(map(len, own)) == 1}.values()
+        for groups in every:
+            least = self._per_sample(self._bounds.least_seconds(replace(structure, groups=groups)), plan)
+            changed = self._arrange(plan, groups) if least < below else None
             if changed is not None:
-                least = self._least_of_structure(changed)
                 # Deeper pipelines, and those on fewer devices, are further from their bounds.
-                scored += [(least * count_rounds(changed), -changed.ranks, changed)] if least < below else []
+                scored.append((least * count_rounds(changed), -changed.ranks, changed))
         scored.sort(key=lambda each: each[:2])
         return [changed for *_, changed in scored]
 
-    def _rearrange(self, plan: Plan, replicas: Sequence[int]) -> Plan | None:
-        """`plan` with other replicas, on ranks in the same order; None if its schedule cannot run them."""
+    def _alike(self, groups: Groups) -> Groups:
+        """Equal for groups that differ only in which of equal devices they hold, where all links are equal."""
+        if not self._is_flat or self._cluster.is_equal:
+            return groups
+        return tuple(tuple(sorted(self._kinds[device] for device in devices)) for devices in groups)
+
+    def _grouped(self, plan: Plan, replicas: Sequence[int]) -> Groups:
+        """The ranks of stages with other replicas, in the same order."""
         order = [rank for stage in plan.stages for rank in stage.ranks]
         order += [rank for rank in range(self._cluster.devices) if rank not in set(order)]
         if sorted(order[: sum(replicas)]) != list(range(sum(replicas))):
             order = list(range(self._cluster.devices))
         ends = np.cumsum((0, *replicas)).tolist()
-        return self._arrange(plan, [tuple(sorted(order[start:stop])) for start, stop in pairwise(ends)])
+        return tuple(tuple(sorted(order[start:stop])) for start, stop in pairwise(ends))
 
-    def _arrange(self, plan: Plan, ranks: Sequence[tuple[int, ...]]) -> Plan | None:
-        """`plan` with stages on other `ranks`, with any cuts; None if its schedule cannot run them."""
-        if len(ranks) > len(self._profile):
+    def _arrange(self, plan: Plan, groups: Groups) -> Plan | None:
+        """`plan` with stages on other devices, with any cuts; None if its schedule cannot run them."""
+        if len(groups) > len(self._profile):
             return None
-        if plan.routing == "split" and any(self._profile.microbatch_size % len(own) for own in ranks):
+        if plan.routing == "split" and any(self._profile.microbatch_size % len(own) for own in groups):
             return None
-        stages = tuple(Stage(index, index + 1, own) for index, own in enumerate(ranks))
-        stages = (*stages[:-1], replace(stages[-1], stop=len(self._profile)))
-        return if_runnable(lambda: replace(plan, stages=stages, predicted=None))
+        ends = [*range(len(groups)), len(self._profile)]
+        placed = zip(pairwise(ends), groups, strict=True)
+        stages, devices = number_ranks(tuple(Stage(*span, own) for span, own in placed))
+        return if_runnable(lambda: replace(plan, stages=stages, devices=devices, predicted=None))
 
 
 def _neighbors(replicas: tuple[int, ...], devices: int, straight: bool) -> Iterator[tuple[int, ...]]:
@@ -335,13 +359,13 @@ def _moves(cuts: Counts) -> Counts:
 
 def _structure_of(plan: Plan) -> object:
     """Equal for plans that differ only in their cuts."""
-    ranks = tuple(stage.ranks for stage in plan.stages)
-    return plan.schedule, ranks, plan.microbatches, plan.vertical_sync, plan.recompute, plan.routing
+    groups = tuple(stage.ranks for stage in stages_on_devices(plan))
+    return plan.schedule, groups, plan.microbatches, plan.vertical_sync, plan.recompute, plan.routing
 
 
-def shape_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The ranks of the stages of one pipeline; where a rank holds several stages, those of the first."""
-    return tuple(dict.fromkeys(stage.ranks for stage in plan.stages))
+def shape_of(plan: Plan) -> Groups:
+    """The devices of the stages of one pipeline; where a rank holds several stages, those of the first."""
+    return tuple(dict.fromkeys(stage.ranks for stage in stages_on_devices(plan)))
 
 
 def _moved(plan: Plan, cuts: Sequence[int] | Counts) -> Plan:

@@ -10,22 +10,27 @@ work, and under a flush more comes before and after that:
 The longest of these is a bound for given cuts, within rounding. What comes before and after depends on where the stage
 begins and not on the cuts before it, so the least bound over all cuts is found as the least slowest stage is.
 Structures are compared by that, and those whose bound is above the seconds of a known plan need no simulation.
-Latencies are left out.
+Latencies are left out. Where devices differ, all layers outside of a stage are on the fastest ones.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from math import ceil, lcm
+from math import lcm
 
 import numpy as np
 
+from penstock.planning.requests import stages_on_devices
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.planning.two_bw.orientations import LinkTable
 from penstock.simulating.action_costs import reduce_seconds
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.cut_variants import LayerSums
+from penstock.simulating.cut_variants import LayerSums, kinds_of
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
+from penstock.values.profiles import LayerProfile, Profile
 
 _GB = 1e9
 
@@ -33,98 +38,145 @@ _KEPT_NUMBERS = 4_000_000
 """How many seconds of stages are kept, 32 MB."""
 
 
-class LowerBounds:
-    """The bounds of all structures with one stage per rank, for one profile on one cluster."""
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A plan with one stage per rank, without its cuts."""
 
-    def __init__(self, costs: ChainCosts, sums: LayerSums, cluster: Cluster, assumptions: Assumptions) -> None:
+    groups: tuple[tuple[int, ...], ...]
+    """The devices of every stage."""
+    microbatches: int
+    split: bool
+    """Whether replicas split every microbatch."""
+    recompute: bool
+    flushes: bool
+    splits_backward: bool
+    updates_per_microbatch: bool
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Structure":
+        """The structure of `plan`."""
+        definition = plan.definition
+        return cls(
+            tuple(stage.ranks for stage in stages_on_devices(plan)),
+            plan.microbatches,
+            split=plan.routing == "split",
+            recompute=plan.recompute,
+            flushes=definition.flushes,
+            splits_backward=definition.splits_backward,
+            updates_per_microbatch=definition.updates_per_microbatch,
+        )
+
+    @property
+    def widest(self) -> int:
+        """The most ranks that share a microbatch."""
+        return max(map(len, self.groups)) if self.split else 1
+
+
+class LowerBounds:
+    """The bounds of all structures for one profile on one cluster."""
+
+    def __init__(self, profile: Profile, costs: ChainCosts, cluster: Cluster, assumptions: Assumptions) -> None:
         self._costs = costs
-        self._sums = sums
         self._cluster = cluster
         self._assumptions = assumptions
         self._links = LinkTable(cluster)
+        self._kinds = kinds_of(cluster)
+        self._sums = LayerSums.by_kind(profile, cluster)
+        measured = [profile.on(cluster.class_of(kind)).layers for kind in self._sums]
+
+        def least(seconds: Callable[[LayerProfile], float]) -> Matrix:
+            """(N+1,): the sums over the first layers, each on its fastest device."""
+            return np.concatenate([[0.0], np.cumsum(np.min([list(map(seconds, own)) for own in measured], axis=0))])
+
+        self._forward = least(lambda layer: layer.forward_seconds)
+        self._backward = least(lambda layer: layer.backward_seconds)
+        self._inputs = least(lambda layer: layer.backward_seconds - layer.weight_part_seconds)
         self._rings: dict[tuple[int, ...], tuple[float, float]] = {}
         self._slowest: dict[tuple[object, ...], float] = {}
         self._tables: dict[tuple[object, ...], Matrix] = {}
-        self._found: dict[object, tuple[float, tuple[int, ...] | None]] = {}
+        self._found: dict[Structure, tuple[float, tuple[int, ...] | None]] = {}
 
-    def least_seconds(self, plan: Plan) -> float:
-        """The bound of the structure of `plan`, for a minibatch; infinite if there are too few layers."""
-        key = self._key(plan)
-        if key not in self._found:
-            self._found[key] = least_bottleneck(lambda *stage: self._seconds(plan, *stage), self._exchange(plan)), None
-        return self._found[key][0]
+    def least_seconds(self, structure: Structure) -> float:
+        """The bound of a minibatch, whatever the cuts; infinite if there are too few layers."""
+        if structure not in self._found:
+            seconds = partial(self._seconds, structure)
+            self._found[structure] = least_bottleneck(seconds, self._exchange(structure)), None
+        return self._found[structure][0]
 
-    def cuts(self, plan: Plan) -> tuple[int, ...]:
+    def cuts(self, structure: Structure) -> tuple[int, ...]:
         """Balanced cuts with the least bound; none if there are too few layers."""
-        limit = self.least_seconds(plan)
-        key = self._key(plan)
-        cuts = self._found[key][1]
+        limit = self.least_seconds(structure)
+        cuts = self._found[structure][1]
         if cuts is None:
             cuts = ()
             if limit < np.inf:
-                cuts = cut_evenly(lambda *stage: self._seconds(plan, *stage), self._exchange(plan), limit)
-            self._found[key] = limit, cuts
+                cuts = cut_evenly(partial(self._seconds, structure), self._exchange(structure), limit)
+            self._found[structure] = limit, cuts
         return cuts
 
-    def _key(self, plan: Plan) -> object:
-        return (tuple(stage.ranks for stage in plan.stages), plan.microbatches, plan.routing, *_kind_of(plan))
-
-    def _seconds(self, plan: Plan, stage: int, starts: Counts) -> Matrix:
+    def _seconds(self, structure: Structure, stage: int, starts: Counts) -> Matrix:
         """(len(starts), N+1): the bound that a stage sets from each of `starts` up to every layer."""
-        ranks = plan.stages[stage].ranks
-        split, count = plan.placement.split, len(ranks)
-        fixed, slope = self._ring(ranks)
-        widest = max(plan.replicas) if split else 1
-        last = stage == len(plan.stages) - 1
-        key = count, split, fixed, slope, plan.microbatches, widest, last and plan.recompute, *_kind_of(plan)
+        return self._table(structure, stage)[starts]
+
+    def _table(self, structure: Structure, stage: int) -> Matrix:
+        """(N+1, N+1): the bound that a stage sets with any layers."""
+        devices = structure.groups[stage]
+        ways = 1 if structure.split else len(devices)
+        turns: dict[int, int] = {}
+        for way, device in enumerate(devices[: structure.microbatches * len(devices) // ways]):
+            turns.setdefault(self._kinds[device], len(range(way % ways, structure.microbatches, ways)))
+        last = structure.recompute and stage == len(structure.groups) - 1
+        ring = self._ring(devices)
+        key = (*turns.items(), structure.widest, len(devices), ring, last, replace(structure, groups=()))
         if key not in self._tables:
             if len(self._tables) * self._costs.seconds.size > _KEPT_NUMBERS:
                 self._tables.clear()
-            self._tables[key] = self._table(plan, count, (fixed, slope), widest, last=last)
-        return self._tables[key][starts]
+            parts = [self._part(structure, turn, len(devices), ring, last=last) for turn in turns.items()]
+            self._tables[key] = np.maximum.reduce(parts)
+        return self._tables[key]
 
-    def _table(self, plan: Plan, replicas: int, ring: tuple[float, float], widest: int, *, last: bool) -> Matrix:
-        definition, split = plan.definition, plan.placement.split
-        share = replicas if split else 1
-        turns = 1 if split else replicas
-        rounds = plan.microbatches / turns
-        again = self._sums.forward if plan.recompute else np.zeros_like(self._sums.forward)
+    def _part(
+        self, structure: Structure, turn: tuple[int, int], replicas: int, ring: tuple[float, float], *, last: bool
+    ) -> Matrix:
+        """`_table` for the replicas of one kind, which take that number of microbatches."""
+        kind, taken = turn
+        sums = self._sums[kind]
+        share = replicas if structure.split else 1
+        rounds = structure.microbatches * share / replicas
+        again = sums.forward if structure.recompute else np.zeros_like(sums.forward)
         # A backward that directly follows its forward recomputes nothing: every one of the last stage, and the only one
         # of a rank that takes one microbatch between two flushes.
-        direct = last or (definition.flushes and ceil(rounds) == 1)
-        work = (self._costs.seconds - (again - again[:, None] if direct else 0.0)) / share
+        direct = last or (structure.flushes and taken == 1)
+        work = (self._costs.seconds_on([kind]) - (again - again[:, None] if direct else 0.0)) / share
         exposed: float | Matrix = 0.0
         if replicas > 1:
-            hidden = self._sums.backward + again
+            hidden = sums.backward + again
             reduced = ring[0] + ring[1] * self._costs.parameter_bytes
             exposed = np.maximum(0.0, reduced - (hidden - hidden[:, None]) / share)
-        if definition.updates_per_microbatch:
+        if structure.updates_per_microbatch:
             each: Matrix = (work + exposed) * rounds
             return each
-        if not definition.flushes:
+        if not structure.flushes:
             whole: Matrix = work * rounds + exposed
             return whole
-        work = work * ceil(rounds)
-        behind = 0.0 if definition.splits_backward else self._sums.backward[:, None] / widest
-        table: Matrix = self._sums.forward[:, None] / widest + work + np.maximum(behind, exposed)
+        behind = 0.0 if structure.splits_backward else self._backward[:, None] / structure.widest
+        table: Matrix = self._forward[:, None] / structure.widest + work * taken + np.maximum(behind, exposed)
         return table
 
-    def _exchange(self, plan: Plan) -> list[Matrix]:
+    def _exchange(self, structure: Structure) -> list[Matrix]:
         """By cut: the bound that it sets at each position."""
-        split, flushes = plan.placement.split, plan.definition.flushes
         whole = 0.0
-        if flushes:
-            sums = self._sums
-            inputs = sums.backward - sums.weight if plan.definition.splits_backward else sums.backward
-            whole = float(sums.forward[-1] + inputs[-1]) / (max(plan.replicas) if split else 1)
+        if structure.flushes:
+            back = self._inputs if structure.splits_backward else self._backward
+            whole = float(self._forward[-1] + back[-1]) / structure.widest
         exchange = []
-        for one, other in pairwise(plan.stages):
-            ways = len(one.ranks) * len(other.ranks) if split else lcm(len(one.ranks), len(other.ranks))
-            messages = plan.microbatches / ways
-            if flushes and not split:
-                messages = plan.microbatches // ways
-            slowest = self._slowest_link(one.ranks, other.ranks, split=split)
-            exchange.append(np.append(self._sums.crossing[:-1] * (messages * slowest) + whole, np.inf))
+        for one, other in pairwise(structure.groups):
+            ways = len(one) * len(other) if structure.split else lcm(len(one), len(other))
+            messages = structure.microbatches / ways
+            if structure.flushes and not structure.split:
+                messages = structure.microbatches // ways
+            slowest = self._slowest_link(one, other, split=structure.split)
+            exchange.append(np.append(self._sums[0].crossing[:-1] * (messages * slowest) + whole, np.inf))
         return exchange
 
     def _ring(self, ranks: tuple[int, ...]) -> tuple[float, float]:
@@ -149,9 +201,3 @@ class LowerBounds:
             there, back = self._links.links(senders, receivers)[0], self._links.links(receivers, senders)[0]
             self._slowest[key] = float(max(there.max(), back.max()))
         return self._slowest[key]
-
-
-def _kind_of(plan: Plan) -> tuple[bool, bool, bool, bool]:
-    """Equal for plans whose schedules have the same bounds."""
-    definition = plan.definition
-    return definition.flushes, definition.splits_backward, definition.updates_per_microbatch, plan.recompute

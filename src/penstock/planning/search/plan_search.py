@@ -12,7 +12,7 @@ Rules of the search:
      every family of proposals alike. So no wish leads to a faster plan than none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,10 +20,8 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import overfull_rank
 from penstock.planning.predictions import prediction_of, speed_of
 from penstock.planning.search.constraints import PlanConstraints
-from penstock.planning.search.device_moves import climb
 from penstock.planning.search.proposals import arrange_cluster, without_kinds
 from penstock.planning.search.refinements import Refiner
-from penstock.planning.stage_costs import chain_costs
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.verification.verifier import verify
@@ -38,8 +36,6 @@ _SHORTLIST = 12
 
 _COMPARED = 4
 """How many plans of a family are simulated where the local search does not know the times or the memory exactly."""
-_MOVED = 6
-"""How many plans are searched further where devices differ: the best of a schedule with replicas, and without."""
 
 EQUAL = 1e-3
 """A relative difference; predictions are not more accurate than that."""
@@ -83,7 +79,7 @@ def search_plans(
     constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
     opened = constraints.opened() if refine else constraints
     proposals = _propose(profiles, cluster, (constraints, opened), rejections, progress)
-    if constraints.planner is None and refine and cluster.is_equal:
+    if constraints.planner is None and refine:
         return _refine(proposals, profiles, cluster, constraints, rejections=rejections, progress=progress)
     chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.least_memory_bytes is not None)
     sizes = {profile.microbatch_size: profile for profile in profiles}
@@ -95,8 +91,6 @@ def search_plans(
             simulated.append(_simulate_sparingly(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
             rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
-    if not cluster.is_equal and constraints.planner is None and refine:
-        simulated += _move_devices(simulated, sizes, cluster, constraints)
     return SearchResult(rank_plans(simulated), len(proposals) - len(chosen), tuple(rejections))
 
 
@@ -162,34 +156,6 @@ def _refine(
     others = sum(map(len, families.values())) - len(simulated)
     kept = [each for each in rejections if each.schedule not in {str(plan.schedule) for plan in simulated}]
     return SearchResult(rank_plans(simulated), others, tuple(kept))
-
-
-def _move_devices(
-    simulated: list[Plan], sizes: Mapping[int, Profile], cluster: Cluster, constraints: PlanConstraints
-) -> list[Plan]:
-    """What moves of devices that differ make of the best plan of each of the best schedules."""
-    seeds: dict[tuple[str, str, bool], Plan] = {}
-    for plan in sorted(simulated, key=speed_of, reverse=True):
-        if not plan.definition.layout.has_several:
-            seeds.setdefault((str(plan.schedule), plan.routing, max(plan.replicas) == 1), plan)
-    found = []
-    for plan in list(seeds.values())[:_MOVED]:
-        profile = sizes[plan.microbatch_size or 0]
-        costs = chain_costs(profile, cluster, recompute=plan.recompute, full_duplex=True)
-        moved = climb(
-            plan,
-            cluster,
-            costs,
-            lambda changed, profile=profile: simulate_plan(changed, profile, cluster, constraints),  # type: ignore[misc]
-            constraints.allreduce,
-            straight=constraints.straight or constraints.stages is not None,
-            stages=constraints.stages,
-            devices=cluster.devices if constraints.every_device else None,
-        )
-        if moved is not plan:
-            # It has been simulated as it is.
-            found.append(_simulate_sparingly(moved, profile, cluster, constraints) if moved.recompute else moved)
-    return found
 
 
 def _is_pointless(plan: Plan) -> bool:

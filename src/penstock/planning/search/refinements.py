@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
-from penstock.planning.memory import cuts_of
+from penstock.planning.memory import cuts_of, overfull_rank
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import count_rounds, predict, slowest_seconds, speed_of
-from penstock.planning.requests import if_runnable
+from penstock.planning.requests import if_runnable, stages_on_devices
 from penstock.planning.search.constraints import PlanConstraints, plans_for
+from penstock.planning.search.device_moves import Groups
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of
 from penstock.planning.stage_costs import chain_costs
 from penstock.progress import progress_line
@@ -27,7 +28,7 @@ from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import METHODS
 from penstock.simulating.assumptions import Assumptions
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, Routing
 from penstock.values.profiles import Profile
 
 
@@ -58,11 +59,11 @@ def family_of(plan: Plan) -> Family:
     )
 
 
-def _arrange(plan: Plan, definition: ScheduleDefinition, microbatches: int, profile: Profile) -> Plan | None:
+def _arrange(
+    plan: Plan, definition: ScheduleDefinition, microbatches: int, profile: Profile, routing: Routing
+) -> Plan | None:
     """The stages of `plan` under `definition`; None if it cannot run them."""
-    # The planner spp divides microbatches among replicas.
-    split = plans_for(PlannerName.SPP, definition)
-    if split and any(profile.microbatch_size % count for count in plan.replicas):
+    if routing == "split" and any(profile.microbatch_size % count for count in plan.replicas):
         return None
     return if_runnable(
         lambda: Plan(
@@ -71,9 +72,16 @@ def _arrange(plan: Plan, definition: ScheduleDefinition, microbatches: int, prof
             microbatches,
             profile.microbatch_size,
             recompute=plan.recompute,
-            routing="split" if split else "round-robin",
+            routing=routing,
+            devices=plan.devices,
         )
     )
+
+
+def _split(plan: Plan) -> Plan:
+    """`plan` as the planner spp would run its stages if they had replicas."""
+    alone = max(plan.replicas) == 1 and plans_for(PlannerName.SPP, plan.definition)
+    return replace(plan, routing="split") if alone else plan
 
 
 _QUICK = 4_000
@@ -115,6 +123,9 @@ _ROUNDING = 1 + 1e-9
 _NEAR = 1.45
 """A family that takes this many times as long as the best one after the first look is not searched further."""
 
+_NEARLY = 1.2
+"""A family whose bound is this many times the seconds of the best plan is not looked at."""
+
 
 class Refiner:
     """Searches around the proposals for one cluster and one set of constraints."""
@@ -128,11 +139,11 @@ class Refiner:
         self._searches: dict[tuple[int, bool], LocalSearch] = {}
         self.exact = not constraints.shared_nic and not any(profile.crossings for profile in profiles)
         """Whether the times of the local search are those of the simulator, and there is enough memory for all."""
-        self.exact = self.exact and cluster.memory_bytes is None
+        self.exact = self.exact and cluster.least_memory_bytes is None
 
     def families(self, proposals: Sequence[Plan]) -> dict[Family, list[Plan]]:
         """The accepted plans of every family: the proposals, and their stages under the other schedules."""
-        every = dict.fromkeys(proposals)
+        every = dict.fromkeys(map(_split, proposals))
         for size, profile in self._profiles.items():
             own = [plan for plan in proposals if plan.microbatch_size == size]
             every |= dict.fromkeys(self._share_stages(own, profile))
@@ -148,21 +159,29 @@ class Refiner:
         Each has a prediction by closed form. Plans with several stages per rank are left out, and so are those that a
         schedule cannot run or that do not fit.
         """
-        costs = {again: chain_costs(profile, recompute=again, full_duplex=True) for again in (False, True)}
-        kinds = {(plan.stages, plan.recompute): plan for plan in plans if plan.stages_per_rank == 1}
-        allreduce, limit = self._constraints.allreduce, self._cluster.memory_bytes
+        cluster = self._cluster
+        costs = {again: chain_costs(profile, cluster, recompute=again, full_duplex=True) for again in (False, True)}
+        kinds = {(plan.stages, plan.devices, plan.recompute): plan for plan in plans if plan.stages_per_rank == 1}
         slowest = {
-            (stages, again): slowest_seconds(stages, costs[again], self._cluster, allreduce) for stages, again in kinds
+            key: slowest_seconds(stages_on_devices(plan), costs[plan.recompute], cluster, self._constraints.allreduce)
+            for key, plan in kinds.items()
         }
         for definition, microbatches in self._microbatches(profile).items():
-            for (stages, again), plan in kinds.items():
-                if definition.layout.has_several or (again and definition.splits_backward):
+            for key, plan in kinds.items():
+                if definition.layout.has_several or (plan.recompute and definition.splits_backward):
                     continue
-                made = _arrange(plan, definition, microbatches, profile)
-                if made is not None:
-                    predicted = predict(made, profile, costs[again], slowest[stages, again])
-                    if limit is None or max(predicted.peak_bytes) <= limit:
-                        yield replace(made, predicted=predicted, planner=plan.planner)
+                for routing in self._routings(plan, definition):
+                    made = _arrange(plan, definition, microbatches, profile, routing)
+                    if made is not None:
+                        predicted = predict(made, profile, costs[plan.recompute], slowest[key])
+                        if overfull_rank(predicted.peak_bytes, plan.used(cluster)) is None:
+                            yield replace(made, predicted=predicted, planner=plan.planner)
+
+    def _routings(self, plan: Plan, definition: ScheduleDefinition) -> tuple[Routing, ...]:
+        if not plans_for(PlannerName.SPP, definition):
+            return ("round-robin",)
+        # The planner spp divides microbatches among replicas. Where devices differ, few others plan replicas for it.
+        return ("split",) if self._cluster.is_equal or max(plan.replicas) == 1 else ("split", "round-robin")
 
     def search(self, families: Mapping[Family, Sequence[Plan]], progress: bool | None) -> list[list[Plan]]:
         """The best plan of each of the fastest families, with others in case that it does not fit in the end."""
@@ -182,18 +201,16 @@ class Refiner:
             if own and own[0].seconds <= near:
                 other = next((timed for timed in own[1:] if shape_of(timed.plan) != shape_of(own[0].plan)), None)
                 starts = [own[0], *([other] if other is not None and other.seconds <= _CLOSE * own[0].seconds else [])]
-                improved[family] = min(
-                    (self._improve(family, start, best) for start in starts), key=lambda timed: timed.seconds
-                )
+                improved[family] = self._improve(family, starts, best)
                 best = min(best, improved[family].seconds)
         timings = {family: [*self._adopt(family, families[family], improved), *looked[family]] for family in order}
         order.sort(key=lambda family: timings[family][0].seconds if timings[family] else inf)
-        if self._cluster.memory_bytes is None:
+        if self._cluster.least_memory_bytes is None:
             order = [family for family in order if timings[family]] or order
         found = []
         for family in order[:_RANKED]:
             own = timings[family]
-            attempts = _ATTEMPTS if self._cluster.memory_bytes is not None else 2
+            attempts = _ATTEMPTS if self._cluster.least_memory_bytes is not None else 2
             others = sorted(families[family], key=speed_of, reverse=True)[:attempts]
             found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
         return found
@@ -209,14 +226,15 @@ class Refiner:
         shapes: dict[object, list[Plan]] = {}
         # Deeper pipelines are further from their bounds.
         for plan in sorted(plans, key=lambda plan: search.least_seconds(plan) * count_rounds(plan) / plan.microbatches):
-            shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
+            groups = tuple(stage.ranks for stage in stages_on_devices(plan))
+            shapes.setdefault((groups, plan.microbatches), []).append(plan)
         seeds = list(shapes.values())
         bounds = [min(map(search.least_seconds, alike)) for alike in seeds]
         by_bound = sorted(range(len(seeds)), key=bounds.__getitem__)
         # The closed form is too pessimistic for some structures and the bound too optimistic for others.
         both = list(dict.fromkeys(chain.from_iterable(enumerate(by_bound))))
         chosen = [seed for seed in both if bounds[seed] <= best * _ROUNDING]
-        chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEAR * best]
+        chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEARLY * best]
         timed = [
             found
             for alike in map(seeds.__getitem__, chosen[:_SEEDS])
@@ -231,15 +249,27 @@ class Refiner:
         first = min(moved, key=lambda found: found.seconds)
         return [search.move_cuts(first, effort), *sorted(timed, key=lambda found: found.seconds)]
 
-    def _improve(self, family: Family, timed: Timed, best: float) -> Timed:
-        """The plan of a family after a local search, among structures that can be faster than `best`."""
+    def _improve(self, family: Family, starts: Sequence[Timed], best: float) -> Timed:
+        """The plan of a family after a local search from `starts`, among structures that can be faster than `best`."""
         search = self._search(family)
-        effort = Effort(max(_LEAST, _DEEP * self._cluster.devices))
-        timed = search.move_cuts(timed, effort)
-        ranks = self._cluster.devices if self._constraints.every_device else None
-        return search.move_replicas(
-            timed, effort, below=best, straight=family.straight, stages=self._constraints.stages, ranks=ranks
-        )
+        tried: set[Groups] = set()
+        # Where devices differ, a family with replicas may have no proposals of its own.
+        straight = family.straight if self._cluster.is_equal else self._constraints.straight
+        found = []
+        for start in starts:
+            effort = Effort(max(_LEAST, _DEEP * self._cluster.devices))
+            timed = search.move_replicas(
+                search.move_cuts(start, effort),
+                effort,
+                below=best,
+                straight=straight,
+                tried=tried,
+                stages=self._constraints.stages,
+                ranks=self._cluster.devices if self._constraints.every_device else None,
+            )
+            found.append(timed)
+            best = min(best, timed.seconds)
+        return min(found, key=lambda timed: timed.seconds)
 
     def _adopt(self, family: Family, plans: Sequence[Plan], improved: Mapping[Family, Timed]) -> list[Timed]:
         """The best plans of a family after a try of the stages of the fastest families, with its own improved one;
@@ -269,8 +299,8 @@ class Refiner:
         key = profile.microbatch_size, family.recompute
         if key not in self._searches:
             # Moves leave room for messages, which the proposals do not.
-            buffers = 0 if self._cluster.memory_bytes is None else _BUFFERS
-            costs = chain_costs(profile, recompute=family.recompute, buffers=buffers)
+            buffers = 0 if self._cluster.least_memory_bytes is None else _BUFFERS
+            costs = chain_costs(profile, self._cluster, recompute=family.recompute, buffers=buffers)
             self._searches[key] = LocalSearch(profile, costs, self._cluster, self._assumptions)
         return self._searches[key]
 
