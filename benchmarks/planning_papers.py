@@ -1,4 +1,4 @@
-"""Prints what Penstock plans and predicts beside what the papers printed; docs/planning.md sums the tables up.
+"""Prints what Penstock plans and predicts beside what the papers printed; docs/papers.md sums the tables up.
 
     python benchmarks/planning_papers.py --data DIR --save benchmarks/results/planning-papers.txt
 
