@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock.capturing.writes import find_writable
 from torch import Tensor, nn
 
 from penstock.capturing import LayerChain, capture
+from penstock.capturing.module_state import find_writable
 from penstock.capturing.samples import Call
 from penstock.errors import CaptureError
 from support.chain_execution import assert_equals_model, every_split, run_stages
