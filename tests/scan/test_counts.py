@@ -81,17 +81,20 @@ def test_chunks_take_two_passes_and_a_scan_between_them() -> None:
 
 
 def test_a_scan_pays_for_long_sequences_of_narrow_states() -> None:
-    paper = estimate(1000, 16, 20, device="cuda")
-    wide = estimate(1000, 16, 512, device="cuda")
+    long = estimate(30_000, 16, 20, device="cuda")
+    wide = estimate(30_000, 16, 512, device="cuda")
 
-    assert paper.method == "blelloch" and "instead of 1000" in paper.reason
+    assert long.method == "blelloch" and "instead of 30000" in long.reason
     assert wide.method == "torch" and "512 x 512" in str(wide)
     assert estimate(10, 16, 20).method == "torch"
     assert estimate(1000, 16, 20).method == "linear"
     assert estimate(1000, 1, 20, gates=3).method == "blelloch"
     # On CPUs PyTorch has one kernel for all steps of an LSTM. The matrices of its steps have 40 x 40 values.
     assert estimate(1000, 1, 20, gates=4).method == "torch"
-    assert estimate(1000, 1, 20, gates=4, device="cuda").method == "blelloch"
+    # So has cuDNN, for all recurrences. The record of an H200 has 1 ms for 1,000 steps, and 3.4 ms for a scan.
+    assert (
+        estimate(1000, 16, 20, device="cuda").method == estimate(1000, 1, 20, gates=4, device="cuda").method == "torch"
+    )
     assert "40 x 40" in str(estimate(10, 16, 20, gates=4))
 
 
