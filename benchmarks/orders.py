@@ -40,13 +40,13 @@ BLOCKS = {(4, 8): (0.89, 0.85, 0.80, 0.73), (8, 16): (0.86, 0.82, 0.78, 0.70), (
 """By p and m: the step as a share of 1F1B's with 0.5, 0.625, 0.75 and 1 times its activations, F = B = W."""
 SHARES = (0.5, 0.625, 0.75, 1.0)
 LIMITS = (0.75, 1.0, 1.25, 1.5, 2.0)
-TRIES = 400
+SEEDS, TRIES = 4, 400
 
 
 def search(costs: OrderCosts, named: list[Schedule]) -> tuple[TimedRows, float]:
     """The best rows for `costs`, and the processor seconds of the search."""
     begun = process_time()
-    improved = [improve(costs, seed, TRIES) for seed in find_seeds(costs, named)[:2]]
+    improved = [improve(costs, seed, TRIES) for seed in find_seeds(costs, named)[:SEEDS]]
     improved += [again for timed in improved for again in spread_weights(costs, timed)]
     return min(improved, key=lambda timed: timed.seconds), process_time() - begun
 

@@ -76,15 +76,13 @@ def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
         return
     # A block with more in flight than fits may do with its weight parts put earlier.
     most = max(limit / least for limit, least in zip(costs.limits, _least_saved(costs), strict=True)) + 2
-    tried = []
-    for block in find_blocks(length):
-        if (block.in_flight(length) or 0) <= most:
-            timed = time_rows(costs, _rows_of_block(costs, block))
-            if timed is not None:
-                tried.append(timed)
+    rows = (_rows_of_block(costs, block) for block in find_blocks(length) if (block.in_flight(length) or 0) <= most)
+    tried = [timed for each in rows if (timed := time_rows(costs, each)) is not None]
     tried.sort(key=lambda timed: timed.score)
-    for timed in tried[:_BLOCKS]:
-        yield from _fitting(costs, timed)
+    fitting = [timed for timed in tried if _fitting(costs, timed)]
+    larger = [timed for timed in tried if not _fitting(costs, timed)]
+    yield from fitting[:_BLOCKS]
+    for timed in (*fitting[:_BLOCKS], *larger[:_BLOCKS]):
         yield from spread_weights(costs, timed)
 
 
