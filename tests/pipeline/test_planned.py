@@ -217,7 +217,7 @@ WISHES = [
     Wish("gnmt", 5, FAST, "pipedream", "pipedream", 7, (1, 1, 1, 1, 1)),
     Wish("gnmt", 5, FAST, "spp", "spp", 7, (1, 1, 3)),
     Wish("gnmt", 4, FAST, "2bw", "2bw", 8, (2, 2)),
-    Wish("gnmt", 5, FAST, None, "2bw", 7, (1, 1, 1, 2)),
+    Wish("gnmt", 5, FAST, None, "2bw", 7, (2, 1, 2)),
 ]
 
 

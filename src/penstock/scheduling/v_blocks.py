@@ -53,9 +53,9 @@ class VBlock:
 
     def row(self, length: int, rank: int, microbatches: int) -> Iterator[tuple[str, int, int]]:
         """The letter, the stage (0 or 1) and the microbatch of each operation of `rank`, in order."""
-        times = self.times(length)
-        assert times is not None, "a block is used where its operations fall apart"
-        begun = ((at + _PERIOD * k, letter, place, k) for letter, place, at in times[rank] for k in range(microbatches))
+        times = _with_weights(self._ways(length, rank))
+        assert times is not None, "find_blocks gives blocks whose operations fall apart"
+        begun = ((at + _PERIOD * k, letter, place, k) for letter, place, at in times for k in range(microbatches))
         return ((letter, place, k) for _, letter, place, k in sorted(begun))
 
 
@@ -71,8 +71,9 @@ def _with_weights(ways: tuple[int, int, int, int]) -> Times | None:
         return at + 1 + (unit - at - 1) % _PERIOD
 
     pairs = [(after(looped, a), after(returned, b)) for a, b in ((one, other), (other, one))]
-    late, early = min(pairs, key=sum)
-    return (("F", 0, first), ("F", 1, second), ("I", 1, looped), ("I", 0, returned), ("W", 1, late), ("W", 0, early))
+    of_second, of_first = min(pairs, key=sum)
+    forwards, inputs = (("F", 0, first), ("F", 1, second)), (("I", 1, looped), ("I", 0, returned))
+    return (*forwards, *inputs, ("W", 1, of_second), ("W", 0, of_first))
 
 
 def _most_in_flight(times: Times) -> int:
@@ -86,19 +87,20 @@ def _most_in_flight(times: Times) -> int:
 
 
 @lru_cache(maxsize=64)
-def find_blocks(length: int, farthest: int = 3) -> tuple[VBlock, ...]:
-    """All blocks with offsets of 1 to `farthest` that `length` ranks can follow; those with least in flight first."""
+def find_blocks(length: int, farthest: int = 3) -> tuple[tuple[VBlock, int], ...]:
+    """All blocks with offsets of 1 to `farthest` that `length` ranks can follow, each with what it has in flight."""
     steps, units = range(1, farthest + 1), range(_PERIOD)
     blocks = (
         VBlock(offsets, waits)
         for offsets in product(steps, steps, steps, steps)
         for waits in product(units, units, units)
     )
-    known = {block: block.in_flight(length) for block in blocks if _falls_apart(block, length)}
-    return tuple(sorted(known, key=lambda block: (known[block] or 0, sum(block.offsets), sum(block.waits))))
+    known = ((block, block.in_flight(length)) for block in blocks if _is_possible(block, length))
+    found = [(block, count) for block, count in known if count is not None]
+    return tuple(sorted(found, key=lambda each: (each[1], sum(each[0].offsets), sum(each[0].waits))))
 
 
-def _falls_apart(block: VBlock, length: int) -> bool:
-    """`VBlock.times` without its weight backwards: most blocks fail on the first ranks."""
+def _is_possible(block: VBlock, length: int) -> bool:
+    """Whether operations fall apart: most blocks fail on the first ranks, before weight backwards are placed."""
     ways = (block._ways(length, rank) for rank in range(length))
     return all(len({at % _PERIOD for at in each}) == len(each) for each in ways)

@@ -74,7 +74,7 @@ def test_a_frontier_needs_a_pipeline() -> None:
 
 
 def test_the_command_prints_a_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    PROFILE.save(tmp_path / "profile.json")
+    Profile(PROFILE.layers[-2:], 1).save(tmp_path / "profile.json")
     given = ["plan", str(tmp_path / "profile.json"), "--devices", "2", "--bandwidth", "100Gbps", "--microbatches", "4"]
 
     assert main([*given, "--frontier", "-o", str(tmp_path / "plan.yaml")]) == 0

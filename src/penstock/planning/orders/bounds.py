@@ -12,7 +12,7 @@ Where a step ends for every rank alone, nothing comes before or after.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from penstock.planning.orders.rows import OrderCosts
+from penstock.planning.orders.rows import ROUNDING, OrderCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,10 @@ class Bound:
     reason: str
 
     def gap(self, seconds: float) -> float:
-        """How far `seconds` is above the bound, as a share of `seconds`; at most so much can be gained."""
+        """How far `seconds` is above the bound, as a share of `seconds`: the most that can be gained."""
+        assert self.seconds <= seconds * ROUNDING, (
+            f"{self.reason}: {seconds} s are less than the bound {self.seconds} s"
+        )
         return max(0.0, 1 - self.seconds / seconds) if seconds else 0.0
 
 
@@ -96,7 +99,7 @@ def _of_links(costs: OrderCosts, link_seconds: tuple[float, ...]) -> list[Bound]
                 occupied.setdefault(ends, []).append((stage, seconds))
     return [
         Bound(
-            min(heads[stage] + costs.forward[stage] for stage, _ in sent)
+            min(heads[stage] + costs.forward[stage] for stage, _ in sent) * costs.barrier
             + costs.microbatches * sum(seconds for _, seconds in sent),
             f"the link from rank {here} to rank {there}",
         )

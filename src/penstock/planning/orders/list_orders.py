@@ -12,10 +12,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from penstock.planning.orders.rows import BACKWARD, FORWARD, WEIGHT, Op, OrderCosts, Row, Rows
-
-_SAME = 1e-12
-"""The share of a step's work by which two times may differ and still be one."""
+from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, Op, OrderCosts, Row, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class _Filling:
 
     def run(self) -> Rows | None:
         """The rows; None if no rank can go on."""
-        total = costs_count(self.costs)
+        total = self.costs.operations
         while sum(map(len, self.rows)) < total:
             if not self.events:
                 rank = next((rank for rank in sorted(self.parked) if self.left_over[rank]), None)
@@ -91,11 +88,12 @@ class _Filling:
         elif left_over and soon >= now + self.rule.weight_share * self.costs.weight[left_over[0][0]]:
             self._do_weight(rank, now)
         else:
-            known = min((at for at in map(self.arrived.get, self._next_ops(rank)) if at and at > now), default=None)
-            if known is None:
-                self.parked.add(rank)
+            known = [at for at in map(self.arrived.get, self._next_ops(rank)) if at and at > now]
+            awaited = min([*known, soon]) if known or self.given is None else inf
+            if awaited < inf:
+                heappush(self.events, (awaited, rank))
             else:
-                heappush(self.events, (known, rank))
+                self.parked.add(rank)
 
     def _next_ops(self, rank: int) -> list[Op]:
         if self.given is not None:
@@ -117,7 +115,7 @@ class _Filling:
         at = self.arrived.get(op)
         if at is not None and at <= now:
             return op, now
-        return None, max(now, at if at is not None else self.expected.get(op, inf))
+        return None, self._awaited(op, now)
 
     def _listed_choice(self, rank: int, now: float) -> Choice:
         soon = inf
@@ -155,7 +153,7 @@ class _Filling:
         return not self._over(rank, own + later)
 
     def _over(self, rank: int, more: float) -> bool:
-        return self.held_bytes[rank] + more > self.costs.limits[rank] * (1 + 1e-9)
+        return self.held_bytes[rank] + more > self.costs.limits[rank] * ROUNDING
 
     def _do(self, rank: int, op: Op, now: float) -> None:
         kind, stage, microbatch = op
@@ -187,11 +185,6 @@ class _Filling:
         rank = self.costs.ranks[op[1]]
         self.parked.discard(rank)
         heappush(self.events, (max(at, self.free_at[rank]), rank))
-
-
-def costs_count(costs: OrderCosts) -> int:
-    """The number of operations of a step."""
-    return costs.microbatches * (3 * costs.stages - len(costs.whole))
 
 
 def list_order(costs: OrderCosts, rule: ListRule, expected: dict[Op, float]) -> Rows | None:

@@ -3,7 +3,7 @@
 The critical path is a chain of blocks: what a rank does without a pause, from the operation that had to wait for a
 message to the one whose message the next block waited for. A step gets shorter only if such a block changes: its last
 operation moves forward, its first one back, or a weight part out of it. A move that makes the step longer is taken if
-the step is still shorter than it was some moves ago (late acceptance), so that the search leaves a local minimum.
+the step is still shorter than it was some moves ago (late acceptance), so that the search passes over small rises.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,15 @@ _LOOKED_AT = 40
 """How many operations behind the beginning of a block may move there."""
 
 
-def improve(costs: OrderCosts, timed: TimedRows, tries: int, seed: int = 0) -> TimedRows:
-    """The best rows that `tries` moves from `timed` lead to, within the limits; the same for the same `seed`."""
-    draw, best, current = Random(seed), timed, timed
+def improve(costs: OrderCosts, timed: TimedRows, tries: int) -> TimedRows:
+    """The best rows that `tries` moves from `timed` lead to, within the limits; the same for the same rows."""
+    draw, best, current = Random(0), timed, timed
     before = [timed.score] * _MEMORY
-    moves: list[Move] = []
+    moves = list(find_moves(costs, current))
     for turn in range(tries):
-        moves = moves or list(find_moves(costs, current))
         if not moves:
             break
-        rank, start, stop = draw.choice(moves)
+        rank, start, stop = moves.pop(draw.randrange(len(moves)))
         row = list(current.rows[rank])
         row.insert(stop, row.pop(start))
         if not costs.fits(row, rank):
@@ -41,7 +40,7 @@ def improve(costs: OrderCosts, timed: TimedRows, tries: int, seed: int = 0) -> T
         if tried is None:
             continue
         if tried.score <= max(current.score, before[turn % _MEMORY]):
-            current, moves = tried, []
+            current, moves = tried, list(find_moves(costs, tried))
             best = min(best, current, key=lambda each: each.score)
         before[turn % _MEMORY] = current.score
     return best

@@ -97,9 +97,14 @@ class OrderCosts:
         seconds = [sum(parts) * self.microbatches for parts in each]
         return tuple(sum(seconds[stage] for stage in held) for held in self.held)
 
+    @cached_property
+    def operations(self) -> int:
+        """The number of operations of a step."""
+        return self.microbatches * (3 * self.stages - len(self.whole))
+
     def fits(self, row: Row, rank: int) -> bool:
         """Whether `row` keeps within the limit of `rank`."""
-        return self.peak(row) <= self.limits[rank] * _ROUNDING
+        return self.peak(row) <= self.limits[rank] * ROUNDING
 
     def peak(self, row: Row) -> float:
         """The most bytes that `row` keeps at once."""
@@ -123,7 +128,7 @@ class OrderCosts:
         return (BACKWARD, stage + 1, microbatch), self.gradient[stage]
 
 
-_ROUNDING = 1 + 1e-9
+ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)

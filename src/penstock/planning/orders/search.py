@@ -24,7 +24,7 @@ from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import METHODS
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.written_programs import define_by_programs
-from penstock.simulating.action_costs import plan_costs
+from penstock.simulating.action_costs import Costs, plan_costs
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.outcomes import evaluate
 from penstock.simulating.simulator import planned_schedule
@@ -45,6 +45,7 @@ _JUDGED = 2
 _ROUNDS = 5
 """How often limits are lowered by what the simulator found above them: links and messages take bytes, too."""
 _FEWER = 0.8
+"""The share of a limit under which orders of several stages per rank are sought, too."""
 _LONG = 6, 64
 """An order of more microbatches than 6 times the ranks, and than 64, repeats its middle ..."""
 _SHORT = 3, 48
@@ -105,7 +106,8 @@ def find_order(
         raise PlanError(
             f"find_order: expected stages without replicas, found {plan.replicas} replicas: plan with straight=True"
         )
-    search = _Search(plan, profile, cluster, _limits(plan, cluster, memory_bytes), options)
+    plain = replace(plan, vertical_sync=False, predicted=None)
+    search = _Search(plain, profile, cluster, _limits(plan, cluster, memory_bytes), options)
     return search.run(whole_backwards=whole_backwards)
 
 
@@ -156,17 +158,17 @@ class _Search:
         fixed = self._fixed_bytes(made, named)
         limits = tuple(map(sub, self.limits, fixed))
         every = list(self._all_costs(limits, whole_backwards=whole_backwards))
-        bound = self._bound(limits, whole_backwards=whole_backwards)
+        bound = self._bound(whole_backwards=whole_backwards)
         starts = [start for costs in every if min(costs.limits) > 0 for start in self._starts(costs)]
         judged = [each for each in named if self._fits(each)] + [start.judged for start in starts]
         for start in sorted(starts, key=lambda start: start.judged.seconds)[:_IMPROVED]:
             judged += filter(self._fits, self._improved(start))
         if not judged:
-            least = min((max(each.peaks) for each in named), default=inf)
+            least = [bytes_text(min(max(each.peaks) for each in named))] if named else []
             raise PlanError(
                 f"find_order: expected an order that takes at most {bytes_text(min(self.limits))} on every rank, found "
-                f"none; the named schedules take {bytes_text(least)} or more. Give more memory or ranks, smaller "
-                "microbatches, or recompute=True"
+                f"none{''.join(f'; the named schedules take {size} or more' for size in least)}. Give more memory or "
+                "ranks, smaller microbatches, or recompute=True"
             )
         best = min(judged, key=lambda each: each.seconds)
         explained = replace(best.plan, explanation=_explain(best, named, bound, self._fits))
@@ -190,17 +192,21 @@ class _Search:
         return all(peak <= limit for peak, limit in zip(judged.peaks, self.limits, strict=True))
 
     def _fixed_bytes(self, made: Sequence[Schedule], named: Sequence[_Judged]) -> list[float]:
-        """By rank: the bytes that are not those of microbatches in flight, at the peak of a named schedule."""
-        if not made:
-            return [0.0] * len(self.limits)
+        """By rank: the least bytes that are not those of microbatches in flight, at the peak of a named schedule."""
         costs = self._costs(frozenset(), self.limits)
-        rows = rows_of(made[0], costs.whole) or []
-        return [peak - costs.peak(row) for peak, row in zip(named[0].peaks, rows, strict=True)]
+        found = [
+            [peak - costs.peak(row) for peak, row in zip(judged.peaks, rows, strict=True)]
+            for schedule_of, judged in zip(made, named, strict=True)
+            if (rows := rows_of(schedule_of, costs.whole)) is not None
+        ]
+        return [min(each) for each in zip(*found, strict=True)] or [0.0] * len(self.limits)
 
     def _all_costs(self, limits: tuple[float, ...], *, whole_backwards: bool) -> Iterator[OrderCosts]:
         """One for each choice of the stages whose backwards are split: none, all, and all that have room for it.
 
-        The input stage sends no gradient, so nothing waits for the first half of its backward.
+        Where a rank has several stages, lower limits are tried, too.
+
+        The backward of the input stage is whole: it sends no gradient, so nothing waits for its first half.
         """
         stages = range(len(self.plan.stages))
         yield (every := self._costs(frozenset(stages), limits))
@@ -237,7 +243,7 @@ class _Search:
     def _improved(self, start: _Start) -> Iterator[_Judged]:
         """The best orders that lead on from `start`; some may not fit."""
         short = self._searched(start.costs)
-        tries = _MOVED_OPERATIONS // (3 * short.stages * short.microbatches)
+        tries = _MOVED_OPERATIONS // short.operations
         improved = improve(short, start.seed, tries)
         score = partial(self._whole_score, start.costs)
         best = sorted((improved, *spread_weights(short, improved)), key=score)[:_JUDGED]
@@ -265,17 +271,20 @@ class _Search:
             NAME, text_of_rows(short, timed.rows, repeats=short.microbatches < costs.microbatches)
         )
 
-    def _costs(self, whole: frozenset[int], limits: tuple[float, ...]) -> OrderCosts:
-        plan, placement = self.plan, self.plan.placement
-        made = planned_schedule(plan, self.profile)
-        costs = plan_costs(plan, self.profile, self.cluster, placement, Assumptions(**self.options), skips=made.skips)
-        ranks = tuple(held[0] for held in placement.stages)
+    def _plan_costs(self) -> Costs:
+        skips = planned_schedule(self.plan, self.profile).skips
+        options = Assumptions(**self.options)
+        return plan_costs(self.plan, self.profile, self.cluster, self.plan.placement, options, skips=skips)
+
+    def _costs(self, whole: frozenset[int], limits: tuple[float, ...], *, recomputes: bool = True) -> OrderCosts:
+        plan, costs = self.plan, self._plan_costs()
+        ranks = tuple(held[0] for held in plan.placement.stages)
         stages = range(len(ranks))
         times = [costs.times_of(rank) for rank in ranks]
         weight = [own.weight_seconds[stage] for stage, own in zip(stages, times, strict=True)]
         # The backward of the last stage can directly follow its forward, and then recomputes nothing.
-        again = [times[stage].forward_seconds[stage] if plan.recompute else 0.0 for stage in stages[:-1]]
-        again.append(0.0)
+        recomputes = recomputes and plan.recompute
+        again = [times[stage].forward_seconds[stage] if recomputes else 0.0 for stage in stages[:-1]] + [0.0]
         added = [costs.split_seconds + costs.split_share * times[stage].backward_seconds[stage] for stage in stages]
         inputs = (0.0, *costs.cut_bytes)
         routes = [self._route(costs.wire_bytes[stage], ranks[stage], ranks[stage + 1]) for stage in stages[:-1]]
@@ -300,19 +309,22 @@ class _Search:
         shared = Assumptions(**self.options).shared_nic
         return find_route(cluster, size_bytes, (here,), (there,), shared=shared, width=plan.tensor_parallel)
 
-    def _bound(self, limits: tuple[float, ...], *, whole_backwards: bool) -> Bound:
-        """The bound where splitting takes no time: then no whole backward is faster than its two parts."""
+    def _bound(self, *, whole_backwards: bool) -> Bound:
+        """The bound where splitting takes no time, since then no whole backward is faster than its two parts, and where
+        all memory but that of weights and optimizer is free for microbatches.
+        """
         whole = frozenset(range(len(self.plan.stages)) if whole_backwards else {0})
         free: Options = {**self.options, "split_seconds": 0.0}
         search = replace(self, options=free, profile=replace(self.profile, split_share=0.0))
-        return bound_of(search._costs(whole, limits), self._link_seconds())
-
-    def _link_seconds(self) -> tuple[float, ...]:
-        """By cut: how long a message occupies its own link."""
-        ranks = [held[0] for held in self.plan.placement.stages]
-        costs = plan_costs(self.plan, self.profile, self.cluster, self.plan.placement, Assumptions(**self.options))
+        costs, ranks = self._plan_costs(), [held[0] for held in self.plan.placement.stages]
+        copies = costs.assumptions.version_copies + costs.assumptions.optimizer_copies + costs.assumptions.master_copies
+        limits = list(self.limits)
+        for rank, size in zip(ranks, costs.parameter_bytes, strict=True):
+            limits[rank] -= copies * size
         routes = (self._route(costs.wire_bytes[cut], ranks[cut], ranks[cut + 1]) for cut in range(len(ranks) - 1))
-        return tuple(0.0 if route is None else max(seconds for _, seconds in route.legs) for route in routes)
+        links = tuple(0.0 if route is None else max(seconds for _, seconds in route.legs) for route in routes)
+        # Any backward that directly follows its forward recomputes nothing.
+        return bound_of(search._costs(whole, tuple(limits), recomputes=False), links)
 
 
 def _seconds(route: Route) -> float:

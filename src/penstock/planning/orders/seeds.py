@@ -6,6 +6,7 @@ of each put where a rank would wait. The best of each kind go on.
 
 from collections.abc import Iterator
 from itertools import product
+from math import inf
 
 from penstock.planning.orders.list_orders import ListRule, list_order, place_weights
 from penstock.planning.orders.rows import BACKWARD, FORWARD, WEIGHT, Op, OrderCosts, Rows, TimedRows, rows_of, time_rows
@@ -32,7 +33,9 @@ def find_seeds(costs: OrderCosts, named: list[Schedule]) -> list[TimedRows]:
             found += spread_weights(costs, timed)
     found += _listed(costs)
     found += _blocks(costs)
-    distinct = {timed.score: timed for timed in found}
+    distinct: dict[float, TimedRows] = {}
+    for timed in found:
+        distinct.setdefault(timed.score, timed)
     return sorted(distinct.values(), key=lambda timed: timed.score)
 
 
@@ -75,8 +78,9 @@ def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
     if costs.stages != 2 * length or costs.ranks != costs.ranks[::-1] or len(costs.whole) == costs.stages:
         return
     # A block with more in flight than fits may do with its weight parts put earlier.
-    most = max(limit / least for limit, least in zip(costs.limits, _least_saved(costs), strict=True)) + 2
-    rows = (_rows_of_block(costs, block) for block in find_blocks(length) if (block.in_flight(length) or 0) <= most)
+    saved = [sum(costs.saved[stage] for stage in held) / len(held) or inf for held in costs.held]
+    most = max(limit / each for limit, each in zip(costs.limits, saved, strict=True)) + 2
+    rows = (_rows_of_block(costs, block) for block, in_flight in find_blocks(length) if in_flight <= most)
     tried = [timed for each in rows if (timed := time_rows(costs, each)) is not None]
     tried.sort(key=lambda timed: timed.score)
     fitting = [timed for timed in tried if _fitting(costs, timed)]
@@ -84,10 +88,6 @@ def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
     yield from fitting[:_BLOCKS]
     for timed in (*fitting[:_BLOCKS], *larger[:_BLOCKS]):
         yield from spread_weights(costs, timed)
-
-
-def _least_saved(costs: OrderCosts) -> list[float]:
-    return [min(costs.saved[stage] for stage in held) or 1.0 for held in costs.held]
 
 
 def _rows_of_block(costs: OrderCosts, block: VBlock) -> Rows:

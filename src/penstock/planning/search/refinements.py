@@ -121,10 +121,8 @@ _ROUNDING = 1 + 1e-9
 """Bounds add in another order than the simulator."""
 
 _NEAR = 1.45
-"""A family that takes this many times as long as the best one after the first look is not searched further."""
-
-_NEARLY = 1.2
-"""A family whose bound is this many times the seconds of the best plan is not looked at."""
+"""A family whose bound is this many times the seconds of the best plan is not looked at, and one that takes this long
+after the first look is not searched further."""
 
 
 class Refiner:
@@ -234,7 +232,7 @@ class Refiner:
         # The closed form is too pessimistic for some structures and the bound too optimistic for others.
         both = list(dict.fromkeys(chain.from_iterable(enumerate(by_bound))))
         chosen = [seed for seed in both if bounds[seed] <= best * _ROUNDING]
-        chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEARLY * best]
+        chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEAR * best]
         timed = [
             found
             for alike in map(seeds.__getitem__, chosen[:_SEEDS])

@@ -80,7 +80,7 @@ def write(
         owners = assign_owners(own)
         parts = ranks.together(lambda: _write_own(state, owners, written, ranks.rank))
         documents = ranks.gather(state.document)
-        path = ranks.alone(lambda: _finish(written, step, parts, documents, {"run": run, "plan": plan}))
+        path = ranks.alone(lambda: _write_manifest(written, step, parts, documents, {"run": run, "plan": plan}))
     except CheckpointError:
         # All processes have come here, so none of them writes any more.
         ranks.alone(lambda: recover(directory))
@@ -198,7 +198,7 @@ def _write_file(path: Path, entries: Mapping[str, StoredEntry], own: Iterator[tu
         raise explained(error, path) from error
 
 
-def _finish(
+def _write_manifest(
     written: Path, step: int, parts: Sequence[_Part], documents: Sequence[Mapping[str, Json]], names: Mapping[str, str]
 ) -> str:
     """Writes the manifest, and gives the directory its name. Returns the name."""

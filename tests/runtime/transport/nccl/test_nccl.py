@@ -605,6 +605,10 @@ def test_the_groups_of_a_mesh_end_with_the_other_communicators(monkeypatch: pyte
     FailureBoard(store, 1, 2).report("in a step", "ValueError: no more data", linger_seconds=0.0)
 
     assert "ValueError: no more data" in str(ended(transport))
+    # The mesh is aborted after the edge, by the same thread.
+    deadline = time.monotonic() + 60
+    while not mesh.communicator.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert edge.aborted and mesh.communicator.aborted
     transport.close()
 
