@@ -33,9 +33,13 @@ class VBlock:
 
     def times(self, length: int) -> tuple[Times, ...] | None:
         """The times on each rank of `length`; None if two operations of a rank fall together."""
-        rows = [_with_weights(self._ways(length, rank)) for rank in range(length)]
-        found = tuple(row for row in rows if row is not None)
-        return found if len(found) == length else None
+        rows: list[Times] = []
+        for rank in range(length):
+            row = _with_weights(self._ways(length, rank))
+            if row is None:
+                return None
+            rows.append(row)
+        return tuple(rows)
 
     def _ways(self, length: int, rank: int) -> tuple[int, int, int, int]:
         """When rank `rank` does the forwards of its two stages and the input backwards of its second and first."""
@@ -95,12 +99,6 @@ def find_blocks(length: int, farthest: int = 3) -> tuple[tuple[VBlock, int], ...
         for offsets in product(steps, steps, steps, steps)
         for waits in product(units, units, units)
     )
-    known = ((block, block.in_flight(length)) for block in blocks if _is_possible(block, length))
+    known = ((block, block.in_flight(length)) for block in blocks)
     found = [(block, count) for block, count in known if count is not None]
     return tuple(sorted(found, key=lambda each: (each[1], sum(each[0].offsets), sum(each[0].waits))))
-
-
-def _is_possible(block: VBlock, length: int) -> bool:
-    """Whether operations fall apart: most blocks fail on the first ranks, before weight backwards are placed."""
-    ways = (block._ways(length, rank) for rank in range(length))
-    return all(len({at % _PERIOD for at in each}) == len(each) for each in ways)

@@ -12,7 +12,7 @@ Where a step ends for every rank alone, nothing comes before or after.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from penstock.planning.orders.rows import ROUNDING, OrderCosts
+from penstock.planning.orders.rows import ROUNDING, WEIGHT, OrderCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _of_memory(costs: OrderCosts) -> list[Bound]:
     """The input part frees `freed` of the bytes, the weight part the others."""
     heads, tails = _heads(costs), _tails(costs)
     backward = costs.seconds[1]
-    freed = costs.freed or (0.0,) * costs.stages
+    kept_on = costs.bytes_after[WEIGHT]
     # Seconds from the start of a stage's forward to the end of its backward, there and back.
     loops = [0.0] * costs.stages
     for stage in reversed(range(costs.stages)):
@@ -78,7 +78,7 @@ def _of_memory(costs: OrderCosts) -> list[Bound]:
         kept = 0.0
         for stage in held:
             longer = 0.0 if stage in costs.whole else costs.weight[stage]
-            kept += costs.saved[stage] * loops[stage] + (costs.saved[stage] - freed[stage]) * longer
+            kept += costs.saved[stage] * loops[stage] - kept_on[stage] * longer
         limit = costs.limits[rank]
         if 0 < limit < float("inf"):
             seconds = heads[held[0]] + costs.microbatches * kept / limit

@@ -52,12 +52,15 @@ class _Filling:
     left_over: list[list[tuple[int, int]]] = field(init=False)
     """By rank: the stages and microbatches whose weight part is to be done, in the order of their backwards."""
     events: list[tuple[float, int]] = field(init=False)
+    left: int = field(init=False)
+    """The operations that are in no row yet."""
     parked: set[int] = field(default_factory=set)
     """The ranks that nothing is known to arrive for."""
 
     def __post_init__(self) -> None:
         costs = self.costs
         self.rows = [[] for _ in range(costs.length)]
+        self.left = costs.operations
         self.free_at, self.held_bytes = [0.0] * costs.length, [0.0] * costs.length
         self.next_of = [[0] * costs.stages for _ in range(2)]
         self.left_over = [[] for _ in range(costs.length)]
@@ -66,8 +69,7 @@ class _Filling:
 
     def run(self) -> Rows | None:
         """The rows; None if no rank can go on."""
-        total = self.costs.operations
-        while sum(map(len, self.rows)) < total:
+        while self.left:
             if not self.events:
                 rank = next((rank for rank in sorted(self.parked) if self.left_over[rank]), None)
                 if rank is None:
@@ -176,6 +178,7 @@ class _Filling:
     def _append(self, rank: int, op: Op, now: float) -> None:
         kind, stage, _ = op
         self.rows[rank].append(op)
+        self.left -= 1
         self.held_bytes[rank] += self.costs.bytes_after[kind][stage]
         self.free_at[rank] = now + self.costs.seconds[kind][stage]
         heappush(self.events, (self.free_at[rank], rank))

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, number
-from penstock.errors import PlanError, ScheduleError
-from penstock.planning.orders.search import FoundOrder, find_order
+from penstock.errors import PlanError
+from penstock.planning.orders.search import FoundOrder, find_order, named_plans
 from penstock.planning.predictions import prediction_of, speed_of
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
-from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -154,7 +154,12 @@ def frontier(
     )
     free = cluster.with_memory(None)
     structures = _structures((profile,), free, constraints, progress=False)
-    named = [FrontierPoint(plan) for plan in _named(structures, profile, free, constraints)]
+    asked = [replace(plan, recompute=again, predicted=None) for plan in structures for again in (False, True)]
+    named = []
+    for plan in asked:
+        for made in named_plans(replace(plan, planner=""), whole_backwards=whole_backwards):
+            predicted = evaluate(made, profile, free, **constraints.simulator_options)
+            named.append(FrontierPoint(replace(made, predicted=predicted)))
     reference = min(
         (point for point in named if point.plan.schedule == DEFAULT_SCHEDULE and not point.plan.recompute),
         key=lambda point: point.seconds,
@@ -164,31 +169,13 @@ def frontier(
         raise PlanError("frontier: expected two devices and layers or more, found fewer: plan with penstock.plan")
     found = []
     for limit in limits:
-        for plan in structures:
-            for again in (False, True):
-                asked = replace(plan, recompute=again, predicted=None)
-                try:
-                    best = _find(asked, (profile,), free, constraints, limit * reference.peak_bytes)
-                except PlanError:
-                    continue
-                found.append(FrontierPoint(best.plan, best.gap))
+        for plan in asked:
+            try:
+                best = _find(plan, (profile,), free, constraints, limit * reference.peak_bytes)
+            except PlanError:
+                continue
+            found.append(FrontierPoint(best.plan, best.gap))
     return Frontier(tuple(_fastest([*found, *named])), reference)
-
-
-def _named(
-    structures: Sequence[Plan], profile: Profile, cluster: Cluster, constraints: PlanConstraints
-) -> Iterator[Plan]:
-    for plan in structures:
-        for method in METHODS:
-            for again in (False, True):
-                if not method.updates_at_once or (constraints.whole_backwards and method.splits_backward):
-                    continue
-                try:
-                    made = replace(plan, schedule=method, recompute=again, predicted=None, planner="")
-                    predicted = evaluate(made, profile, cluster, **constraints.simulator_options)
-                except (PlanError, ScheduleError):
-                    continue
-                yield replace(made, predicted=predicted)
 
 
 def _fastest(points: Sequence[FrontierPoint]) -> Iterator[FrontierPoint]:

@@ -15,12 +15,13 @@ from operator import sub
 from typing import Unpack
 
 from penstock.arguments import FLAG, check_arguments, instance, number
-from penstock.errors import PlanError, ScheduleError
+from penstock.errors import PlanError
 from penstock.planning.orders.bounds import Bound, bound_of
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import OrderCosts, TimedRows, repeated, rows_of, text_of_rows, time_rows
 from penstock.planning.orders.seeds import find_seeds, spread_weights
-from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.planning.planner_names import PlannerName
+from penstock.planning.requests import if_runnable
 from penstock.scheduling.orders import METHODS
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.written_programs import define_by_programs
@@ -111,6 +112,17 @@ def find_order(
     return search.run(whole_backwards=whole_backwards)
 
 
+def named_plans(plan: Plan, *, whole_backwards: bool = False) -> Iterator[Plan]:
+    """The stages of `plan` under each named schedule that can run them and could make its updates at the end of a step;
+    without predictions. `whole_backwards`: under none that splits backwards.
+    """
+    for method in METHODS:
+        if method.updates_at_once and not (whole_backwards and method.splits_backward):
+            made = if_runnable(lambda method=method: replace(plan, schedule=method, predicted=None))  # type: ignore[misc]
+            if made is not None:
+                yield made
+
+
 def _limits(plan: Plan, cluster: Cluster, memory_bytes: float | None) -> tuple[float, ...]:
     """By rank of the schedule: the least memory of its devices."""
     used, width = plan.used(cluster), plan.tensor_parallel
@@ -152,10 +164,9 @@ class _Search:
 
     def run(self, *, whole_backwards: bool) -> FoundOrder:
         """The best of all orders."""
-        made = list(self._named_schedules(self.plan.microbatches))
-        made = [each for each in made if not (whole_backwards and each.guarantees.splits)]
-        named = [self._judge(each.definition) for each in made]
-        fixed = self._fixed_bytes(made, named)
+        made = list(named_plans(self.plan, whole_backwards=whole_backwards))
+        named = list(map(self._judge, made))
+        fixed = self._fixed_bytes(list(map(schedule, made)), named)
         limits = tuple(map(sub, self.limits, fixed))
         every = list(self._all_costs(limits, whole_backwards=whole_backwards))
         bound = self._bound(whole_backwards=whole_backwards)
@@ -174,19 +185,10 @@ class _Search:
         explained = replace(best.plan, explanation=_explain(best, named, bound, self._fits))
         return FoundOrder(explained, bound)
 
-    def _named_schedules(self, microbatches: int) -> Iterator[Schedule]:
-        for method in METHODS:
-            if method.updates_at_once:
-                try:
-                    yield schedule(replace(self.plan, schedule=method, microbatches=microbatches, predicted=None))
-                except (PlanError, ScheduleError):
-                    continue
-
-    def _judge(self, definition: ScheduleDefinition) -> _Judged:
-        planned = replace(self.plan, schedule=definition, predicted=None, planner="order")
-        prediction = evaluate(planned, self.profile, self.cluster, **self.options)
-        width = planned.tensor_parallel
-        return _Judged(replace(planned, predicted=prediction), prediction, prediction.peak_bytes[::width])
+    def _judge(self, plan: Plan) -> _Judged:
+        prediction = evaluate(plan, self.profile, self.cluster, **self.options)
+        judged = replace(plan, predicted=prediction, planner=PlannerName.ORDER.value)
+        return _Judged(judged, prediction, prediction.peak_bytes[:: plan.tensor_parallel])
 
     def _fits(self, judged: _Judged) -> bool:
         return all(peak <= limit for peak, limit in zip(judged.peaks, self.limits, strict=True))
@@ -224,11 +226,12 @@ class _Search:
         """The best seed that fits. Where messages and workspace take more than was known, under lower limits."""
         for _ in range(_ROUNDS):
             short = self._searched(costs)
-            seeds = find_seeds(short, list(self._named_schedules(short.microbatches)))
+            named = named_plans(replace(self.plan, microbatches=short.microbatches))
+            seeds = find_seeds(short, list(map(schedule, named)))
             seed = min(seeds[:_LOOKED_AT], key=partial(self._whole_score, costs), default=None)
             if seed is None or self._whole_score(costs, seed) == inf:
                 return
-            judged = self._judge(self._define(costs, seed))
+            judged = self._judge(self._plan(costs, seed))
             if self._fits(judged):
                 yield _Start(costs, seed, judged)
                 return
@@ -247,7 +250,7 @@ class _Search:
         improved = improve(short, start.seed, tries)
         score = partial(self._whole_score, start.costs)
         best = sorted((improved, *spread_weights(short, improved)), key=score)[:_JUDGED]
-        return (self._judge(self._define(start.costs, timed)) for timed in best if score(timed) < inf)
+        return (self._judge(self._plan(start.costs, timed)) for timed in best if score(timed) < inf)
 
     def _whole_score(self, costs: OrderCosts, timed: TimedRows) -> float:
         """The score of rows with some more microbatches, if their middle is repeated; infinite if that cannot run."""
@@ -265,11 +268,11 @@ class _Search:
             return costs
         return replace(costs, microbatches=max(_SHORT[0] * costs.length, _SHORT[1]))
 
-    def _define(self, costs: OrderCosts, timed: TimedRows) -> ScheduleDefinition:
+    def _plan(self, costs: OrderCosts, timed: TimedRows) -> Plan:
+        """The plan with the order of these rows."""
         short = self._searched(costs)
-        return define_by_programs(
-            NAME, text_of_rows(short, timed.rows, repeats=short.microbatches < costs.microbatches)
-        )
+        text = text_of_rows(short, timed.rows, repeats=short.microbatches < costs.microbatches)
+        return replace(self.plan, schedule=define_by_programs(NAME, text))
 
     def _plan_costs(self) -> Costs:
         skips = planned_schedule(self.plan, self.profile).skips
