@@ -25,7 +25,7 @@ os.environ.setdefault("DISABLE_ADDMM_CUDA_LT", "1")
 # A job in the background of a shell ignores Ctrl-C, and so would the processes that the tests send it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-pytest_plugins = ["support.deadlines"]
+pytest_plugins = ["support.deadlines", "support.sampled_cases"]
 # An assertion that fails in these modules prints its values, like one in a test.
 pytest.register_assert_rewrite("support.outcome_comparisons", "support.training")
 # On a busy machine the generation of inputs is slow too, which is no fault of the code.

@@ -24,6 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[str, in
     return [(line[:24].rstrip(), int(line[24:30]), line[30:]) for line in rest.partition("\n\n")[0].splitlines()]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_every_contender_has_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     rows = run(capsys)

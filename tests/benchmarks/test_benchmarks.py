@@ -66,6 +66,7 @@ def test_scale(pool: Pool, tmp_path: Path) -> None:
     assert all(seconds >= 0 for row in starts for seconds in row["seconds"].values())
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.processes
 def test_what_a_contender_keeps_is_in_its_peak() -> None:
     """The weights and the gradients of its stage, at least, and not the processes' own hundreds of megabytes."""
@@ -77,6 +78,7 @@ def test_what_a_contender_keeps_is_in_its_peak() -> None:
     assert all(2 * stage < peak < 10 * stage for peak in peaks)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.processes
 @pytest.mark.slow
 def test_one_command_starts_its_processes_and_prints_rows_and_tables(

@@ -38,6 +38,7 @@ class Borrowing(Stack):
         return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 2), ("2bw", 2)])
 def test_blocks_train_the_weights_of_a_module_that_they_are_given(holds: bool, schedule: str, stages: int) -> None:

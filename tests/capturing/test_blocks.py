@@ -31,6 +31,7 @@ drawing = does(changed(lambda block, y: y * random.random() + float(numpy.random
 SCRIPTED = ("Scripted", "ScriptedFunction")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "name",
     [
@@ -45,6 +46,7 @@ def test_a_block_computes_what_it_computes_alone(name: str, schedule: str) -> No
     assert_trains(partial(Stack, KINDS.get(name, drawing)), schedule, microbatches=1 if whole else 2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", ["EmaBook", "Counter", "GradientMask", "ClampedBackward", "ReassignedBuffer", "Checkpointed"]
 )

@@ -320,6 +320,7 @@ CASES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("build", "call"), CASES)
 def test_the_chain_equals_the_model_at_every_cut(build: Callable[[], nn.Module], call: Callable[[int], Call]) -> None:
     model = double(build())

@@ -114,6 +114,7 @@ def crossing(chain: LayerChain, call: Call) -> list[list[tuple[int, ...]]]:
     return shapes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS)
 def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, names: list[str]) -> None:

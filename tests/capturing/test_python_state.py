@@ -97,6 +97,7 @@ HOLDERS: dict[str, Callable[[], Count]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("listed", [False, True], ids=["traced", "listed"])
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_pipeline_has_the_numbers_of_a_plain_loop(name: str, listed: bool) -> None:

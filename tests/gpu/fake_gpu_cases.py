@@ -83,6 +83,7 @@ def train(gpu: FakeGpu, pipe: penstock.Pipeline, reads: int = 0) -> None:
             pipe.step(*given)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("schedule", "options"), CASES, ids=lambda each: each if isinstance(each, str) else "-".join(each)
 )
@@ -94,6 +95,7 @@ def test_a_step_reads_nothing(gpu: FakeGpu, schedule: str, options: Mapping[str,
     pipe.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("routing", ["round-robin", "split"])
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 def test_a_step_of_replicas_reads_nothing(gpu: FakeGpu, schedule: str, routing: Any) -> None:
@@ -145,6 +147,7 @@ def split_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
             parallelize_module(block, mesh["tp"], styles[name.partition(".")[0]])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "options"), [("1f1b-flush", {"clip_grad_norm": 1.0}), ("2bw", {"recompute": True})], ids=str
 )
@@ -157,6 +160,7 @@ def test_a_step_of_tensor_parallel_members_reads_nothing(
         train(gpu, pipe, reads=4 if options.keys() == {"clip_grad_norm"} else 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
 def test_calls_between_steps_read_nothing(gpu: FakeGpu, schedule: str) -> None:
     pipe = pipeline(schedule, clip_grad_norm=1.0)
@@ -171,6 +175,7 @@ def test_calls_between_steps_read_nothing(gpu: FakeGpu, schedule: str) -> None:
             pipe.step(x, y)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
 def test_a_background_save_reads_nothing(gpu: FakeGpu, schedule: str, tmp_path: Path) -> None:
     """Its thread waits for the copies."""
@@ -214,6 +219,7 @@ def on_the_host(batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss_weight", [None, penstock.token_count("labels", shifted=True)])
 @pytest.mark.parametrize("cut", [False, True], ids=["one batch", "microbatches"])
 def test_labels_are_read_once_in_a_step(gpu: FakeGpu, loss_weight: Any, cut: bool) -> None:

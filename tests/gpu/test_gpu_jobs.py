@@ -63,6 +63,7 @@ def test_what_rounding_becomes_in_a_training_is_close() -> None:
         assert_same(expected, Outcome(found.losses, found.state))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"autocast": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "vertical", "2bw"])
 def test_steps_of_one_process(schedule: str, options: dict[str, Any]) -> None:

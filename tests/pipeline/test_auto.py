@@ -118,6 +118,7 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
     assert {name for outcome in outcomes for name in outcome.state} == set(reference.state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

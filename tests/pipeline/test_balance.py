@@ -127,6 +127,7 @@ WITHOUT_CUTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("kind", WITHOUT_CUTS)
 def test_a_model_without_blocks_says_so(kind: str) -> None:

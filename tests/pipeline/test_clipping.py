@@ -64,12 +64,14 @@ def reference(case: Case) -> Outcome:
     return run_reference(case, clip_grad_norm=MOST)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_clipping_equals_the_oracle(case: Case) -> None:
     assert_equal(reference(case), run_clipped(case))
     assert reference(case).losses != share_reference(case).losses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
     cases = {

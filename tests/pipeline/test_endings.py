@@ -26,6 +26,7 @@ def start(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return begin
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("deed", "failing", "options"),
     [
@@ -64,6 +65,7 @@ def test_processes_end_when_the_files_are_written(start: Callable[..., list[Chil
     assert penstock.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000005"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "caller"),
     [

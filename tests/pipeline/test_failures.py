@@ -14,6 +14,7 @@ GONE = "ValueError: the data set is gone"
 FREEZES = ("forward", "stop", "--seconds", "4")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("failing", "schedule"), [(0, "2bw"), (1, "1f1b-flush"), (2, "2bw")])
 def test_an_exception_ends_every_rank_with_its_traceback(fork_server: ForkServer, failing: int, schedule: str) -> None:
     ended = finish(fork_server.start_faulty(3, failing, "forward", "raise", "--schedule", schedule))
@@ -33,6 +34,7 @@ def test_an_error_of_the_script_ends_every_rank(fork_server: ForkServer, failing
         assert GONE in errors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("when", "failing", "schedule"),
     [

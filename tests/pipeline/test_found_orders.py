@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "schedule", "times"), CASES)
 def test_found_orders_equal_the_oracle(pool: Pool, ranks: int, schedule: str, times: float) -> None:
     plan = found(ranks, schedule, times)

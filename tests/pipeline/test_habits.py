@@ -23,6 +23,7 @@ def batches_of(case: Case) -> Batches:
     return Batches(SIZES if case.microbatches > 1 else SIZES_WITHOUT_MICROBATCHES, torch.float64)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "name",

@@ -156,6 +156,7 @@ def train(pipe: penstock.Pipeline, steps: range) -> list[float]:
     return [float(pipe.step(*batch(step)).loss) for step in steps]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("events", [1, PASSES // 2, PASSES])
 @pytest.mark.parametrize("schedule", [*FLUSHING, *LASTING])
 def test_an_error_in_a_prediction_or_evaluation_changes_nothing(schedule: str, events: int) -> None:
@@ -182,6 +183,7 @@ def test_an_error_in_a_prediction_or_evaluation_changes_nothing(schedule: str, e
 EVENTS = (1, PASSES // 3, PASSES, PASSES + 1, 3 * PASSES // 2)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("events", EVENTS)
 @pytest.mark.parametrize("schedule", FLUSHING)
 def test_a_flushing_step_that_failed_before_an_update_was_not_made(schedule: str, events: int) -> None:

@@ -25,6 +25,7 @@ from support.training import Case, assert_equal, train_by_loop, train_by_oracle,
 SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "2bw")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [3, 5, 6])
 def test_weighted_losses_equal_the_oracle(schedule: str, microbatches: int) -> None:

@@ -222,6 +222,7 @@ IN_PROCESSES = {
 """By the number of processes."""
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("setting", EVERY, ids=ident)
 def test_a_step_holds_what_the_schedule_promises(setting: Setting) -> None:
     """Activations and versions of weights; and the tensors that are alive are as many after every step."""
@@ -234,6 +235,7 @@ def test_a_step_holds_what_the_schedule_promises(setting: Setting) -> None:
     assert len(set(found.live[2:])) == 1, found.live
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", IN_PROCESSES)
 def test_each_process_holds_what_the_schedule_promises_of_its_rank(pool: Pool, ranks: int) -> None:
@@ -252,6 +254,7 @@ def test_each_process_holds_what_the_schedule_promises_of_its_rank(pool: Pool, r
             assert len(set(found.live[2:])) == 1, (setting, rank, found.live)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_optimizers_and_buffers_add_no_tensors_from_step_to_step(schedule: str) -> None:
     counts = count_tensors(Case("normalized", schedule, 2, 4, "adamw", stages_on_a_rank(schedule)), 7)

@@ -202,11 +202,13 @@ def check(job: Rollback, found: Outcome, rollbacks: int) -> None:
     assert_equal(train_by_oracle(job.case.build(), job.seen, on_nonfinite="skip", **job.case.options), found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.case} {job.saved}")
 def test_it_equals_a_training_without_the_batch(job: Rollback, tmp_path: Path) -> None:
     check(job, *run_rollback(job, str(tmp_path)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("processes", [2, 3])
 def test_all_processes_go_back_together(pool: Pool, processes: int, tmp_path: Path) -> None:
     jobs = APART[processes]

@@ -95,6 +95,7 @@ def reference(case: Case, recipe: str) -> Outcome:
     return run_reference(case, **RECIPES[recipe])
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_recipe_equals_the_oracle(case: Case, recipe: str) -> None:

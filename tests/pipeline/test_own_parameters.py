@@ -259,11 +259,13 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plain_loop(way: str) -> None:
     assert_equal(train((way, "1f1b-flush", 2, 1)), train_plainly(way))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_schedule_in_one_process(way: str) -> None:
     """Half of the forms for each way, with versions and without; in two processes it meets others."""
@@ -275,6 +277,7 @@ def test_every_schedule_in_one_process(way: str) -> None:
 FORMS_APART = [("1f1b-flush", 2, 1), ("zb-h1", 2, 1), ("2bw", 2, 1), ("2bw", 1, 2)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS_APART, ids=str)
 def test_two_processes(pool: Pool, form: tuple[str, int, int]) -> None:
     """Every way under two of the forms; under others it is in one process."""

@@ -32,6 +32,7 @@ def assert_nothing_left(left: Leftovers) -> None:
     assert left.end == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("training", "fails"),
     [
@@ -46,6 +47,7 @@ def test_nothing_is_left_behind(training: Training, fails: bool) -> None:
     assert_nothing_left(find_leftovers(training, fails))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fails", [False, True], ids=["whole", "failing"])
 def test_nothing_is_left_behind_in_several_processes(pool: Pool, fails: bool) -> None:
     for left in pool.run(2, find_leftovers, Training("zb-v"), fails):

@@ -433,6 +433,7 @@ PIPELINES = int(os.environ.get("PENSTOCK_TEST_PIPELINES", "10"))
 BOTH = pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("end", ["closed", "in flight", "failed", "dropped"])
 def test_pipelines_leave_nothing_behind(pool: Pool, shared: bool, end: str) -> None:

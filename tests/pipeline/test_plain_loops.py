@@ -239,6 +239,7 @@ def assert_same(expected: Weights, found: Weights) -> None:
         assert torch.equal(expected[name], tensor), name
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("schedule", FLUSHING)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_steps_once_per_update(optimizer: str, schedule: str) -> None:
@@ -248,6 +249,7 @@ def test_an_optimizer_steps_once_per_update(optimizer: str, schedule: str) -> No
     assert_same(expected, run_oracle(schedule, optimizer))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"GlobalNorm"}))
 def test_an_optimizer_in_two_processes(pool: Pool, optimizer: str) -> None:
     for schedule in FLUSHING:
@@ -276,6 +278,7 @@ def test_what_stages_would_share_is_refused_where_they_update_apart(schedule: st
         run_pipeline(schedule, optimizer)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_options_that_the_user_changes_count_beside_a_scheduler(scheduler: str, change: str) -> None:

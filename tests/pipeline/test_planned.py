@@ -221,6 +221,7 @@ WISHES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wish", WISHES, ids=lambda w: f"{w.subject}-{w.planner}-{w.schedule}-{w.replicas}")
 def test_plans_run_as_planned(pool: Pool, wish: Wish) -> None:
     plan = wish.plan()
@@ -241,6 +242,7 @@ def assert_done(plan: penstock.Plan, done: list[tuple[int, str]]) -> None:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 def test_rows_that_come_in_one_piece_are_like_those_that_are_joined(here: int, there: int) -> None:
     """An LSTM's output does not lie in memory in the order of its dimensions, and dropout draws in that order."""

@@ -49,6 +49,7 @@ def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: 
     assert [float(pipe.step(x, y).loss) for x, y in CAST_BATCHES] == plain_losses(CAST[subject](), CAST_BATCHES, dtype)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_autocast_equals_the_oracle(schedule: str, subject: str) -> None:
@@ -57,6 +58,7 @@ def test_autocast_equals_the_oracle(schedule: str, subject: str) -> None:
     assert_equal(reference(subject, schedule), run_once(subject, schedule, 3, 4, recompute))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_versions_of_low_precision_equal_the_oracle(schedule: str, subject: str) -> None:

@@ -53,6 +53,7 @@ SMALL: list[tuple[int, ...]] = [counts for counts in COUNTS if sum(counts) <= 4]
 """Those that several processes train, too: half of the cases there, and the others in one."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
 def test_one_process(counts: tuple[int, ...], split: bool) -> None:
@@ -134,6 +135,7 @@ def take_turns(counts: tuple[int, ...], split: bool) -> tuple[list[Case], list[C
     return tried[turn::2], tried[1 - turn :: 2]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("counts", SMALL, ids=str)
 @pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
 def test_several_processes(pool: Pool, counts: tuple[int, ...], split: bool) -> None:

@@ -37,6 +37,7 @@ def reference(case: Case, **options: Any) -> Outcome:
     return train_by_oracle(case.build(), case.batches * 2, drain_after=case.drain_after, **given)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_scaling_with_skipped_updates_equals_the_oracle(case: Case) -> None:
     found, scales = run_scaled(case)
@@ -48,6 +49,7 @@ def test_scaling_with_skipped_updates_equals_the_oracle(case: Case) -> None:
     assert found.losses != reference(case, loss_scale=1.0).losses
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES[1::2], ids=str)
 def test_scaling_and_clipping_together(case: Case) -> None:
     found, _ = run_scaled(case, clip_grad_norm=500.0)

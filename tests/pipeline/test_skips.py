@@ -82,6 +82,7 @@ def test_replicas_that_take_turns_send_past_stages(pool: Pool) -> None:
         assert_equal(run_reference(run), part)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [("pipedream", {"recompute": True}), ("pipedream", {"compile": True}), ("zb-h1", {"recompute": True})],

@@ -63,11 +63,13 @@ def ident(cut: Cut) -> str:
     return f"{case.subject}-{form}-{cut.recipe}-after-{cut.steps}-and-{cut.again}"
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("cut", CUTS + RECIPES, ids=ident)
 def test_neither_run_differs_from_one_that_is_not_saved(cut: Cut, tmp_path: Path) -> None:
     assert_exact(cut, *run_cut(cut, str(tmp_path / "saved")))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", APART)
 def test_several_processes(pool: Pool, ranks: int, tmp_path: Path) -> None:
     for cut, parts in zip(

@@ -26,6 +26,7 @@ def reference(subject: str, microbatches: int) -> Outcome:
     return run_reference(Case(subject, "gpipe", 1, microbatches))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_any_number_of_microbatches(schedule: str, ranks: int) -> None:
@@ -35,6 +36,7 @@ def test_any_number_of_microbatches(schedule: str, ranks: int) -> None:
         assert_equal(reference("layered", microbatches), run_pipeline(case))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("options", [{}, {"version_dtype": torch.bfloat16}], ids=["autocast", "low versions"])
 def test_precisions(subject: str, options: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ def ident(run: Run) -> str:
     return f"{run.subject}-{run.schedule}-{run.stages}{replicas and f'-on-{replicas}'}"
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("run", RUNS + REPLICATED, ids=ident)
 def test_one_process(run: Run) -> None:
     actual, plain = run_in_pipeline(run), run_plainly(run.subject)
@@ -85,6 +86,7 @@ def test_stages_with_different_numbers_of_replicas_may_not_share(replicas: tuple
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_processes(pool: Pool, ranks: int) -> None:
     runs = [run for run in RUNS if run.stages == ranks * run.stages_per_rank]

@@ -51,6 +51,7 @@ def ident(run: TiedRun) -> str:
     return f"{run.shared}-on-{run.replicas}-{run.microbatches}{'-split' if run.split else ''}{drains}".replace(" ", "")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("run", RUNS + REPLICATED + CLIPPED, ids=ident)
 def test_one_process(run: TiedRun) -> None:
     actual, expected = run_here(run), run_reference(run)
@@ -59,6 +60,7 @@ def test_one_process(run: TiedRun) -> None:
     assert set(actual.state) == set(expected.state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_several_processes(pool: Pool, ranks: int) -> None:
     runs = [run for run in APART if sum(run.replicas) == ranks]

@@ -52,6 +52,7 @@ def promised(run: Run) -> Outcome:
     return run_reference(Run(run.subject, "2bw" if run.schedule == "2bw" else "1f1b-flush", 3, microbatches=3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", [*TIED, *UNTIED])
 def test_every_model_under_every_kind_of_schedule(pool: Pool, subject: str) -> None:
@@ -65,6 +66,7 @@ def test_every_model_under_every_kind_of_schedule(pool: Pool, subject: str) -> N
     assert_ranks_equal(pool.run(3, run_these, runs[::2]), [promised(run) for run in runs[::2]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("subject", ["gpt2", "llama", "llama-grouped", "bert", "vit"])
 def test_the_flush_equals_the_unsplit_model(subject: str) -> None:
     plain, split = run_plainly(subject), run_in_pipeline(Run(subject, "1f1b-flush", 3))
@@ -84,6 +86,7 @@ def test_only_the_small_matrices_of_a_lora_are_trained() -> None:
     assert all("lora_" in name for name in moved)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", ["gpt2", "llama-padded", "bert", "t5", "Recurrent"])
 def test_a_prediction_is_the_model_s_own_output_for_sentences_of_any_length(subject: str) -> None:

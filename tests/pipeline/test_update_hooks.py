@@ -31,6 +31,7 @@ def reference(case: Case, recipe: str) -> Outcome:
     return run_reference(case, **HOOKED[recipe])
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("recipe", HOOKED)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hooks_equal_the_oracle(case: Case, recipe: str) -> None:

@@ -172,6 +172,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_data_may_decide_which_gradients_cross_a_cut(pool: Pool, run: VaryingRun) -> None:
     expected = reference(run)
@@ -180,6 +181,7 @@ def test_data_may_decide_which_gradients_cross_a_cut(pool: Pool, run: VaryingRun
         compare(expected, pool.run(count, train, run))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("kind", ["unread at first", "without gradient"])
 def test_so_do_they_with_tensor_parallel_members(pool: Pool, kind: str, shares_memory: bool) -> None:

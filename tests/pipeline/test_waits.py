@@ -38,6 +38,7 @@ def test_a_rank_that_stands_still_in_a_step_is_named_by_all(fork_server: ForkSer
             assert all("its last sign of life came" in error for error in reported)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_stands_still_before_a_call_ends_it_elsewhere(fork_server: ForkServer, failing: int) -> None:
     # At the same time, since nearly all of it is waiting.
@@ -96,6 +97,7 @@ def test_a_process_that_may_open_no_more_files_says_so_on_every_rank(
         assert "out of memory" not in errors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize(("failing", "deed"), [(0, "raise"), (1, "raise"), (0, "interrupt")])
 def test_an_error_is_reported_where_the_hook_for_errors_is_replaced(
@@ -112,6 +114,7 @@ def test_an_error_is_reported_where_the_hook_for_errors_is_replaced(
     assert f"rank {failing} failed outside the pipeline, so rank {1 - failing} stops too" in errors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_exit_handlers_run_where_a_rank_ends_whose_peer_lives_on(

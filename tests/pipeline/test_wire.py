@@ -117,6 +117,7 @@ def test_one_process() -> None:
             assert_equal(reference(case, kind), run_pipeline(case, wire_dtype=KINDS[kind], skips=skips))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_processes(pool: Pool, ranks: int) -> None:
     runs = cases(ranks)

@@ -37,6 +37,7 @@ def parts() -> dict[tuple[int, ...], tuple[float, float]]:
     return {ranks: seconds_and_cost(ranks) for ranks in ((0,), (0, 1), (2,), (2, 3), (0, 1, 2, 3))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("patience", [1.001, 1.3, 2.0, 3.0, 5.0, 9.0])
 def test_the_cheapest_part_that_is_fast_enough_is_taken(patience):
     deadline = patience * min(seconds for seconds, _ in parts().values())

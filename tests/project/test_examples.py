@@ -47,6 +47,7 @@ def train(fork_server: ForkServer) -> Train:
     return lambda processes, arguments: once(processes, tuple(arguments))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_gpt(train: Train, processes: int) -> None:
     printed = train(processes, [*GPT, "--steps", "20"])
@@ -58,6 +59,7 @@ def test_gpt(train: Train, processes: int) -> None:
     assert "the model continues" in printed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_digits(train: Train, processes: int) -> None:
     printed = train(processes, [*DIGITS, "--steps", "30"])
@@ -68,6 +70,7 @@ def test_digits(train: Train, processes: int) -> None:
     assert "test set: loss" in printed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "pipedream"])
 def test_schedules_by_name(train: Train, schedule: str) -> None:
     stages = ["--stages", "4"] if schedule == "interleaved" else []

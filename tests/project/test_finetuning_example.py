@@ -42,6 +42,7 @@ def losses(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): validation loss ([\d.]+)", printed)}
 
 
+@pytest.mark.sampled(0)
 def test_a_whole_model(pool: Pool, tmp_path: Path) -> None:
     checkpoints, exported = tmp_path / "checkpoints", tmp_path / "exported"
     arguments = [*SMALL, "--steps", "12", "--checkpoints", str(checkpoints), "--export", str(exported)]

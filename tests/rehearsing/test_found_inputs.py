@@ -35,6 +35,7 @@ def made(found: Found) -> dict[str, Any]:
     return found.make()
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("found", FOUND, ids=lambda found: found.name)
 def test_wrong_numbers_are_found(found: Found) -> None:
     expected = train_by_hand(made(found))

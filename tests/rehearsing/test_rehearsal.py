@@ -44,6 +44,7 @@ def rehearsed(**changes: Any) -> Rehearsal:
     return penstock.rehearse(**arguments(**changes))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe", "zb-h1", "interleaved", "2bw", "pipedream"])
 def test_equal_trainings_are_equal(schedule: str) -> None:
     found = rehearsed(

@@ -59,6 +59,7 @@ def train_a_part(kind: str, method: str) -> tuple[Tensor, Tensor, Tensor, dict[s
     return outputs.detach(), own.grad, first.grad, gradients
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "method"), [("rnn", "blelloch"), ("gru", "chunked"), ("rnn", "linear"), ("lstm", "blelloch")]
 )

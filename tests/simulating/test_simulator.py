@@ -48,6 +48,7 @@ def test_interleaving_divides_the_bubble(p: int, v: int, m: int) -> None:
     assert timeline.seconds == 3 * v * m + 3 * (p - 1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("forward", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize(("method", "microbatches"), [("pipedream", 1), ("pipedream", 8), ("2bw", 4), ("2bw", 8)])
 def test_asynchronous_schedules_idle_in_fill_and_drain_only(method: str, microbatches: int, forward: float) -> None:

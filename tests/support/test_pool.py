@@ -99,6 +99,7 @@ def is_alive(process: int) -> bool:
     return True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("job", "argument", "words"),
     [

@@ -49,6 +49,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_was_changed_is_traced_anew(change: str, traced: list[nn.Module]) -> None:
     capture(SUBJECT.build(), SUBJECT.sample)

@@ -52,6 +52,7 @@ def names_in(directory: Path) -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "sharded"), [("llama", False), ("llama-tied", True), ("gpt2", True), ("bert", False)])
 def test_transformers_loads_an_export_and_we_load_its_own(tmp_path: Path, kind: str, sharded: bool) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
@@ -72,6 +73,7 @@ def test_transformers_loads_an_export_and_we_load_its_own(tmp_path: Path, kind: 
         assert ours["weight_map"].keys() == theirs["weight_map"].keys()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "save"), [("llama", {}), ("llama-tied", SHARDED)], ids=["single", "sharded"])
 def test_processes_read_and_write_their_own_tensors(
     tmp_path: Path, kind: str, save: dict[str, str], pool: Pool
@@ -91,6 +93,7 @@ def test_processes_read_and_write_their_own_tensors(
     assert names_in(target) == names_in(source)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stages", "schedule"),
     [

@@ -15,6 +15,7 @@ SLACK = 3_000_000
 """Bytes: Python objects, buffers of files, activations. A second large tensor would not fit in."""
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_from_the_hub_to_the_hub_no_process_holds_more_than_its_share_and_one_tensor(
     tmp_path: Path, request: pytest.FixtureRequest

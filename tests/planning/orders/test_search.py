@@ -46,6 +46,7 @@ def judge(found: FoundOrder, limit: float = float("inf"), cluster: Cluster = CLU
     return plan.predicted.minibatch_seconds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("times", [0.75, 1.25])
 @pytest.mark.parametrize("folded", [False, True])
 def test_no_named_order_that_fits_is_faster(times: float, *, folded: bool) -> None:
@@ -119,6 +120,7 @@ def test_recomputation_takes_a_forward_and_little_memory() -> None:
     assert found.plan.recompute and found.gap < 0.3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("folded", [False, True])
 def test_an_order_of_many_microbatches_repeats_its_middle(tmp_path: Path, *, folded: bool) -> None:
     """The file of such a plan stays short, and serves other numbers of microbatches."""

@@ -74,6 +74,7 @@ def test_replicas_on_consecutive_ranks_are_found_where_servers_are_slowly_linked
     assert rate(plan(GNMT, cluster)) >= rival.samples_per_second * (1 - 1e-9)  # they differ by rounding
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("samples", "wish"), [(1, {"schedule": "spp"}), (64, {"schedule": "spp"}), (64, {"planner": "spp"})]
@@ -91,6 +92,7 @@ def many_servers(samples: int) -> tuple[float, Cluster]:
     return rate(plan(replace(GNMT, microbatch_size=samples), cluster)), cluster
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "cluster", [Cluster.uniform(5, TEN_GBPS), Cluster.uniform(4, 1e8), Cluster.hierarchical([(3, 12e9), (2, 1e9)])]

@@ -67,6 +67,7 @@ def test_nothing_is_much_faster_than_what_the_search_finds(schedule, seed):
     assert found.predicted.samples_per_second >= 0.94 * fastest(profile, cluster, schedule, 8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_pipeline_of_two_stages_is_much_faster(seed):
     """On long chains a cut that costs little may be far from the one that a planner proposes."""
@@ -104,6 +105,7 @@ def test_a_device_that_is_taken_in_changes_the_cuts():
     assert found.predicted.samples_per_second >= 0.999 * best
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [1091, 1092, 1166, 1173])
 def test_a_faster_device_does_not_make_the_plan_slower(seed):
     draw = random.Random(seed)

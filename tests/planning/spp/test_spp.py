@@ -187,6 +187,7 @@ def mappings_of(layers, cluster, order, microbatches):
 # The partition, replication and mapping.
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_mappings_are_the_best_of_all_in_their_order(seed):
     """400 machines and models each, with every number of stages: over 5,000 problems in all."""
@@ -361,6 +362,7 @@ def test_the_schedule_spp_is_the_order_of_the_printed_algorithm(stages):
                 assert found == [(kind, k + minibatch * microbatches) for kind, k in expected]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_simulator_and_printed_algorithm_agree(seed):
     """500 random plans each, where the all-reduce begins when all backwards are done, as it does in the paper."""

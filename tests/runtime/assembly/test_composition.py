@@ -54,6 +54,7 @@ SPLIT = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", SPLIT, ids=str)
 def test_two_by_two_stages_and_tp_ranks_are_one_device(pool: Pool, run: Run) -> None:
     outcomes = train(pool, run)
@@ -82,6 +83,7 @@ SHARDED = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", SHARDED, ids=str)
 def test_fully_sharded_replicas_are_one_device_bit_for_bit(pool: Pool, run: Run) -> None:
     """Two summands have one sum."""
@@ -96,6 +98,7 @@ LANES_AND_REPLICAS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", LANES_AND_REPLICAS, ids=str)
 def test_replicas_of_several_tp_ranks_sum_their_shards(pool: Pool, run: Run) -> None:
     assert farthest(run, train(pool, run)) < ROUNDING
@@ -107,6 +110,7 @@ TRACED = (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", TRACED, ids=str)
 def test_the_blocks_of_a_traced_model_are_split(pool: Pool, run: Run) -> None:
     outcomes = train(pool, run)
@@ -116,6 +120,7 @@ def test_the_blocks_of_a_traced_model_are_split(pool: Pool, run: Run) -> None:
         assert outcome.evaluated == outcomes[0].evaluated
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [None, True])
 def test_the_blocks_of_a_traced_model_are_fully_sharded(pool: Pool, recompute: bool | None) -> None:
     run = Run("shard_own_blocks", replicas=2, recompute=recompute, traced=True)
@@ -129,6 +134,7 @@ DIVIDED = (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", DIVIDED, ids=str)
 def test_backwards_of_split_layers_are_divided(pool: Pool, run: Run) -> None:
     assert farthest(run, train(pool, run)) < ROUNDING
@@ -168,6 +174,7 @@ CLIPPED = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", CLIPPED, ids=str)
 def test_norms_are_those_of_whole_gradients(pool: Pool, run: Run) -> None:
     """A norm of parts is rounded otherwise than the norm of the whole."""
@@ -175,6 +182,7 @@ def test_norms_are_those_of_whole_gradients(pool: Pool, run: Run) -> None:
     assert reference(run).losses != reference(replace(run, most=None, scales=False)).losses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "run",
     [Run("split_columns_and_rows", "2bw", tp=2, hooked=True), Run("shard_blocks", replicas=2, hooked=True)],

@@ -45,6 +45,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
     return save
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", CHECKPOINTED, ids=str)
 def test_a_checkpoint_of_shards_loads_under_any_plan(pool: Pool, saved: Saves, run: Run) -> None:

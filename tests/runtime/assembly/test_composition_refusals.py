@@ -427,6 +427,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_composed_is_refused(pool: Pool, case: str) -> None:
     text, arguments, options = REFUSED[case]

@@ -375,6 +375,7 @@ def confident(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy((output + 14 * picked).flatten(0, 1), target.flatten())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss_fn", [usual, confident, cancelling, tiny])
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]

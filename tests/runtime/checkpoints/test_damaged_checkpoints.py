@@ -63,6 +63,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("file", ["manifest.json", "model-00000.safetensors", "state-00000.safetensors"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_damage_is_found_and_passed_over(

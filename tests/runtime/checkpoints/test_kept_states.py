@@ -62,6 +62,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_pytorch(tmp_path: Path, name: str) -> None:
     check_resuming(tmp_path / "run", optimizer=OPTIMIZERS[name])
@@ -95,6 +96,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_of_pytorch(tmp_path: Path, name: str) -> None:
     check_resuming(tmp_path / "run", lr_scheduler=SCHEDULERS[name])
@@ -268,6 +270,7 @@ def run(pipe: penstock.Pipeline, loader: Any, steps: int, ahead: bool) -> list[f
                 return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("steps", [2, 5, 7])
 def test_the_loader_goes_on_by_itself(tmp_path: Path, steps: int, ahead: bool) -> None:

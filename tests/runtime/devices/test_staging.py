@@ -83,6 +83,7 @@ class Hasty(SimulatedDevice):
         pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Forgetful, Hasty])
 @pytest.mark.parametrize("work", [send, receive])
 def test_the_simulated_device_finds_what_is_out_of_order(

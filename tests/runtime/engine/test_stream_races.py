@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", CASES)
 def test_schedules(name: str) -> None:
     device = RacingDevice()
@@ -73,6 +74,7 @@ def test_schedules(name: str) -> None:
     assert_equal(share_reference(CASES[name]), found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("clipped", "pipedream"), ("scaled", "pipedream")]
 )
@@ -86,6 +88,7 @@ def test_options(name: str, schedule: str) -> None:
     assert_equal(run_reference(case(schedule), **options), found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "recipe"), [("1f1b-flush", "plain"), ("pipedream", "plain"), ("2bw", "several")])
 def test_saves_beside_the_training(schedule: str, recipe: str, tmp_path: Path) -> None:
     """The copies to the host are in a stream of their own, and an update waits for them there, not on the host."""
@@ -108,6 +111,7 @@ TIED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TIED)
 def test_weights_that_stages_share(name: str) -> None:
     run = TIED[name]
@@ -119,6 +123,7 @@ def test_weights_that_stages_share(name: str) -> None:
     assert_equal(run_tied_reference(run), found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw"])
 def test_several_processes(pool: Pool, schedule: str) -> None:
     expected = share_reference(case(schedule))
@@ -134,6 +139,7 @@ def test_several_processes_with_replicas(pool: Pool, schedule: str) -> None:
         assert_equal(expected, found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw"])
 def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule: str) -> None:
     """Over the ends of NCCL, and a backend that does as NCCL does."""
@@ -143,6 +149,7 @@ def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule:
         assert messages > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3)], ids=str)
 def test_sums_from_device_to_device(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:

@@ -57,6 +57,7 @@ def assert_equals_oracle(case: Case, losses: tuple[float, ...], state: dict[str,
         assert torch.equal(run_reference(case).state[name], tensor), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "graphs"),
     [
@@ -74,6 +75,7 @@ def test_a_stage_is_one_graph_for_all_versions_and_replicas(case: Case, graphs: 
     assert counter.graphs == graphs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "recompute", "graphs"),
     [

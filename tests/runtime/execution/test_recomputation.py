@@ -67,11 +67,13 @@ DIVIDED = [
 """Their backwards are in two parts, the first of which recomputes."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", DIVIDED, ids=lambda case: f"{case.subject}-{case.schedule}-{case.ranks}")
 def test_weight_parts_use_what_input_parts_recomputed(case: Case) -> None:
     assert_equals_oracle(case, *train(case, recompute=True))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("case", "recompute"), [(case, (True, "layers")[number % 2]) for number, case in enumerate(CASES)], ids=str
 )
@@ -181,6 +183,7 @@ def run_layers(
     return losses, pipe.state_dict()["model"], torch.rand(3)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("build", [drawing, rebinding, in_place, several, tied, frozen, spectral])
 @pytest.mark.parametrize("recompute", [True, "layers", {0}])
 @pytest.mark.parametrize("stages", [1, 2])

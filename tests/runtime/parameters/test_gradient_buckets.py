@@ -369,6 +369,7 @@ def test_live_tensors_are_constant_from_sum_to_sum() -> None:
     assert len(set(counts)) == 1, counts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["gloo", "tardy"])
 @pytest.mark.parametrize("order", [(1, 0), (0, 1, 2), (2, 0, 1), (3, 0, 2, 1)], ids=str)
 def test_backends_add_in_the_order_that_is_given(pool: Pool, order: tuple[int, ...], backend: str) -> None:

@@ -214,6 +214,7 @@ def ident(schedule: Schedule) -> str:
     return "-".join([schedule.name, str(schedule.ranks), *(name for name, there in facts.items() if there)])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", SMALL, ids=ident)
 def test_no_action_can_be_dropped_or_repeated_and_no_number_changed(schedule: Schedule) -> None:
     """Every single one, in three minibatches, or in two where a minibatch begins when the one before it has ended."""

@@ -200,6 +200,7 @@ SCHEDULES = (
 )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
 def test_hosts_that_block_wherever_they_compute_do_not_deadlock(schedule: Schedule, seed: int) -> None:
@@ -209,6 +210,7 @@ def test_hosts_that_block_wherever_they_compute_do_not_deadlock(schedule: Schedu
     assert all(notices.announcing for notices in hosts.notices)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
 def test_nor_do_tensor_parallel_members(schedule: Schedule) -> None:
     hosts = LazyHosts(schedule, 0, seconds=20.0, members=2)
@@ -219,6 +221,7 @@ def test_nor_do_tensor_parallel_members(schedule: Schedule) -> None:
 SEGMENTS = (*(Step(minibatch) for minibatch in range(6)), Drain(6))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("method", ["gpipe", "1f1b-flush", "zb-h1", "pipedream", "2bw"])
 def test_some_schedules_need_no_notices(method: str, ranks: int) -> None:
@@ -228,6 +231,7 @@ def test_some_schedules_need_no_notices(method: str, ranks: int) -> None:
     assert hosts.run(SEGMENTS, announcing=3) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s.method in ("interleaved", "spp", "zb-v")], ids=name)
 def test_without_notices_others_deadlock(schedule: Schedule) -> None:
     """Enqueueing a receive when it is wanted is not enough: each rank's send waits for the other rank's receive."""
