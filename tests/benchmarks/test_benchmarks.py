@@ -26,6 +26,7 @@ def run(pool: Pool, benchmark: str, report: Path, *arguments: Any) -> Any:
     return json.loads(report.read_text())
 
 
+@pytest.mark.sampled(0)
 def test_throughput(pool: Pool, tmp_path: Path) -> None:
     """Every contender steps, and all whose updates are not delayed train alike."""
     report = tmp_path / "rounds.json"

@@ -126,6 +126,7 @@ def test_gradients_are_compared_in_every_part(scale: float, monkeypatch: pytest.
             check(forward, scale)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_the_checks_take_half_of_the_weights_as_memory(fork_server: ForkServer) -> None:
     (process,) = fork_server.start_ranks([str(SCRIPTS / "capture_memory_script.py")], 1)

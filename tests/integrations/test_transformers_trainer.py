@@ -32,6 +32,7 @@ def assert_alike(expected: History, found: History, rounding: float = FLOAT32) -
         assert other == pytest.approx(one, rel=rounding)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_the_logs_of_a_plain_trainer(pool: Pool, tmp_path: Path) -> None:
     """Losses, gradient norms, learning rates, accuracies: in two processes, and resumed."""

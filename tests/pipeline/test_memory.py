@@ -281,6 +281,7 @@ def measure(fork_server: ForkServer, schedule: str, microbatches: int) -> list[t
     return [(int(peak), int(gradients)) for peak, gradients in outputs]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_a_flush_holds_what_is_in_flight_and_not_the_minibatch(fork_server: ForkServer) -> None:
     single, double = (measure(fork_server, "gpipe", microbatches) for microbatches in (1, 2))

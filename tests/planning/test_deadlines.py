@@ -87,6 +87,7 @@ def test_time_costs_money():
     assert "per epoch" not in plan(PROFILE, CLUSTER, **OPTIONS).explain()
 
 
+@pytest.mark.sampled(0)
 def test_impossible_deadlines_say_what_is_possible():
     fastest = min(seconds for seconds, _ in parts().values())
     with pytest.raises(PlanError, match=f"deadline_seconds: expected {fastest:.6g} or more, .* on 2 x fast, found 1:"):

@@ -273,6 +273,7 @@ def cells(count: int) -> Graph:
     return Graph(tuple(operators), (*tensors, Tensor(newer, 10, (), True)))
 
 
+@pytest.mark.sampled(0)
 def test_a_graph_of_cells_with_many_branches_becomes_a_chain_in_seconds() -> None:
     """Its levels have many thousands of down-sets; the cuts between cells are where they should be."""
     wide = cells(4)
