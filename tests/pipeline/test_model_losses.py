@@ -201,6 +201,35 @@ def test_even_labels_need_no_weight() -> None:
     assert found.losses == pytest.approx(losses, rel=FLOAT32)
 
 
+class Classifier(nn.Module):
+    """Computes its loss from one label of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+def test_one_label_of_each_sample() -> None:
+    torch.manual_seed(0)
+    model, batch = Classifier(), {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
+    expected = model(**batch)["loss"].item()
+    pipe = penstock.Pipeline(
+        model,
+        sample={name: value[:2] for name, value in batch.items()},
+        loss_fn=penstock.model_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        microbatches=3,
+    )
+
+    assert float(pipe.step(batch).loss) == pytest.approx(expected, rel=FLOAT32)
+    batch["labels"][0] = IGNORED
+    with pytest.raises(penstock.PenstockError, match=r"hold \[1, 0, 0\] labels of -100 in labels"):
+        pipe.step(batch)
+
+
 def test_a_microbatch_without_labels_that_count_is_refused() -> None:
     pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush"))
     batch = {**SENTENCES[0], "labels": SENTENCES[0]["labels"].clone()}

@@ -152,8 +152,8 @@ def check_counted_alike(inputs: Mapping[str, Sequence[Tensor]], sizes: Sequence[
 
 def _ignored(batch: Tensor) -> Tensor:
     """How many labels of each sample do not count, of all and of the first ones, which some losses leave out."""
-    parts = batch.reshape(len(batch), -1), batch[..., :1].reshape(len(batch), -1)
-    return torch.stack([part.eq(IGNORED).sum(1) for part in parts], 1)
+    labels = batch if batch.dim() > 1 else batch[:, None]
+    return torch.stack([part.eq(IGNORED).flatten(1).sum(1) for part in (labels, labels[..., :1])], 1)
 
 
 def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
