@@ -6,17 +6,21 @@ refused, with one line that says why; 2, the command line is wrong.
 
 import argparse
 import os
+import platform
 import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.commands import DOCTOR, FLEET, PLAN, PROBE, PROFILE, REHEARSE, SHOW, SIMULATE, VERIFY
+from penstock.commands import COMMANDS
 from penstock.commands.command import Command
 from penstock.errors import PenstockError, visible
+from penstock.progress import colored
 
-_COMMANDS: tuple[Command, ...] = (REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, DOCTOR, FLEET)
+_RUN_ON = """\
+Its tests have passed on CPUs with PyTorch 2.11 and 2.13 and Python 3.11 and 3.12, and on one NVIDIA H200 with PyTorch
+2.11. Several GPUs have not been tried."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
@@ -31,7 +35,7 @@ def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
     except PenstockError as error:
         if arguments.traceback:
             traceback.print_exc()
-        print(f"penstock: error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 1
     except BrokenPipeError:
         # The reader of the output (`| head`) has gone, so nothing may be flushed at the exit.
@@ -41,11 +45,30 @@ def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
         if arguments.traceback:
             traceback.print_exc()
         reason = f"{error.filename}: {error.strerror}"
-        print(f"penstock: error: {visible(reason)}; give another path", file=sys.stderr)
+        _print_error(f"{visible(reason)}; give another path")
         return 1
     except KeyboardInterrupt:
         return 130  # what a shell reports of a process that was interrupted
     return 0
+
+
+def _print_error(text: str) -> None:
+    print(f"{colored('penstock: error:', '1;31', sys.stderr)} {text}", file=sys.stderr)
+
+
+class _ShowVersion(argparse.Action):
+    """Prints the version, the versions of what it runs on, and what it has been tested on."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            torch = f"PyTorch {version('torch')}"
+        except PackageNotFoundError:
+            torch = "no PyTorch"
+        system = f"{platform.system()} {platform.machine()}"
+        print(f"penstock {__version__}\nPython {platform.python_version()}, {torch}, {system}\n{_RUN_ON}")
+        parser.exit()
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -54,9 +77,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         description="Pipeline-parallel training for any PyTorch module: measure, plan, simulate, prove.",
         epilog="exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong command line",
     )
-    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    parser.add_argument(
+        "--version", action=_ShowVersion, nargs=0, help="show the version, and what it has been tested on, and exit"
+    )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
+    for command in COMMANDS:
         subparser = subparsers.add_parser(
             command.name,
             help=command.summary,
@@ -67,5 +92,5 @@ def _parser(program: str) -> argparse.ArgumentParser:
         command.declare(subparser)
         subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
         subparser.add_argument("--traceback", action="store_true", help="show the traceback of an error as well")
-        subparser.set_defaults(command=command)
+        subparser.set_defaults(command=command, parser=parser)
     return parser

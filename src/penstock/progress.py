@@ -1,11 +1,14 @@
-"""A progress line on the terminal.
+"""What only a terminal gets: progress, and colors.
 
-It needs no library, and writes nothing into files, pipes or the logs of continuous integration.
+Files, pipes and the logs of continuous integration get neither.
 """
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Event, Thread
+from time import monotonic
 from typing import TextIO, TypeVar
 
 from penstock.errors import visible
@@ -18,6 +21,41 @@ _BAR = 24
 def is_interactive(stream: TextIO) -> bool:
     """Whether `stream` is a terminal, outside continuous integration."""
     return stream.isatty() and not os.environ.get("CI")
+
+
+def colored(text: str, color: str, stream: TextIO) -> str:
+    """`text` for `stream` in `color`, the numbers of an ANSI sequence; as it is without a terminal or with NO_COLOR."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain else f"\x1b[{color}m{text}\x1b[0m"
+
+
+@contextmanager
+def elapsed_line(title: str, after_seconds: float = 2.0) -> Iterator[None]:
+    """If its body takes longer than `after_seconds`, a line on stderr shows the seconds so far; it is erased then.
+
+    For work whose end cannot be foreseen. Nothing is written unless stderr `is_interactive`, and by rank 0 only.
+    """
+    stream, ended = sys.stderr, Event()
+    if not is_interactive(stream) or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+
+    def show() -> None:
+        start, wait = monotonic(), after_seconds
+        while not ended.wait(wait):
+            stream.write(f"\r{title} {monotonic() - start:.0f} s")
+            stream.flush()
+            wait = 1.0
+
+    thread = Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        stream.write("\r\x1b[K")
+        stream.flush()
 
 
 def progress_line(

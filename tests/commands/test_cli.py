@@ -2,16 +2,19 @@
 
 import argparse
 import json
+import platform
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import penstock
 from penstock.cli import main
+from penstock.commands import COMMANDS
 from penstock.commands.quantities import (
     parse_bandwidth,
     parse_bytes,
@@ -155,10 +158,13 @@ def test_quantities_have_three_digits_and_a_unit():
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
-    assert (stop.value.code, capsys.readouterr().out) == (0, f"penstock {penstock.__version__}\n")
+    first, system, *tested = capsys.readouterr().out.splitlines()
+    assert (stop.value.code, first) == (0, f"penstock {penstock.__version__}")
+    assert system.startswith(f"Python {platform.python_version()}, PyTorch {torch.__version__}")
+    assert "CPUs" in tested[0]
 
 
-@pytest.mark.parametrize("command", ["profile", "plan", "simulate", "verify", "show"])
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS if command.name != "probe"])
 def test_every_command_has_help_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -189,6 +195,44 @@ def run_module(*arguments: str, folder: Path) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "penstock", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
     return done.returncode, done.stdout, done.stderr
+
+
+def test_an_error_is_red_on_a_terminal(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    assert main(["show", "nowhere.yaml"]) == 1
+    assert capsys.readouterr().err.startswith("\x1b[1;31mpenstock: error:\x1b[0m nowhere.yaml")
+
+
+def test_completion_needs_a_package(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+
+    assert refused(capsys, "completion", "zsh").endswith("found none: pip install 'shtab>=1.9'")
+
+
+@pytest.mark.processes
+def test_bash_completes_commands_options_and_files(here: Path, capsys: Any) -> None:
+    pytest.importorskip("shtab", reason="the extra `test` brings it")
+    Path("penstock.bash").write_text(printed(capsys, "completion", "bash"))
+    script = """
+        . ./penstock.bash
+        complete_words() {
+            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+            _shtab_penstock penstock "${COMP_WORDS[COMP_CWORD]}" ""
+            echo "${COMPREPLY[@]}"
+        }
+        complete_words penstock pro
+        complete_words penstock plan --band
+        complete_words penstock show prof
+        complete_words penstock completion z
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=here)
+
+    assert (done.stdout.splitlines(), done.stderr) == (["profile probe", "--bandwidth", "profile.json", "zsh"], "")
+    for shell in ("zsh", "fish"):
+        assert "frontier" in json.loads(printed(capsys, "completion", shell, "--json"))["script"]
 
 
 @pytest.mark.processes

@@ -226,7 +226,7 @@ def test_one_label_of_each_sample() -> None:
 
     assert float(pipe.step(batch).loss) == pytest.approx(expected, rel=FLOAT32)
     batch["labels"][0] = IGNORED
-    with pytest.raises(penstock.PenstockError, match=r"hold \[1, 0, 0\] labels of -100 in labels"):
+    with pytest.raises(penstock.PenstockError, match=r"hold \[1, 0, 0\] labels of -100 in kwargs"):
         pipe.step(batch)
 
 

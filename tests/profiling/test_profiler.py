@@ -1,8 +1,6 @@
 """The profiler: exact bytes of known layers, exact medians of a scripted clock, and a model left as it was found."""
 
-import io
 import math
-import sys
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
@@ -20,7 +18,6 @@ from penstock.errors import PenstockError, ProfileError
 from penstock.profiling import ScriptedClock, WallClock, profile
 from penstock.profiling.clocks import MOST_CALLS, calls_per_sample, median_seconds
 from penstock.profiling.workspaces import recording
-from penstock.progress import is_interactive, progress_line
 from penstock.values.profiles import LayerProfile, Profile
 
 FLOAT = 4
@@ -661,46 +658,3 @@ def test_a_model_without_weights_to_compute_with_is_refused():
 def test_a_device_that_nothing_here_can_time_is_refused():
     with pytest.raises(ProfileError, match="expected a cpu or cuda device, found 'meta'"):
         profile(nn.ReLU(), (torch.ones(1, 2),), device="meta")
-
-
-# Progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_progress_line_says_what_is_under_way_and_wipes_itself(monkeypatch):
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr("sys.stderr", Terminal())
-    assert list(progress_line(["a", "bee"], str.upper, "profiling")) == ["a", "bee"]
-
-    first = "profiling [........................] 0/2 A"
-    second = "profiling [############............] 1/2 BEE"
-    assert sys.stderr.getvalue() == f"\r{first}\r{second}\r{' ' * len(second)}\r"
-
-
-def test_the_progress_line_is_silent_without_a_terminal(monkeypatch):
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr("sys.stderr", Terminal())
-    assert list(progress_line(["a"], str.upper, "profiling", show=False)) == ["a"]
-    monkeypatch.setenv("CI", "true")
-    assert list(progress_line(["a"], str.upper, "profiling")) == ["a"]
-    assert sys.stderr.getvalue() == ""
-
-    monkeypatch.delenv("CI")
-    monkeypatch.setattr("sys.stderr", io.StringIO())
-    assert list(progress_line(["a"], str.upper, "profiling")) == ["a"]
-    assert sys.stderr.getvalue() == ""
-
-
-def test_the_progress_line_is_written_anywhere_on_request(monkeypatch, capsys):
-    monkeypatch.setenv("CI", "true")
-    assert list(progress_line(["a"], str.upper, "x", show=True)) == ["a"]
-    assert "0/1 A" in capsys.readouterr().err
-
-
-def test_a_stream_that_is_no_terminal_is_not_watched(tmp_path):
-    with open(tmp_path / "log", "w") as stream:
-        assert not is_interactive(stream)

@@ -76,11 +76,11 @@ FLOW = {
     "rehearsing": """errors arguments torch_internals values capturing training oracle runtime.transport
         runtime.assembly pipeline""",
     "fleet": "errors arguments values planning",
-    "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
-        training rehearsing fleet""",
+    "commands": """errors arguments values progress doctor timelines planning scheduling simulating rendering capturing
+        profiling training rehearsing fleet""",
     "integrations": "errors training pipeline",
     "scan": "errors arguments torch_internals",
-    "cli": "errors commands",
+    "cli": "errors progress commands",
     "__main__": "cli",
 }
 PURE = (

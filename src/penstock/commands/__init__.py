@@ -1,7 +1,9 @@
 """The commands of ``penstock``: one file each, a thin skin over the function of the same name."""
 
+from penstock.commands.completion_command import COMPLETION
 from penstock.commands.doctor_command import DOCTOR
 from penstock.commands.fleet_command import FLEET
+from penstock.commands.init_command import INIT
 from penstock.commands.plan_command import PLAN
 from penstock.commands.probe_command import PROBE
 from penstock.commands.profile_command import PROFILE
@@ -10,4 +12,4 @@ from penstock.commands.show_command import SHOW
 from penstock.commands.simulate_command import SIMULATE
 from penstock.commands.verify_command import VERIFY
 
-__all__ = ["DOCTOR", "FLEET", "PLAN", "PROBE", "PROFILE", "REHEARSE", "SHOW", "SIMULATE", "VERIFY"]
+COMMANDS = (INIT, REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, DOCTOR, FLEET, COMPLETION)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.commands.command import Command, given, print_json
 from penstock.errors import PenstockError
+from penstock.progress import elapsed_line
 from penstock.values.documents import write_text
 
 
@@ -26,7 +27,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.doctor.reports import report_document, report_page, report_text
     from penstock.doctor.run_directories import RunDirectory, examine
 
-    evidence = examine(RunDirectory(Path(arguments.directory)), signals=True, **given(arguments, "wait_seconds"))
+    with elapsed_line("waiting for the ranks"):
+        evidence = examine(RunDirectory(Path(arguments.directory)), signals=True, **given(arguments, "wait_seconds"))
     found = diagnose(evidence)
     if arguments.html:
         write_text(arguments.html, report_page(evidence, found), PenstockError)

@@ -8,10 +8,11 @@ from penstock.arguments import choice
 from penstock.commands.command import Command, print_json, show
 from penstock.commands.quantities import parse_count
 from penstock.errors import PlanError
+from penstock.progress import elapsed_line
 from penstock.values.documents import write_text
 
 if TYPE_CHECKING:
-    from penstock.fleet import FleetFile, FleetRun, Policy
+    from penstock.fleet import FleetFile, FleetRun, Policy, ThroughputTable
 
 _ACTIONS = ("allocate", "simulate", "run", "emit")
 
@@ -44,7 +45,8 @@ def _run(arguments: argparse.Namespace) -> None:
         raise PlanError(f"--html: expected the action simulate or run, found {arguments.action}: leave it out")
     fleet = FleetFile.load(arguments.fleet)
     policy = POLICIES[choice(list(POLICIES)).check("--policy", arguments.policy, PlanError)]
-    table = fleet.table()
+    with elapsed_line("planning every job"):
+        table = fleet.table()
     if arguments.plans:
         Path(arguments.plans).mkdir(parents=True, exist_ok=True)
         for model, row in zip(table.jobs, table.speeds, strict=True):
@@ -53,36 +55,38 @@ def _run(arguments: argparse.Namespace) -> None:
                     speed.plan.save(Path(arguments.plans) / f"{model.job.name}-{machines.kind.name}.yaml")
     match arguments.action:
         case "allocate":
-            found = policy(fleet.problem(table))
+            with elapsed_line("dividing the machines"):
+                found = policy(fleet.problem(table))
             if arguments.json:
                 print_json({**found.as_document(), "throughputs": table.throughputs()})
             else:
                 show(f"{table.describe()}\n\n{found.explain()}")
         case "simulate":
-            _simulate(arguments, fleet, policy)
+            _simulate(arguments, fleet, policy, table)
         case "run":
             _execute(arguments, fleet, policy)
         case _:
-            _emit(arguments, fleet, policy)
+            _emit(arguments, fleet, policy, table)
 
 
-def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:
+def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy", table: "ThroughputTable") -> None:
     from penstock.fleet import PriceHistory, simulate_fleet
 
-    run = simulate_fleet(
-        fleet.workload(fleet.table()),
-        fleet.kinds,
-        policy,
-        round_seconds=360.0 if arguments.round_seconds is None else arguments.round_seconds,
-        restart_seconds=arguments.restart_seconds,
-        entities=fleet.entities,
-        prices=PriceHistory.load(arguments.prices) if arguments.prices else None,
-        pairs=fleet.shared_speeds(),
-        seed=arguments.seed,
-        ideal=arguments.ideal,
-        record=bool(arguments.html) and not arguments.ideal,
-        budget=fleet.budget,
-    )
+    with elapsed_line("simulating"):
+        run = simulate_fleet(
+            fleet.workload(table),
+            fleet.kinds,
+            policy,
+            round_seconds=360.0 if arguments.round_seconds is None else arguments.round_seconds,
+            restart_seconds=arguments.restart_seconds,
+            entities=fleet.entities,
+            prices=PriceHistory.load(arguments.prices) if arguments.prices else None,
+            pairs=fleet.shared_speeds(),
+            seed=arguments.seed,
+            ideal=arguments.ideal,
+            record=bool(arguments.html) and not arguments.ideal,
+            budget=fleet.budget,
+        )
     _print_run(arguments, run)
 
 
@@ -101,14 +105,14 @@ def _execute(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy"
     _print_run(arguments, executor.run())
 
 
-def _emit(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:
+def _emit(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy", table: "ThroughputTable") -> None:
     """Writes a file for each lease of the first round."""
     from penstock.fleet import RoundScheduler, cluster_job
 
     folder = Path(_directory(arguments))
     folder.mkdir(parents=True, exist_ok=True)
     scheduler = RoundScheduler(fleet.kinds)
-    scheduler.begin(policy(fleet.problem(fleet.table())))
+    scheduler.begin(policy(fleet.problem(table)))
     steps = {model.job.name: model.job.steps for model in fleet.jobs}
     commands = {model.job.name: command for model, command in zip(fleet.jobs, fleet.commands, strict=True)}
     seconds = 360.0 if arguments.round_seconds is None else arguments.round_seconds

@@ -16,6 +16,7 @@ from penstock.commands.files import (
 )
 from penstock.commands.quantities import parse_count, parse_counts
 from penstock.errors import PlanError
+from penstock.progress import elapsed_line
 from penstock.scheduling.placements import StageLayout
 from penstock.scheduling.schedule_names import names_of
 from penstock.values import Cluster, Profile, Transformer
@@ -141,7 +142,9 @@ def _compare(profiles: list[Profile] | Transformer, arguments: argparse.Namespac
     beside = ("cluster", "devices", "bandwidth", "memory", "output")
     if extra := [name for name in beside if getattr(arguments, name) is not None]:
         raise PlanError(f"--sweep and {', '.join(extra)} were given: expected one of them; drop the other")
-    found = compare_clusters(profiles, load_sweep(arguments.sweep), **options)
+    clusters = load_sweep(arguments.sweep)
+    with elapsed_line("planning for each cluster"):
+        found = compare_clusters(profiles, clusters, **options)
     if arguments.json:
         print_json(
             [
@@ -165,7 +168,8 @@ def _show_frontier(
     allowed = ("microbatches", "whole_backwards", "optimizer_copies")
     if extra := [name for name in options if name not in allowed]:
         raise PlanError(f"--frontier and {', '.join(extra)}: expected one of them at most; drop the others")
-    found = frontier(profiles[0], cluster, **options)
+    with elapsed_line("finding orders"):
+        found = frontier(profiles[0], cluster, **options)
     if arguments.output is not None:
         for number, point in enumerate(found.points, 1):
             point.plan.save(f"{arguments.output}.{number}")

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
 from penstock.errors import RehearsalError
+from penstock.progress import elapsed_line
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
     _, make = load_function(arguments.subject)
     try:
-        found = rehearse(make, **given(arguments, "steps", "accumulation"))
+        with elapsed_line("rehearsing"):
+            found = rehearse(make, **given(arguments, "steps", "accumulation"))
     except RehearsalError as error:
         if arguments.json and isinstance(error.rehearsal, Rehearsal):
             print_json(asdict(error.rehearsal))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.files import declare_cluster, declare_samples, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
+from penstock.progress import elapsed_line
 from penstock.values import Plan
 from penstock.values.quantities import bytes_text, seconds_text
 
@@ -81,9 +82,10 @@ def _run(arguments: argparse.Namespace) -> None:
         devices = max(plan.devices, default=plan.ranks - 1) + 1
     cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)
     options = given(arguments, *_OPTIONS)
-    timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)
-    outcome = evaluate(plan, profile, cluster, **options)
-    losses = find_losses(plan, profile, cluster, **options)
+    with elapsed_line("simulating"):
+        timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)
+        outcome = evaluate(plan, profile, cluster, **options)
+        losses = find_losses(plan, profile, cluster, **options)
     shared = cluster.levels[0][0] if options.get("shared_nic") else 1
     critical = critical_path(timeline, shared) if arguments.svg or arguments.html else ()
     if arguments.trace:

@@ -24,7 +24,7 @@ def load_subject(spec: str) -> Subject:
     Raises a `ProfileError` that names the file, the function or the result that is not as expected.
     """
     where, make = load_function(spec)
-    subject = _subject(where, make())
+    subject = read_subject(where, make())
     return subject if subject.name else replace(subject, name=where.rpartition(":")[2])
 
 
@@ -79,7 +79,8 @@ def _function(path: Path, name: str, module: ModuleType) -> Callable[[], object]
     )
 
 
-def _subject(where: str, result: Any) -> Subject:
+def read_subject(where: str, result: Any) -> Subject:
+    """What the function `where` has returned. Raises a `ProfileError` for anything but a `Subject` or a pair."""
     expected = "expected (model, sample) or penstock.Subject(model, sample)"
     match result:
         case Subject():

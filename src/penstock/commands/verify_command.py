@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
+from penstock.progress import elapsed_line
 from penstock.scheduling import verify
 from penstock.values import Plan, schedule
 
@@ -28,7 +29,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    proved = verify(schedule(Plan.load(arguments.plan)), **given(arguments, "minibatches", "in_full"))
+    planned = schedule(Plan.load(arguments.plan))
+    with elapsed_line("proving"):
+        proved = verify(planned, **given(arguments, "minibatches", "in_full"))
     if arguments.json:
         print_json(asdict(proved))
     else:

@@ -1,0 +1,127 @@
+"""`penstock init`: the script that it writes trains, and takes the place of no file."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from support.fork_server import ForkServer
+
+MODELS = """
+import torch
+from torch import nn
+import penstock
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def batch():
+    return torch.randn(8, 6), torch.arange(8) % 3
+
+def make():
+    x, y = batch()
+    loss_fn = nn.functional.cross_entropy
+    arguments = {"model": net(), "batches": [(x, y)] * 2, "sample": (x[:2],), "loss_fn": loss_fn}
+    return {**arguments, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "microbatches": 4}
+
+def own_batches():
+    x, y = batch()
+    return {**make(), "batches": [penstock.Microbatches([x, x], [y, y])], "microbatches": 2}
+
+def pair():
+    return net(), (batch()[0],)
+
+def layers():
+    return penstock.Subject(list(net()), batch()[0])
+
+def subject():
+    x, y = batch()
+    return penstock.Subject(net(), x, loss_fn=nn.functional.cross_entropy, target=y)
+
+def with_loss():
+    x, y = batch()
+    return WithLoss(), {"x": x, "labels": y}
+
+def no_loss():
+    return nn.Sequential(nn.Linear(6, 3), nn.LSTM(3, 3)), (batch()[0],)
+
+def no_batches():
+    return {name: value for name, value in make().items() if name != "batches"}
+"""
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    yield Path("models.py")
+    sys.modules.pop("penstock_subject_models", None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("function", ["make", "own_batches", "pair", "layers", "subject", "with_loss"])
+def test_the_loss_of_the_script_falls(function: str, fork_server: ForkServer, tmp_path: Path, capsys: Any) -> None:
+    assert main(["init", f"models.py:{function}"]) == 0
+
+    assert capsys.readouterr().out.splitlines() == [
+        "wrote train.py; start it with",
+        "  python train.py",
+        "  torchrun --nproc-per-node 2 train.py",
+    ]
+    child = fork_server.start([str(tmp_path / "train.py")], {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path)
+    printed, errors = child.communicate(timeout=120)
+    assert (child.returncode, errors) == (0, "")
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", printed, flags=re.MULTILINE)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "checkpoints" / "step-000020").is_dir()
+
+
+def test_no_file_is_replaced_unasked(models: Path, capsys: Any) -> None:
+    Path("train.py").write_text("mine")
+
+    assert main(["init", "models.py:make"]) == 1
+    assert Path("train.py").read_text() == "mine"
+    assert main(["init", "models.py:make", "--force", "--json"]) == 0
+    assert "from models import make\n" in Path("train.py").read_text()
+    assert json.loads(capsys.readouterr().out)["script"] == "train.py"
+    for options in ((), ("--force",)):
+        assert main(["init", "models.py:make", "-o", "models.py", *options]) == 1
+    assert models.read_text() == MODELS
+    errors = capsys.readouterr().err
+    assert "models.py: expected no file of that name, found one: give another --output, or --force" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["models.py:no_loss"],
+            "models.py:no_loss: expected an output to compare with a target, or a loss, found tuple",
+        ),
+        (["models.py:no_batches"], "expected batches"),
+        (["models.py:net"], "models.py:net returned an object of type Sequential"),
+        (["models.py:make", "-o", "scripts/train.py"], "expected a name beside models.py, found a folder"),
+        (["my-models.py:make"], "expected names that Python can import"),
+    ],
+)
+def test_refusals(arguments: list[str], text: str, capsys: Any) -> None:
+    Path("my-models.py").write_text("def make(): ...")
+
+    assert main(["init", *arguments]) == 1
+    assert text in capsys.readouterr().err
+    assert not Path("train.py").exists()
