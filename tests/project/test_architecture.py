@@ -150,7 +150,6 @@ NAMESAKES: set[str] = set()
 
 
 FRAGMENTS = {
-    "penstock.cli",
     "penstock.runtime.transport.gloo.all_reduce",
 }
 """Short files that one other file imports: each has an idea that its importer has not. The list only gets shorter."""

@@ -141,11 +141,14 @@ def _output_shape(where: str, subject: "Subject") -> tuple[int, ...]:
     """The shape of the output, to compare with a target; empty if the model computes its loss itself."""
     import torch
 
+    from penstock.capturing.model_kinds import check_model
     from penstock.capturing.samples import read_sample
     from penstock.training.losses import compute_loss, model_loss
 
+    model: Any = subject.model
+    check_model(model, "penstock init")
     call, _ = read_sample(subject.sample)
-    first, *others = subject.model if isinstance(subject.model, Sequence) else [subject.model]
+    first, *others = model if isinstance(model, Sequence) else [model]
     with torch.no_grad():
         output = first(*call.args, **call.kwargs)
         for layer in others:
