@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+import two_schedules
 from contenders.jobs import JOBS, Linears, Setting
 from measurement.peaks import measure_peaks
 from support.benchmark_scripts import run_benchmark
 from support.jobs.benchmark_jobs import run_worker
+from support.paths import ROOT
 from support.processes import Pool
 
 QUICK = 0.01
@@ -56,6 +58,19 @@ def test_overhead(pool: Pool, tmp_path: Path) -> None:
         assert row["layers_forward"] > 0
         assert row["neighbour"] >= 0
         assert row["message"] >= 0
+
+
+def test_the_picture_of_two_schedules(pool: Pool) -> None:
+    timelines = {name: pool.run(2, two_schedules.measure, name, "nano", 1)[0] for name in two_schedules.SCHEDULES}
+    drawn = two_schedules.draw(timelines)
+    kept = (ROOT / "docs" / "pictures" / "two-schedules.svg").read_text()
+
+    for picture in (drawn, kept):
+        titles = [line for line in picture.splitlines() if line.startswith('<text class="title"')]
+        assert [title.partition(">")[2].partition(":")[0] for title in titles] == ["1f1b-flush", "zb-v"]
+        assert "weight backward" in picture
+        assert "prefers-color-scheme: dark" in picture
+    assert "benchmarks/two_schedules.py --save docs/pictures/two-schedules.svg" in (ROOT / "README.md").read_text()
 
 
 def test_scale(pool: Pool, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import penstock
+from penstock.cli import _RUN_ON
 from support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -86,8 +87,15 @@ def test_hosted_ci_runs_the_command_of_the_readme_on_what_is_supported() -> None
     known = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)}
     (torch,) = (text for text in PROJECT["dependencies"] if text.startswith("torch"))
 
+    readme = (ROOT / "README.md").read_text()
+    status = readme.partition("**Status:** ")[2].partition("\n\n")[0]
+    for names in job["strategy"]["matrix"].values():
+        assert [text for text in names if text not in status] == []
+    said = " ".join(_RUN_ON.split())
+    assert said.partition("2.11.")[0] in " ".join(status.split())
+
     assert [line for line in commands if line.split()[0] == "./scripts/test"]
-    assert "\n./scripts/test " in (ROOT / "README.md").read_text()
+    assert "\n./scripts/test " in readme
     assert set(job["strategy"]["matrix"]["python"]) == known
     assert torch.startswith(f"torch>={min(job['strategy']['matrix']['torch'])},")
 

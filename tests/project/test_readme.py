@@ -1,4 +1,4 @@
-"""What the README shows is what there is: its script, what that prints, its commands, and its diff of a loop."""
+"""What the README shows is what there is: its snippets, its commands, and its diff of a loop."""
 
 import ast
 import os
@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,20 +35,36 @@ def run(fork_server: ForkServer, arguments: list[str], folder: Path) -> str:
     return printed
 
 
-def test_first_script_is_the_quickstart() -> None:
-    assert (ROOT / "examples" / "quickstart.py").read_text() == blocks("python")[0]
-
-
 @pytest.mark.slow
-def test_quickstart_prints_what_the_readme_shows(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_the_quickstart_draws_its_schedule_and_learns(fork_server: ForkServer, tmp_path: Path) -> None:
     printed = run(fork_server, [str(ROOT / "examples" / "quickstart.py")], tmp_path)
 
-    *picture, loss = printed.splitlines()
-    *expected_picture, expected_loss = blocks("text")[0].splitlines()
-    assert expected_picture == picture
-    # The last digits depend on PyTorch's version and the processor.
-    assert abs(float(loss.split()[-1]) - float(expected_loss.split()[-1])) < 0.3
-    assert expected_loss.split()[:-1] == loss.split()[:-1]
+    assert printed.startswith("1f1b-flush: 4 ranks, 4 microbatches a minibatch; 1 minibatch drawn\n")
+    assert float(printed.split()[-1]) < 1
+
+
+def test_saving_and_evaluating_works_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import penstock
+
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("python")
+    x, y = torch.randn(8, 6), torch.arange(8) % 6
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    options = {"sample": (x[:2],), "loss_fn": torch.nn.functional.cross_entropy, "optimizer": optimizer}
+    printed: list[tuple[Any, Any]] = []
+    for steps in (1, 2):
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        names = {"penstock": penstock, "model": model, "options": {**options, "microbatches": 4}, "loader": [(x, y)]}
+        exec(block, {**names, "print": lambda *shown: printed.append(shown)})
+        assert Path(f"runs/1/step-{steps:06}").is_dir()
+
+    (first, shape), (second, _) = printed
+    assert float(second) < float(first)
+    assert shape == (8, 6)
+    assert list(Path("weights").glob("*.safetensors"))
+    assert len(block.splitlines()) == 6
 
 
 def test_python_of_the_index_runs() -> None:
@@ -60,7 +78,7 @@ def test_python_of_the_index_runs() -> None:
         "model": torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))),
     }
     found = blocks("python", INDEX)
-    assert len(found) == 2 and len(blocks("python")) == 1
+    assert len(found) == 2
     for block in found:
         exec(block.replace("plan.yaml", os.devnull), {**names, "sample": (torch.randn(2, 8),)})
 

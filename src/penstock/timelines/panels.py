@@ -16,7 +16,7 @@ class Panel:
     """Holds what is drawn of one timeline. Times in `rows` and `memory` are relative to `origin`."""
 
     name: str
-    """``predicted`` or ``measured``; empty if there is only one panel."""
+    """Such as ``predicted`` or ``measured``; empty if there is only one panel."""
     rows: tuple[tuple[Span, ...], ...]
     """The spans of every rank, ascending by start."""
     origin: float

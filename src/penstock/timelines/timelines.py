@@ -143,10 +143,11 @@ class Timeline:
 
     def _panels(self, measured: "Timeline | None", critical: Sequence[Span]) -> tuple[Panel, ...]:
         if measured is None:
-            return (self._panel("", critical),)
-        return self._panel("predicted", critical), measured._panel("measured", critical)
+            return (self.panel("", critical),)
+        return self.panel("predicted", critical), measured.panel("measured", critical)
 
-    def _panel(self, name: str, critical: Sequence[Span]) -> Panel:
+    def panel(self, name: str, critical: Sequence[Span] = ()) -> Panel:
+        """The timeline as a part of a picture (`penstock.timelines.drawings.timeline_svg`), under `name`."""
         own = set(self.spans) if critical else set()
         start, stop = self._extent
         return Panel(

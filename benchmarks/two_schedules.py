@@ -1,0 +1,67 @@
+"""The picture of README.md: steps of one model under two schedules, as two processes of a machine have measured them.
+
+    python benchmarks/two_schedules.py --save docs/pictures/two-schedules.svg
+
+Both schedules train the same GPT on the same minibatch. Of the steps of each that with the median length is drawn. It
+takes half a minute. The picture has light and dark colors, by the setting of the reader.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+import penstock
+from contenders.jobs import JOBS, MICROBATCH_SIZE, sgd
+from measurement.launches import launch
+from penstock.timelines.drawings import timeline_svg
+
+SCHEDULES = {"1f1b-flush": 1, "zb-v": 2}
+"""The stages of each process."""
+PROCESSES, MICROBATCHES, WARM_UP = 2, 4, 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--save", type=Path, default=Path("two-schedules.svg"), help="the picture")
+    parser.add_argument("--size", choices=JOBS, default="big", help="of the model")
+    parser.add_argument("--steps", type=int, default=21, help="steps to take the median of")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        timelines = {name: measure(name, options.size, options.steps) for name in SCHEDULES}
+        if torch.distributed.get_rank() == 0:
+            options.save.write_text(draw(timelines), encoding="utf-8")
+        return
+    given = ["--save", str(options.save.resolve()), "--size", options.size, "--steps", str(options.steps), "--worker"]
+    launch(__file__, PROCESSES, given)
+    print(f"wrote {options.save}")
+
+
+def measure(schedule: str, size: str, steps: int) -> penstock.Timeline:
+    """The step of median length. Every process calls it."""
+    job = JOBS[size]
+    inputs, target = job.batch(MICROBATCHES)
+    with penstock.Pipeline(
+        job.build(),
+        sample=(inputs[:MICROBATCH_SIZE],),
+        loss_fn=job.loss,
+        optimizer=sgd,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        stages=PROCESSES * SCHEDULES[schedule],
+    ) as pipe:
+        measured = []
+        for _ in range(WARM_UP + steps):
+            pipe.step(inputs, target)
+            measured.append(pipe.timeline())
+    return sorted(measured[WARM_UP:], key=lambda timeline: timeline.seconds)[steps // 2]
+
+
+def draw(timelines: dict[str, penstock.Timeline]) -> str:
+    """The picture (SVG) of the timelines by name, one below the other on one time axis."""
+    return timeline_svg([timeline.panel(name) for name, timeline in timelines.items()])
+
+
+if __name__ == "__main__":
+    main()
