@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from penstock import __version__
 from penstock.commands import COMMANDS
 from penstock.commands.command import Command
+from penstock.commands.completion_command import Word
 from penstock.errors import PenstockError, visible
 from penstock.progress import colored
 
@@ -89,6 +90,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
             epilog=f"example:\n  {command.example.replace('penstock ', f'{program} ', 1)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        subparser.register("action", None, Word)
         command.declare(subparser)
         subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
         subparser.add_argument("--traceback", action="store_true", help="show the traceback of an error as well")

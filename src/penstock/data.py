@@ -44,9 +44,9 @@ class Batches:
                 f"{type(dataset).__name__} is an IterableDataset, which has no order that all processes could share: "
                 "expected a dataset with len() and indices. Iterate over it yourself, the same way in every process"
             )
-        self.number = next(_USES)
+        self.number: int = next(_USES)
         """Loaders that are made later have higher numbers."""
-        self.epoch = 0
+        self.epoch: int = 0
         """The epoch of the next batch."""
         self.position = 0
         """The batches of it that have been returned."""

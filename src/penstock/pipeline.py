@@ -66,6 +66,7 @@ from penstock.runtime.parameters.optimizer_steps import replaced_parameters
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
@@ -161,6 +162,12 @@ class Pipeline(Advised):
 
     auto_plan: AutoPlan | None = None
     """What ``plan="auto"`` measured on all ranks, and the plan that it made; None with another plan."""
+    plan: Plan
+    """The plan that runs."""
+    schedule: Schedule
+    """The schedule of the plan."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    """What `optimizer` returned; empty if this process trains no parameter."""
     required_inputs: RequiredInputs
 
     def __init__(
@@ -254,7 +261,6 @@ class Pipeline(Advised):
             # 2. The plan has a schedule, which is the same on all ranks.
             planned, self.auto_plan = plan_pipeline(options, self._world, captured)
             self.plan, self.schedule = planned.plan, planned.schedule
-            """The plan and the schedule that run."""
             held = held_stages(self.plan, self.schedule, planned.ranks)
             self.required_inputs = find_inputs(captured.chain, held)
             check_agreement(self._world, self.plan, captured.chain, self.schedule, weights=not again)
@@ -265,7 +271,6 @@ class Pipeline(Advised):
                 self._world, planned, self._own_stages, recipe, run, device=self._device, opened=self._opened
             )
             self.optimizers = self._updater.optimizers
-            """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
             self._first_batch: FirstBatch | None = None
             if run.check != "off" and not again:
                 self._first_batch = FirstBatch(options, captured, self.schedule, self.required_inputs.target)

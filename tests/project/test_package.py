@@ -3,10 +3,12 @@
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from email import message_from_bytes
 from email.message import Message
+from importlib import import_module
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -21,14 +23,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZipFile]:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel."""
     pytest.importorskip("hatchling", reason="the extra `test` brings it")
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 0, done.stderr
-    (path,) = folder.glob("*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Iterator[ZipFile]:
+    (path,) = dist.glob("*.whl")
     with ZipFile(path) as archive:
         yield archive
 
@@ -54,6 +62,35 @@ def test_wheel_contains_every_file_of_the_package_and_the_licence(wheel: ZipFile
     assert wheel.read(f"{licenses}/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 
+def test_sdist_contains_what_the_wheel_is_made_of_and_its_tests(dist: Path, wheel: ZipFile) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+
+    assert {f"src/{name}" for name in wheel.namelist() if name.startswith("penstock/")} <= names
+    assert {"pyproject.toml", "LICENSE", "NOTICE", "README.md", "tests/conftest.py", "scripts/test"} <= names
+    assert not [name for name in names if name.startswith((".venv/", "runs/", "dist/", ".git/"))]
+
+
+def test_the_command_is_an_entry_point(wheel: ZipFile) -> None:
+    written = wheel.read(f"penstock-{penstock.__version__}.dist-info/entry_points.txt").decode()
+    name, _, target = PROJECT["scripts"]["penstock"].partition(":")
+
+    assert written == "[console_scripts]\npenstock = penstock.cli:main\n"
+    assert callable(getattr(import_module(name), target))
+
+
+def test_the_recipe_for_conda_asks_for_the_same() -> None:
+    recipe = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text())
+    needed = {text.replace(" ", "") for text in recipe["requirements"]["run"]}
+
+    assert recipe["context"]["version"] == penstock.__version__
+    assert recipe["build"]["python"]["entry_points"] == ["penstock = penstock.cli:main"]
+    assert recipe["about"]["license_file"] == PROJECT["license-files"]
+    assert {text.replace("torch", "pytorch") for text in PROJECT["dependencies"]} == needed - {"python>=3.11"}
+    assert PROJECT["requires-python"] == ">=3.11"
+
+
 def test_version_is_written_once(metadata: Message) -> None:
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "--version"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -70,6 +107,23 @@ def test_licence_is_the_same_everywhere(metadata: Message) -> None:
     assert PROJECT["authors"] == citation["authors"]
     for name in ("LICENSE", "NOTICE"):
         assert "The Penstock authors" in (ROOT / name).read_text()
+
+
+def test_links_for_language_models_lead_to_files() -> None:
+    text = (ROOT / "llms.txt").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+
+    assert text.startswith("# Penstock\n\n> ")
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+    assert set(re.findall(r"\bpenstock\.(\w+)", text)) - {"__all__"} <= set(penstock.__all__)
+
+
+def test_nightly_ci_runs_tests_that_exist() -> None:
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]["torch"]["steps"]
+    named = re.findall(r"\btests/\w+", steps[-1]["run"])
+
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+    assert "tests/torch_internals" in named
 
 
 def test_measured_profiles_have_their_licence() -> None:

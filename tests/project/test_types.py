@@ -3,11 +3,12 @@
 The test also runs, so that what it calls is what users call.
 """
 
+from pathlib import Path
 from typing import Any, assert_type
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.batches.results import StepResult
@@ -57,4 +58,33 @@ def test_a_pipeline() -> None:
     assert_type(pipe.gradient_norm, float | None)
     assert_type(pipe.state_dict(), dict[str, Any])
     assert_type(pipe.timeline(), penstock.Timeline)
+    assert_type(pipe.schedule, penstock.Schedule)
+    assert_type(pipe.optimizers, tuple[torch.optim.Optimizer, ...])
     pipe.close()
+
+
+def test_a_pipeline_that_saves(tmp_path: Path) -> None:
+    batches = [(torch.ones(4, 4), torch.zeros(4, 2))] * 2
+    with penstock.Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 2)],
+        (torch.ones(2, 4),),
+        nn.MSELoss(),
+        torch.optim.SGD,
+        microbatches=2,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        update_hooks=penstock.WeightAverage(0.9),
+        resume=tmp_path,
+    ) as pipe:
+        for x, y in penstock.prefetch(batches, penstock.local_device()):
+            assert_type(x, Tensor)
+            pipe.step(x, y)
+        assert_type(pipe.save(tmp_path, keep=1), Path)
+        save = pipe.save(tmp_path, wait=False)
+        assert_type(save.wait(), Path)
+        assert_type(pipe.full_state_dict(), dict[str, Tensor])
+        assert_type(pipe.steps, int)
+        with pipe.averaged():
+            pipe.predict(batches[0][0])
+        for name, parameter in pipe.named_parameters():
+            assert_type((name, parameter), tuple[str, nn.Parameter])
+        assert_type(pipe.stats(), penstock.Stats)

@@ -1,9 +1,32 @@
 """``penstock completion``: print what makes a shell complete the words of ``penstock``."""
 
 import argparse
+from typing import Any
 
 from penstock.commands.command import Command, print_json
 from penstock.errors import PenstockError
+
+
+class Word(argparse.Action):
+    """Stores a word of the command line, which a shell completes as a path if it names a file."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+
+    @property
+    def complete(self) -> object:
+        """What shtab looks for. It has none where the word is no path."""
+        if self.type is not None or self.choices is not None or self.metavar in (None, "NAME", "IMAGE"):
+            raise AttributeError(self.dest)
+        import shtab
+
+        return shtab.FILE
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -19,22 +42,11 @@ def _run(arguments: argparse.Namespace) -> None:
         ) from None
     # `python -m penstock` has no name that a shell could complete.
     arguments.parser.prog = "penstock"
-    _complete_files(arguments.parser, shtab.FILE)
     script = shtab.complete(arguments.parser, shell=arguments.shell)
     if arguments.json:
         print_json({"shell": arguments.shell, "script": script})
     else:
         print(script)
-
-
-def _complete_files(parser: argparse.ArgumentParser, mark: object) -> None:
-    """Marks the arguments of `parser` and its commands that are paths."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                _complete_files(inner, mark)
-        elif action.type is None and action.choices is None and action.metavar not in (None, "NAME", "IMAGE"):
-            action.complete = mark  # type: ignore[attr-defined]
 
 
 COMPLETION = Command(

@@ -23,7 +23,7 @@ class NamedParameters(list[nn.Parameter]):
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         rule = instance(Mapping, "a dict from name to parameter", "pass dict(module.named_parameters())")
         super().__init__(rule.check("NamedParameters(named=)", named).values())
-        self.names = tuple(named)
+        self.names: tuple[str, ...] = tuple(named)
 
     def items(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Pairs of name and parameter."""
