@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
     """Runs the command of `argv` (default: the process's arguments) and returns its exit code. `program`: the name that
     its help shows.
     """
-    arguments = _parser(program).parse_args(argv)
-    command: Command = arguments.command
     try:
+        arguments = _parser(program).parse_args(argv)
+        command: Command = arguments.command
         command.run(arguments)
         sys.stdout.flush()
     except PenstockError as error:
@@ -67,8 +67,8 @@ class _ShowVersion(argparse.Action):
             torch = f"PyTorch {version('torch')}"
         except PackageNotFoundError:
             torch = "no PyTorch"
-        system = f"{platform.system()} {platform.machine()}"
-        print(f"penstock {__version__}\nPython {platform.python_version()}, {torch}, {system}\n{_RUN_ON}")
+        about = f"Python {platform.python_version()}, {torch}, {platform.system()} {platform.machine()}"
+        print(f"penstock {__version__}\n{about}\n{_RUN_ON}", flush=True)
         parser.exit()
 
 

@@ -264,8 +264,9 @@ finally:
 
 
 @pytest.mark.processes
-def test_a_reader_that_leaves_early_is_no_error(here):
-    command = f"{sys.executable} -c 'from penstock.cli import main; main()' show profile.json | true"
+@pytest.mark.parametrize("words", ["show profile.json", "--version"])
+def test_a_reader_that_leaves_early_is_no_error(here, words):
+    command = f"{sys.executable} -c 'from penstock.cli import main; main()' {words} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
 
     assert done.stderr == ""
