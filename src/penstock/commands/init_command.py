@@ -17,14 +17,16 @@ _SCRIPT = '''\
 
     python {script}                             # all stages in one process
     torchrun --nproc-per-node 2 {script}        # a process for each stage
+
+Both have the same numbers.
 """
 
 from pathlib import Path
 
-import torch
-from {module} import {imported}
-
 import penstock
+import torch
+
+from {module} import {imported}
 
 STEPS = 20
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # the newest one is where the next run goes on
@@ -51,7 +53,8 @@ if __name__ == "__main__":
 _SETUP = """\
         setup = make()
     batches = list(setup.pop("batches"))  # your loader takes its place
-    pipe = penstock.Pipeline(**{"resume": CHECKPOINTS, **setup})"""
+    setup.setdefault("resume", CHECKPOINTS)
+    pipe = penstock.Pipeline(**setup)"""
 _SUBJECT = """\
         {making}
     pipe = penstock.Pipeline(
