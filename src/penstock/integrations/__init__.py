@@ -1,4 +1,4 @@
-"""Integrations: training loops of other libraries that train through a pipeline.
+"""Integrations: training loops of other libraries that train through a pipeline, and what language models need.
 
 Each is imported on first use, with the library that it belongs to.
 """
@@ -7,15 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.integrations.language_models import generate, perplexity
     from penstock.integrations.lightning_module import PipelineModule, PipelineStrategy
     from penstock.integrations.transformers_trainer import PipelineTrainer
 
-__all__ = ["PipelineModule", "PipelineStrategy", "PipelineTrainer"]
+__all__ = ["PipelineModule", "PipelineStrategy", "PipelineTrainer", "generate", "perplexity"]
 
 _FILES = {
     "PipelineModule": "lightning_module",
     "PipelineStrategy": "lightning_module",
     "PipelineTrainer": "transformers_trainer",
+    "generate": "language_models",
+    "perplexity": "language_models",
 }
 
 
