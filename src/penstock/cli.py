@@ -33,28 +33,21 @@ def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
         command: Command = arguments.command
         command.run(arguments)
         sys.stdout.flush()
-    except PenstockError as error:
-        if arguments.traceback:
-            traceback.print_exc()
-        _print_error(str(error))
-        return 1
     except BrokenPipeError:
         # The reader of the output (`| head`) has gone, so nothing may be flushed at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
+    except (PenstockError, OSError) as error:
         if arguments.traceback:
             traceback.print_exc()
-        reason = f"{error.filename}: {error.strerror}"
-        _print_error(f"{visible(reason)}; give another path")
+        text = str(error)
+        if isinstance(error, OSError):
+            text = visible(f"{error.filename}: {error.strerror}") + "; give another path"
+        print(f"{colored('penstock: error:', '1;31', sys.stderr)} {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130  # what a shell reports of a process that was interrupted
     return 0
-
-
-def _print_error(text: str) -> None:
-    print(f"{colored('penstock: error:', '1;31', sys.stderr)} {text}", file=sys.stderr)
 
 
 class _ShowVersion(argparse.Action):

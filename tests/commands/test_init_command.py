@@ -77,11 +77,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_loss_of_the_script_falls(function: str, fork_server: ForkServer, tmp_path: Path, capsys: Any) -> None:
     assert main(["init", f"models.py:{function}"]) == 0
 
-    assert capsys.readouterr().out.splitlines() == [
-        "wrote train.py; start it with",
-        "  python train.py",
-        "  torchrun --nproc-per-node 2 train.py",
-    ]
+    assert capsys.readouterr().out == "wrote train.py: start it with python, or with torchrun --nproc-per-node N\n"
     child = fork_server.start([str(tmp_path / "train.py")], {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path)
     printed, errors = child.communicate(timeout=120)
     assert (child.returncode, errors) == (0, "")

@@ -84,6 +84,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.commands.subject_files import load_function, read_subject
+    from penstock.rehearsing.trainings import read_setup
+    from penstock.training.losses import Microbatches
 
     where, make = load_function(arguments.subject)
     file, _, function = where.rpartition(":")
@@ -93,15 +95,16 @@ def _run(arguments: argparse.Namespace) -> None:
     if not isinstance(made, Mapping):
         building = _building(where, read_subject(where, made), is_pair=isinstance(made, tuple))
     else:
-        building, batch = _SETUP, f"*{batch}" if _has_pairs(make) else batch
+        inputs, target = read_setup(make, None, 1).batches[0]
+        is_whole = target is None or isinstance(inputs, Microbatches)
+        building, batch = _SETUP, batch if is_whole else f"*{batch}"
     imported = "make" if function == "make" else f"{function} as make"
     names = {"file": model_file.name, "module": model_file.stem, "imported": imported, "script": script.name}
     write_text(script, _SCRIPT.format(building=building, batch=batch, **names), PenstockError)
-    commands = [f"python {script}", f"torchrun --nproc-per-node 2 {script}"]
     if arguments.json:
-        print_json({"script": str(script), "commands": commands})
+        print_json({"script": str(script)})
     else:
-        show("\n".join([f"wrote {script}; start it with", *(f"  {command}" for command in commands)]))
+        show(f"wrote {script}: start it with python, or with torchrun --nproc-per-node N")
 
 
 def _check_names(model_file: Path, function: str, script: Path, *, force: bool) -> None:
@@ -114,15 +117,6 @@ def _check_names(model_file: Path, function: str, script: Path, *, force: bool) 
         raise PenstockError(
             f"{script}: expected no file of that name, found one: give another --output, or --force to replace a script"
         )
-
-
-def _has_pairs(make: Any) -> bool:
-    """Whether batches of the dict are pairs ``(inputs, target)``. Raises as `rehearse` does."""
-    from penstock.rehearsing.trainings import read_setup
-    from penstock.training.losses import Microbatches
-
-    inputs, target = read_setup(make, None, 1).batches[0]
-    return target is not None and not isinstance(inputs, Microbatches)
 
 
 def _building(where: str, subject: "Subject", *, is_pair: bool) -> str:

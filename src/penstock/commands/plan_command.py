@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,6 @@ from penstock.progress import elapsed_line
 from penstock.scheduling.placements import StageLayout
 from penstock.scheduling.schedule_names import names_of
 from penstock.values import Cluster, Profile, Transformer
-
-_OPTIONS = (
-    "planner",
-    "schedule",
-    "microbatches",
-    "batch_size",
-    "microbatch_sizes",
-    "stages",
-    "stages_per_rank",
-    "allreduce",
-    "optimizer_copies",
-    "straight",
-    "synchronous",
-    "vertical_sync",
-    "recompute",
-    "shared_nic",
-    "whole_backwards",
-    "every_device",
-    "epoch_samples",
-    "deadline_seconds",
-)
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> None:
     subject = Transformer.load(path) if is_transformer else load_profile(path, share, arguments.graph_samples)
     others = [load_profile(path, share) for path in arguments.profiles]
     profiles = subject if isinstance(subject, Transformer) else [subject, *others]
-    options = given(arguments, *_OPTIONS)
+    options = given(arguments, *signature(plan).parameters.keys() - {"profile", "cluster"})
     if arguments.sweep is not None:
         _compare(profiles, arguments, options)
         return

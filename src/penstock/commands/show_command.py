@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from penstock.commands.command import Command, print_json, show
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
@@ -30,6 +30,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from penstock.commands.descriptions import describe_cluster, describe_profile
     from penstock.timelines import Timeline
 
     value = _load(arguments.file)
@@ -42,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> None:
         case _:
             kind = type(value).__name__.lower()
             _refuse(arguments, f"a {kind}", ("profile", "cluster", "bandwidth", "measured", "map", *_PICTURES))
-            text = _describe(value)
+            text = describe_profile(value) if isinstance(value, Profile) else describe_cluster(value)
     if arguments.json:
         print_json(_figures(value) if isinstance(value, Timeline) else asdict(value))
         return
@@ -112,7 +113,9 @@ def _show_plan(plan: Plan, arguments: argparse.Namespace) -> str:
         write_text(arguments.map, draw_plan(plan, cluster, profile), PenstockError)
     if profile is None:
         if any(getattr(arguments, name) for name in _PICTURES):
-            _show_timeline(_play(plan), None, arguments, f"{title}; {_equal(plan)} drawn equally long")
+            halves = schedule(plan).guarantees.splits
+            equal = "forward, input backward and weight backward" if halves else "forward and backward"
+            _show_timeline(_play(plan), None, arguments, f"{title}; {equal} drawn equally long")
         return text
     if plan.microbatch_size is not None:
         profile = profile.scaled(plan.microbatch_size)
@@ -143,11 +146,6 @@ def _play(plan: Plan) -> "Timeline":
     return replace(timeline, memory=())
 
 
-def _equal(plan: Plan) -> str:
-    """The actions that `_play` assumes to be equally long."""
-    return "forward, input backward and weight backward" if schedule(plan).guarantees.splits else "forward and backward"
-
-
 def _show_timeline(timeline: "Timeline", measured: "Timeline | None", arguments: argparse.Namespace, title: str) -> str:
     from penstock.rendering import render
     from penstock.simulating.critical_paths import critical_path
@@ -163,18 +161,6 @@ def _show_timeline(timeline: "Timeline", measured: "Timeline | None", arguments:
     if measured is None:
         return render(timeline)
     return f"predicted\n{render(timeline)}\n\nmeasured\n{render(measured)}"
-
-
-def _describe(value: Profile | Cluster) -> str:
-    from penstock.commands.descriptions import describe_cluster, describe_profile
-
-    match value:
-        case Profile():
-            return describe_profile(value)
-        case Cluster():
-            return describe_cluster(value)
-        case _:
-            assert_never(value)
 
 
 def _figures(timeline: "Timeline") -> dict[str, object]:

@@ -25,9 +25,8 @@ def perplexity(pipe: Pipeline, batches: Iterable[Any]) -> float:
     recipe, total, tokens = pipe._options.recipe, 0.0, 0.0
     if recipe.loss_weight is None or not recipe.reads_model_loss:
         raise PenstockError(
-            "perplexity(pipe=): expected a model that computes its loss, and the number of tokens that it is a mean "
-            "over: build the pipeline with loss_fn=penstock.model_loss, loss_weight=penstock.token_count('labels', "
-            "shifted=True)"
+            "perplexity(pipe=): expected loss_fn=penstock.model_loss and loss_weight=penstock.token_count('labels', "
+            "shifted=True), found other ones: build the pipeline with them"
         )
     for batch in batches:
         parts = batch.inputs if isinstance(batch, Microbatches) else [batch]
