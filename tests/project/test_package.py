@@ -91,6 +91,16 @@ def test_the_recipe_for_conda_asks_for_the_same() -> None:
     assert PROJECT["requires-python"] == ">=3.11"
 
 
+def test_the_changelog_and_the_citation_have_the_version() -> None:
+    released = re.findall(
+        r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+    assert released[0] == (penstock.__version__, str(citation["date-released"]))
+    assert citation["version"] == penstock.__version__
+
+
 def test_version_is_written_once(metadata: Message) -> None:
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "--version"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
