@@ -1,0 +1,59 @@
+"""The site of the docs builds without a warning, shows every public name and asks no other host for anything."""
+
+import importlib.util
+import os
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import penstock
+from support.fork_server import ForkServer
+from support.paths import ROOT
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="the extra docs is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_site_is_read_without_a_warning(fork_server: ForkServer, tmp_path: Path) -> None:
+    """All links, docstrings and pages; ``./scripts/site`` also writes the pages, which takes twice as long."""
+    script = tmp_path / "build.py"
+    script.write_text("import sys; from sphinx.cmd.build import main; sys.exit(main(sys.argv[1:]))")
+    options = ["--builder", "dummy", "--quiet", "--keep-going", "--fail-on-warning", "-c", str(ROOT / "docs")]
+    child = fork_server.start([str(script), *options, str(ROOT), str(tmp_path / "site")], os.environ, tmp_path)
+    printed, errors = child.communicate(timeout=300)
+
+    assert (child.returncode, printed, errors) == (0, "", "")
+
+
+def test_every_public_name_has_its_docstring_on_the_site() -> None:
+    names = re.findall(r"^- `penstock\.(\w+)`$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE)
+
+    assert sorted(names) == sorted(penstock.__all__)
+
+
+def settings() -> dict[str, object]:
+    return runpy.run_path(str(ROOT / "docs" / "conf.py"))
+
+
+@pytest.mark.parametrize(
+    ("page", "refused"),
+    [
+        ('<a href="https://pytorch.org">PyTorch</a><script src="../_static/furo.js"></script>', False),
+        ('<script src="https://cdn.example/search.js"></script>', True),
+        ('<link rel="stylesheet" href="//fonts.example/css">', True),
+        ('<img alt="" src="http://pictures.example/1.png">', True),
+    ],
+)
+def test_a_page_that_asks_another_host_is_refused(
+    page: str, refused: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "page.html").write_text(page)
+    refuse = settings()["refuse_other_hosts"]
+    assert callable(refuse)
+    refuse(SimpleNamespace(outdir=tmp_path), None)
+
+    assert any("asks another host" in record.message for record in caplog.records) is refused
