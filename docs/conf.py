@@ -15,7 +15,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
+import error_index  # noqa: E402
 
 project = "Penstock"
 author = "The Penstock authors"
@@ -70,6 +71,12 @@ def _docstring(item: re.Match[str]) -> str:
     return f"```{{eval-rst}}\n.. auto{kind}:: {item[1]}\n```\n\n[{path}](../{path})\n"
 
 
+def add_errors(app: Sphinx, name: str, source: list[str]) -> None:
+    """Puts the text of every error below docs/errors.md."""
+    if name == "docs/errors":
+        source[0] += "\n" + error_index.index(ROOT)
+
+
 def read_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Makes links of the pages that a docstring names, and parameters of its lines ``name: what it is``."""
     try:
@@ -113,6 +120,7 @@ def refuse_other_hosts(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
     app.connect("source-read", add_docstrings)
+    app.connect("source-read", add_errors)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("build-finished", add_front_door)
     app.connect("build-finished", refuse_other_hosts)

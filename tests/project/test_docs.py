@@ -8,11 +8,14 @@ import pytest
 import torch
 
 import penstock
+from support.fork_server import ForkServer, finish
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
 RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "rehearse.md", "reliability.md", "training.md")
+SESSIONS = ("choosing.md", "howto.md", "quickstart.md")
+"""Pages whose pieces of code follow each other, with what the ones before have made."""
 
 
 def read_blocks(file: Path) -> list[str]:
@@ -27,7 +30,7 @@ def test_every_option_is_shown() -> None:
     assert {name for name in options if not re.search(rf"\b{name}=", shown)} == set()
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", [*RUN, *SESSIONS])
 def test_python_in_the_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -43,7 +46,7 @@ def test_python_in_the_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.
 
     assert blocks
     for block in blocks:
-        exec(block, dict(given))
+        exec(block, given if name in SESSIONS else dict(given))
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -85,3 +88,24 @@ def test_every_citation_is_in_the_bibliography() -> None:
     assert sorted(set(keys), key=keys.index) == keys
     assert {"Narayanan 2021", "PipeDream 2019", "SPP 2022"} <= {key for _, key in cited} & set(keys)
     assert [(place, key) for place, key in sorted(cited) if key not in keys] == []
+
+
+MOVES = (DOCS / "migrating.md").read_text()
+DIFFS = re.findall(r"^## (.*?)\n.*?^```diff\n(.*?)^```$", MOVES, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("library", "diff"), DIFFS, ids=[library for library, _ in DIFFS])
+def test_both_sides_of_a_move_train(library: str, diff: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    (start,) = read_blocks(DOCS / "migrating.md")
+    sides = []
+    processes = 2 if "mesh" in diff else 1  # a single process has no mesh
+    for name, left_out, ranks in (("before", "+", 1), ("after", "-", processes)):
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
+        script = tmp_path / name / "train.py"
+        script.parent.mkdir()
+        script.write_text("\n".join([start, *lines]))
+        sides += fork_server.start_ranks([str(script)], ranks, script.parent)
+
+    assert len(DIFFS) == 4
+    assert finish(sides, seconds=120) == [(0, "")] * (1 + processes)

@@ -57,3 +57,35 @@ def test_a_page_that_asks_another_host_is_refused(
     refuse(SimpleNamespace(outdir=tmp_path), None)
 
     assert any("asks another host" in record.message for record in caplog.records) is refused
+
+
+def test_pictures_of_the_gallery_are_those_of_the_library() -> None:
+    gallery = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
+    made = gallery["pictures"]()
+    page = (ROOT / "docs" / "gallery.md").read_text()
+
+    assert made == {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("schedule-*.svg")}
+    assert re.findall(r"^!\[.*\]\(pictures/(.*)\)$", page, flags=re.MULTILINE) == [*made]
+
+
+def test_errors_are_found_by_their_text() -> None:
+    texts = runpy.run_path(str(ROOT / "docs" / "error_index.py"))["error_texts"](ROOT)
+    problems = (ROOT / "docs" / "problems.md").read_text()
+    named = re.findall(r"^\| `([^`]+)` \|", problems, flags=re.MULTILINE)
+
+    assert len(texts) > 500
+    assert named
+    assert [words for words in named if not any(words in text.text for text in texts)] == []
+
+
+def test_a_text_has_a_mark_for_each_part_that_differs(tmp_path: Path) -> None:
+    folder = tmp_path / "src" / "penstock" / "room"
+    folder.mkdir(parents=True)
+    (folder.parent / "errors.py").write_text("class PlanError(Exception): ...\n")
+    (folder / "module.py").write_text(
+        'raise PlanError(f"stage {stage}: expected " + wanted + f", found {found}: cut it")'
+    )
+    index = runpy.run_path(str(ROOT / "docs" / "error_index.py"))["index"](tmp_path)
+
+    shown = "(PlanError, [module.py](../src/penstock/room/module.py))"
+    assert index == f"## room\n\n- `stage …: expected …, found …: cut it` {shown}\n"
