@@ -162,8 +162,5 @@ def test_the_document_shows_the_results(tmp_path: Path) -> None:
     pictures = {picture.name: picture.read_text() for picture in tmp_path.glob("*.svg")}
 
     assert made == (ROOT / "studies/convergence/results/convergence.md").read_text()
-    shown = [line for line in document.partition("## GPT")[2].splitlines() if line.startswith("|")]
-    assert len(shown) > 25
-    assert [row for row in shown if row not in made] == []
     assert pictures == {path.name: path.read_text() for path in (ROOT / "docs/pictures").glob("convergence*.svg")}
     assert [name for name in pictures if f"(pictures/{name})" not in document] == []

@@ -24,7 +24,7 @@ def test_all_curves_are_the_same() -> None:
 def test_the_recorded_study_shows_the_same_curve() -> None:
     text = (ROOT / "studies/results/bit_streams.jsonl").read_text()
     runs = [Run(**json.loads(line)) for line in text.splitlines()]
-    document = (ROOT / "docs/scan.md").read_text()
+    document = (ROOT / "studies/results/bit_streams.md").read_text()
 
     assert [run.method for run in runs] == list(METHODS)
     for run in runs[1:]:
