@@ -13,8 +13,8 @@ from support.paths import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
-RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "rehearse.md", "reliability.md", "training.md")
-SESSIONS = ("choosing.md", "howto.md", "quickstart.md")
+RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "rehearse.md", "reliability.md")
+SESSIONS = ("choosing.md", "howto.md", "quickstart.md", "training.md")
 """Pages whose pieces of code follow each other, with what the ones before have made."""
 
 
