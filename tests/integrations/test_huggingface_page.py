@@ -1,4 +1,4 @@
-"""The code in docs/huggingface.md runs."""
+"""The code in docs/huggingface.md and docs/weights.md runs."""
 
 import importlib.util
 import re
@@ -87,6 +87,19 @@ def test_python_in_the_page_runs(tmp_path: Path) -> None:
 
     assert len(BLOCKS) == 5
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT calls it
+def test_weights_go_in_and_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model().save_pretrained(tmp_path / "hub")
+    given = names(tmp_path / "hub")
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "weights.md").read_text(), flags=re.MULTILINE | re.DOTALL
+    ):
+        exec(block, given)
+
+    assert (tmp_path / "finetuned" / "model.safetensors").exists()
 
 
 # Lightning advises about loggers and workers, and uses names of old of PyTorch.

@@ -3,6 +3,7 @@
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,18 @@ from support.paths import ROOT
 DOCS = ROOT / "docs"
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
 RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "rehearse.md", "reliability.md")
-SESSIONS = ("choosing.md", "howto.md", "quickstart.md", "training.md")
+SESSIONS = (
+    "checkpoints.md",
+    "choosing.md",
+    "compile.md",
+    "data.md",
+    "howto.md",
+    "initialization.md",
+    "quickstart.md",
+    "recompute.md",
+    "training.md",
+    "wire.md",
+)
 """Pages whose pieces of code follow each other, with what the ones before have made."""
 
 
@@ -30,18 +42,28 @@ def test_every_option_is_shown() -> None:
     assert {name for name in options if not re.search(rf"\b{name}=", shown)} == set()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by its checkpoints, in a single process
 @pytest.mark.parametrize("name", [*RUN, *SESSIONS])
 def test_python_in_the_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    given = {
+    given: dict[str, Any] = {
         "torch": torch,
         "penstock": penstock,
-        "model": torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4))),
         "loss_fn": torch.nn.functional.cross_entropy,
         "x": torch.randn(8, 6),
         "y": torch.randint(6, (8,)),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "make_model": lambda: torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4))),
     }
+    given["model"] = given["make_model"]()
+    given["sample"] = (given["x"][:2],)
+    given["dataset"] = torch.utils.data.TensorDataset(given["x"], given["y"])
+    given["loader"] = torch.utils.data.DataLoader(given["dataset"], batch_size=8)
+    if name in ("checkpoints.md", "data.md"):
+        given["pipe"] = penstock.Pipeline(
+            *(given[key] for key in ("model", "sample", "loss_fn", "optimizer")), stages=2
+        )
     blocks = read_blocks(DOCS / name)
 
     assert blocks
