@@ -22,6 +22,7 @@ SESSIONS = (
     "data.md",
     "howto.md",
     "initialization.md",
+    "planning.md",
     "quickstart.md",
     "recompute.md",
     "training.md",
@@ -112,22 +113,35 @@ def test_every_citation_is_in_the_bibliography() -> None:
     assert [(place, key) for place, key in sorted(cited) if key not in keys] == []
 
 
-MOVES = (DOCS / "migrating.md").read_text()
-DIFFS = re.findall(r"^## (.*?)\n.*?^```diff\n(.*?)^```$", MOVES, flags=re.MULTILINE | re.DOTALL)
+DIFFS = re.findall(
+    r"^## (.*?)\n.*?^```diff\n(.*?)^```$", (DOCS / "migrating.md").read_text(), flags=re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("library", "diff"), DIFFS, ids=[library for library, _ in DIFFS])
-def test_both_sides_of_a_move_train(library: str, diff: str, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_both_sides_of_each_move_train(fork_server: ForkServer, tmp_path: Path) -> None:
+    """In one process; what splits or shards a stage, in two."""
     (start,) = read_blocks(DOCS / "migrating.md")
-    sides = []
-    processes = 2 if "mesh" in diff else 1  # a single process has no mesh
-    for name, left_out, ranks in (("before", "+", 1), ("after", "-", processes)):
-        lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
-        script = tmp_path / name / "train.py"
-        script.parent.mkdir()
-        script.write_text("\n".join([start, *lines]))
-        sides += fork_server.start_ranks([str(script)], ranks, script.parent)
+    alone, together = [], [tmp_path / "composition" / "train.py"]
+    programs = {together[0]: "\n".join(["import torch", "import penstock", *read_blocks(DOCS / "composition.md")])}
+    for number, (_, diff) in enumerate(DIFFS):
+        for side, left_out in (("before", "+"), ("after", "-")):
+            lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
+            path = tmp_path / f"{number} {side}" / "train.py"
+            programs[path] = "\n".join([start, *lines])
+            (together if side == "after" and "mesh" in diff else alone).append(path)
+    for path, program in programs.items():
+        path.parent.mkdir()
+        path.write_text(program)
+    runner = tmp_path / "run.py"
+    runner.write_text("""
+import os, runpy, sys
+for path in sys.argv[1:]:
+    os.chdir(os.path.dirname(path))
+    runpy.run_path(path)
+""")
+    jobs = [*fork_server.start_ranks([str(runner), *map(str, alone)], 1, tmp_path)]
+    jobs += fork_server.start_ranks([str(runner), *map(str, together)], 2, tmp_path)
 
-    assert len(DIFFS) == 4
-    assert finish(sides, seconds=120) == [(0, "")] * (1 + processes)
+    assert (len(alone), len(together)) == (7, 2)
+    assert finish(jobs, seconds=120) == [(0, "")] * 3
