@@ -65,15 +65,23 @@ def index(root: Path) -> str:
     rooms: dict[str, list[Text]] = {}
     for text in error_texts(root):
         parts = text.path.relative_to(SOURCE).parts
-        rooms.setdefault(parts[0].removesuffix(".py"), []).append(text)
+        rooms.setdefault(parts[0] if len(parts) > 1 else "penstock", []).append(text)
     lines = []
     for room, texts in sorted(rooms.items()):
-        lines += [f"## {room}", ""]
+        lines += [f"## {room}", "", *_purpose(root / SOURCE / room / "__init__.py")]
         for text in sorted(texts, key=lambda text: text.text.lstrip("… ").lower()):
             quoted = text.text.replace("`", "'")
             lines.append(f"- `{quoted}` ({text.kind}, [{text.path.name}](../{text.path.as_posix()}))")
         lines.append("")
     return "\n".join(lines)
+
+
+def _purpose(package: Path) -> list[str]:
+    """The first sentence of a room's docstring, as a paragraph."""
+    if not package.exists():
+        return []
+    sentence = (ast.get_docstring(ast.parse(package.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+    return [" ".join(sentence.split()), ""]
 
 
 if __name__ == "__main__":
