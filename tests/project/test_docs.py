@@ -3,7 +3,6 @@
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,25 +13,15 @@ from support.paths import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
-RUN = ("doctor.md", "fleet.md", "gpus.md", "observability.md", "rehearse.md", "reliability.md")
-SESSIONS = (
-    "checkpoints.md",
-    "choosing.md",
-    "compile.md",
-    "data.md",
-    "howto.md",
-    "initialization.md",
-    "planning.md",
-    "quickstart.md",
-    "recompute.md",
-    "training.md",
-    "wire.md",
-)
-"""Pages whose pieces of code follow each other, with what the ones before have made."""
+ELSEWHERE = {"README", "composition", "huggingface", "inputs", "migrating", "scan", "trillion", "weights"}
+"""Pages whose code other tests run."""
 
 
 def read_blocks(file: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+RUN = [path.stem for path in sorted(DOCS.glob("*.md")) if read_blocks(path) and path.stem not in ELSEWHERE]
 
 
 def test_every_option_is_shown() -> None:
@@ -44,32 +33,23 @@ def test_every_option_is_shown() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by its checkpoints, in a single process
-@pytest.mark.parametrize("name", [*RUN, *SESSIONS])
+@pytest.mark.parametrize("name", RUN)
 def test_python_in_the_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces of a page follow each other, with what the ones before have made."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    given: dict[str, Any] = {
-        "torch": torch,
-        "penstock": penstock,
-        "loss_fn": torch.nn.functional.cross_entropy,
-        "x": torch.randn(8, 6),
-        "y": torch.randint(6, (8,)),
-        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
-        "make_model": lambda: torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4))),
-    }
-    given["model"] = given["make_model"]()
-    given["sample"] = (given["x"][:2],)
-    given["dataset"] = torch.utils.data.TensorDataset(given["x"], given["y"])
-    given["loader"] = torch.utils.data.DataLoader(given["dataset"], batch_size=8)
-    if name in ("checkpoints.md", "data.md"):
-        given["pipe"] = penstock.Pipeline(
-            *(given[key] for key in ("model", "sample", "loss_fn", "optimizer")), stages=2
-        )
-    blocks = read_blocks(DOCS / name)
 
-    assert blocks
-    for block in blocks:
-        exec(block, given if name in SESSIONS else dict(given))
+    def make_model() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+
+    x, y, loss_fn = torch.randn(8, 6), torch.randint(6, (8,)), torch.nn.functional.cross_entropy
+    model, sample, optimizer = make_model(), (x[:2],), lambda params: torch.optim.SGD(params, lr=0.1)
+    pipe = penstock.Pipeline(model, sample, loss_fn, optimizer, stages=2)
+    dataset, loader = torch.utils.data.TensorDataset(x, y), [(x, y)] * 2
+    given = dict(x=x, y=y, loss_fn=loss_fn, model=model, sample=sample, optimizer=optimizer, pipe=pipe)
+    given |= dict(torch=torch, penstock=penstock, dataset=dataset, loader=loader, make_model=make_model)
+    for block in read_blocks(DOCS / f"{name}.md"):
+        exec(block, given)
 
 
 def test_every_page_is_in_the_index() -> None:
