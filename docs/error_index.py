@@ -37,7 +37,10 @@ def _kinds(path: Path) -> set[str]:
 
 
 def _in_file(path: Path, shown: Path, kinds: set[str]) -> Iterator[Text]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    source = path.read_text(encoding="utf-8")
+    if "Error(" not in source and ".but(" not in source:
+        return
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Name(id=kind), args=[first, *_]) if kind in kinds:
                 text = _template(first)

@@ -2,12 +2,14 @@
 
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 import penstock
+from penstock.cli import _parser
 from support.fork_server import ForkServer, finish
 from support.paths import ROOT
 
@@ -50,6 +52,17 @@ def test_python_in_the_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.
     given |= dict(torch=torch, penstock=penstock, dataset=dataset, loader=loader, make_model=make_model)
     for block in read_blocks(DOCS / f"{name}.md"):
         exec(block, given)
+
+
+def test_command_lines_have_options_that_exist() -> None:
+    pages = "".join(path.read_text() for path in PAGES)
+    lines = re.findall(r"^ {,4}(?:torchrun [^\n]*?)?penstock (\w+ [^\n]*)$", pages, flags=re.MULTILINE)
+    scripts = re.findall(r"^ {4}python ([\w/]+\.py)", pages, flags=re.MULTILINE)
+    for line in lines:
+        _parser("penstock").parse_args(shlex.split(line, comments=True))  # exits if it cannot
+
+    assert len(lines) > 20
+    assert [name for name in scripts if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_in_the_index() -> None:
