@@ -124,8 +124,8 @@ def incomplete_matches(sources: Sources, actions: set[str]) -> list[str]:
 
 
 def strange_imports_of_orders(sources: Sources) -> list[str]:
-    """Imports by an order of a schedule of more than actions and definitions."""
-    beside = ("actions", "definitions", "placements")
+    """Imports by an order of a schedule of more than actions, definitions, and what orders in a V share."""
+    beside = ("actions", "definitions", "placements", "v_blocks")
     allowed = {"penstock.errors", *(f"penstock.scheduling.{name}" for name in beside)}
     return [
         f"{module} imports {target}"
@@ -275,8 +275,8 @@ def hidden(sources: Sources) -> list[str]:
     ]
 
 
-NAMES = ("1f1b", "1f1b-flush", "2bw", "gpipe", "interleaved", "pipedream", "spp", "zb-h1", "zb-v")
-UNMISTAKABLE = re.compile(r"(?<![\w-])(1f1b-flush|1f1b|2bw|zb-h1|zb-v)(?![\w-])")
+NAMES = ("1f1b", "1f1b-flush", "2bw", "gpipe", "interleaved", "pipedream", "spp", "v-half", "v-min", "zb-h1", "zb-v")
+UNMISTAKABLE = re.compile(r"(?<![\w-])(1f1b-flush|1f1b|2bw|v-half|v-min|zb-h1|zb-v)(?![\w-])")
 FOR_ALL = ("AMBIGUOUS_NAMES", "DEFAULT_SCHEDULE", "INFERENCE", "METHODS")
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
-METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]
+FOLDED = ("zb-v", "v-half", "v-min")
+METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-h1", *FOLDED]
 
 
 @st.composite
@@ -22,7 +23,7 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
     least = ranks if method == "2bw" else 1
     sync = method == "pipedream" and draw(st.booleans())
     microbatches = draw(st.integers(least, max(least, most_microbatches)))
-    return Schedule(method, ranks, microbatches, 2 if method == "zb-v" else 1, vertical_sync=sync)
+    return Schedule(method, ranks, microbatches, 2 if method in FOLDED else 1, vertical_sync=sync)
 
 
 @st.composite
@@ -49,7 +50,7 @@ def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, 
     split = draw(st.booleans())
     sync = method == "pipedream" and draw(st.booleans())
     counts = st.integers(1, most_replicas)
-    alike = method in ("interleaved", "zb-v") or (sync and not split) or draw(st.booleans())
+    alike = method in ("interleaved", *FOLDED) or (sync and not split) or draw(st.booleans())
     replicas = [draw(counts)] * stages if alike else [draw(counts) for _ in range(stages)]
     dealt = iter(draw(st.permutations(range(sum(replicas)))))
     at = tuple(tuple(next(dealt) for _ in range(count)) for count in replicas)
@@ -59,5 +60,5 @@ def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, 
         return Schedule.placed(method, Placement(at * draw(st.integers(1, 3)), split), microbatches)
     least = (stages if split else sum(replicas)) if method == "2bw" else 1
     microbatches = draw(st.integers(least, max(least, most_microbatches)))
-    at = (*at, *reversed(at)) if method == "zb-v" else at
+    at = (*at, *reversed(at)) if method in FOLDED else at
     return Schedule.placed(method, Placement(at, split), microbatches, vertical_sync=sync)

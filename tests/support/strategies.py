@@ -106,19 +106,21 @@ def predictions(draw, ranks):
 @st.composite
 def plans(draw):
     """Straight and replicated plans, and such of several stages per rank, with and without a prediction."""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "pipedream", "2bw"]))
+    folded = ("zb-v", "v-half", "v-min")
+    names = ["gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", *folded, "pipedream", "2bw"]
+    schedule = draw(st.sampled_from(names))
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     parallel = draw(st.integers(1, 2))
-    if schedule in ("interleaved", "zb-v"):
-        if schedule == "zb-v":
+    if schedule in ("interleaved", *folded):
+        if schedule in folded:
             lengths += lengths[:1] if len(lengths) % 2 else []
         divisors = [p for p in range(1, len(lengths) + 1) if len(lengths) % p == 0]
-        around = len(lengths) // 2 if schedule == "zb-v" else draw(st.sampled_from(divisors))
+        around = len(lengths) // 2 if schedule in folded else draw(st.sampled_from(divisors))
         replicas = draw(st.integers(1, 3))
         groups = around * replicas
         dealt = draw(st.permutations(range(groups)))
         at = [tuple(dealt[place * replicas : (place + 1) * replicas]) for place in range(around)]
-        holders = [*at, *at[::-1]] if schedule == "zb-v" else [at[stage % around] for stage in range(len(lengths))]
+        holders = [*at, *at[::-1]] if schedule in folded else [at[stage % around] for stage in range(len(lengths))]
     else:
         replicas = [draw(st.integers(1, 3)) for _ in lengths]
         groups = sum(replicas)

@@ -17,10 +17,10 @@ from support.live_tensors import count_at_rest, forget_what_is_there
 
 LAYERS = 8
 """Of every subject."""
-PAIRED = ("interleaved", "zb-v")
+PAIRED = ("interleaved", "zb-v", "v-half", "v-min")
 """The schedules under which a rank has two stages, in these tests."""
 FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
-"""The schedules that end every step with all updates made."""
+"""Schedules that end every step with all updates made."""
 
 
 def stages_on_a_rank(schedule: str) -> int:

@@ -10,7 +10,8 @@ Rules of this file:
   3. Beside actions an order yields marks: events that lowering needs and that no program contains.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import wraps
@@ -18,7 +19,7 @@ from typing import TypeAlias
 
 from penstock.arguments import FLAG, TEXT, Entries, FieldRules, check_fields, function, instance, integer, text_of
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Compute
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from penstock.scheduling.placements import Placement, StageLayout
 
 
@@ -224,6 +225,29 @@ class Guarantees:
                 return (1,) * len(self.versions)
             case VersionRule.OWN_MINIBATCH | VersionRule.INITIAL:
                 return (0,) * len(self.versions)
+
+
+def count_in_flight(shape: PipelineShape, row_of: Callable[[int], Iterable[Entry]]) -> Guarantees:
+    """The guarantees of a schedule that flushes: what is in flight is counted along the row of each rank in a step."""
+    in_flight, pending = [0] * shape.stages, [0] * shape.stages
+    of_ranks: Counter[tuple[int, ...]] = Counter()
+    for rank in range(shape.ranks):
+        now, halves = Counter[int](), Counter[int]()
+        for action in row_of(rank):
+            stage = action.stage
+            now[stage] += isinstance(action, Forward) - isinstance(action, Backward | BackwardWeight)
+            halves[stage] += isinstance(action, BackwardInput) - isinstance(action, BackwardWeight)
+            in_flight[stage] = max(in_flight[stage], now[stage])
+            pending[stage] = max(pending[stage], halves[stage])
+            held = shape.stages_of(rank)
+            of_ranks[held] = max(of_ranks[held], now.total())
+    return Guarantees.of(
+        shape,
+        in_flight,
+        pending_weight_backwards=pending,
+        # Replicas take the microbatches of one another in other steps.
+        in_flight_of_rank=[of_ranks[shape.stages_of(rank)] for rank in range(shape.ranks)],
+    )
 
 
 def _accept_any(shape: PipelineShape) -> None:

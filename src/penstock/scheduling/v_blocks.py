@@ -5,14 +5,28 @@ unit each, so that six units of a rank serve a microbatch. A microbatch goes dow
 take the same way back. A block says how many units lie between neighbouring ranks on each of the four ways, and how
 many a microbatch waits where it turns. The larger these are, the more microbatches are in flight. Every rank must have
 its operations at six different times modulo six. The times give an order; ranks follow the order and not the times.
+A schedule squeezes its block: whatever can begin earlier than in the block does so, as long as no more is in flight.
 Source: [V 2024, section 3].
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import count, product
+from math import inf
 from typing import TypeAlias
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
+from penstock.scheduling.definitions import (
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    count_in_flight,
+)
+from penstock.scheduling.placements import StageLayout
 
 _PERIOD = 6
 """The units of a rank for one microbatch: forward, input backward and weight backward of two stages."""
@@ -35,13 +49,13 @@ class VBlock:
         """The times on each rank of `length`; None if two operations of a rank fall together."""
         rows: list[Times] = []
         for rank in range(length):
-            row = _with_weights(self._ways(length, rank))
+            row = _with_weights(self.ways(length, rank))
             if row is None:
                 return None
             rows.append(row)
         return tuple(rows)
 
-    def _ways(self, length: int, rank: int) -> tuple[int, int, int, int]:
+    def ways(self, length: int, rank: int) -> tuple[int, int, int, int]:
         """When rank `rank` does the forwards of its two stages and the input backwards of its second and first."""
         down, up, back, home = self.offsets
         last = length - 1
@@ -57,7 +71,7 @@ class VBlock:
 
     def row(self, length: int, rank: int, microbatches: int) -> Iterator[tuple[str, int, int]]:
         """The letter, the stage (0 or 1) and the microbatch of each operation of `rank`, in order."""
-        times = _with_weights(self._ways(length, rank))
+        times = _with_weights(self.ways(length, rank))
         assert times is not None, "find_blocks gives blocks whose operations fall apart"
         begun = ((at + _PERIOD * k, letter, place, k) for letter, place, at in times for k in range(microbatches))
         return ((letter, place, k) for _, letter, place, k in sorted(begun))
@@ -102,3 +116,153 @@ def find_blocks(length: int, farthest: int = 3) -> tuple[tuple[VBlock, int], ...
     known = ((block, block.in_flight(length)) for block in blocks)
     found = [(block, count) for block, count in known if count is not None]
     return tuple(sorted(found, key=lambda each: (each[1], sum(each[0].offsets), sum(each[0].waits))))
+
+
+Turn: TypeAlias = tuple[str, int, int]
+"""What a rank does: a letter (F, I, W, or B for I and W), 0 for its first stage or 1, and the microbatch."""
+
+
+@lru_cache(maxsize=64)
+def squeeze(block: VBlock, length: int, microbatches: int, most: int) -> tuple[tuple[Turn, ...], ...]:
+    """By rank of `length`: its operations for `microbatches` in order, each as early as it can begin.
+
+    A rank does the first operation of the block whose data is there, and if there is none, a weight backward. At most
+    `most` microbatches are in flight on its two stages; forwards keep their order, so that none takes the room of
+    another that comes before it. The backward of stage 0 is whole: no rank waits for its first half.
+    """
+    ways = [block.ways(length, rank) for rank in range(length)]
+    filling = _Filling(ways, microbatches, most)
+    for now in count():
+        if not any([filling.go_on(rank, now) for rank in range(length)]):
+            break
+    assert all(len(turns) == _PERIOD * microbatches for turns in filling.turns), f"{block} needs more than {most}"
+    # Only their own rank waits for the gradients of stages 0 and p.
+    alone = {(0, 0), (length - 1, 1)}
+    return tuple(
+        tuple(_join_halves(turns, {place for place in (0, 1) if (rank, place) in alone}))
+        for rank, turns in enumerate(filling.turns)
+    )
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The turns of all ranks, which are filled unit by unit; see `squeeze`."""
+
+    ways: list[tuple[int, int, int, int]]
+    """By rank: the times of microbatch 0 in the block."""
+    microbatches: int
+    most: int
+    ended: dict[tuple[int, int], list[int]] = field(init=False)
+    """By rank and way: when the operation of each microbatch has ended."""
+    halves: list[list[tuple[int, int]]] = field(init=False)
+    """By rank: the stages (0 or 1) and microbatches whose weight backward is to come."""
+    turns: list[list[Turn]] = field(init=False)
+    in_flight: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = range(len(self.ways))
+        self.ended = {place: [] for place in product(ranks, range(4))}
+        self.ended[0, -1] = [0] * self.microbatches
+        self.halves, self.turns, self.in_flight = [[] for _ in ranks], [[] for _ in ranks], [0 for _ in ranks]
+
+    def go_on(self, rank: int, now: int) -> bool:
+        """Whether there is something that `rank` begins at `now`."""
+        halves = self.halves[rank]
+        whole = rank == 0 and bool(halves) and halves[0][0] == 0
+        way = None if whole else self._first_ready(rank, now)
+        if way is not None:
+            place, microbatch = int(way in (1, 2)), len(self.ended[rank, way])
+            self.ended[rank, way].append(now + 1)
+            self.turns[rank].append(("FFII"[way], place, microbatch))
+            if way > 1:
+                halves.insert(0 if rank == 0 == place else len(halves), (place, microbatch))
+            else:
+                self.in_flight[rank] += 1
+        elif halves:
+            self.turns[rank].append(("W", *halves.pop(0)))
+            self.in_flight[rank] -= 1
+        else:
+            return False
+        return True
+
+    def _first_ready(self, rank: int, now: int) -> int | None:
+        """The way whose next operation comes first in the block, of those that can begin at `now`."""
+        next_of = {way: len(self.ended[rank, way]) for way in range(4)}
+        begun = [(self.ways[rank][way] + _PERIOD * k, way) for way, k in next_of.items() if k < self.microbatches]
+        forward = min((at, way) for at, way in [*begun, (inf, 0)] if way < 2)[1]
+        for _, way in sorted(begun):
+            other = rank + (1 if way % 2 else -1)
+            data = self.ended[(other, way) if 0 <= other < len(self.ways) else (rank, way - 1)]
+            if len(data) <= next_of[way] or data[next_of[way]] > now:
+                continue
+            if way > 1 or (way == forward and self.in_flight[rank] < self.most):
+                return way
+        return None
+
+
+def _join_halves(turns: list[Turn], places: set[int]) -> Iterator[Turn]:
+    """`turns` with a whole backward where both halves of one follow each other, on the stages at `places`."""
+    skipped = False
+    for turn, then in zip(turns, [*turns[1:], None], strict=True):
+        letter, place, microbatch = turn
+        whole = letter == "I" and place in places and then == ("W", place, microbatch)
+        if not skipped:
+            yield ("B", place, microbatch) if whole else turn
+        skipped = whole
+
+
+_ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {
+    "F": Forward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+    "B": Backward,
+}
+
+
+def define_by_block(name: str, block: Callable[[int], VBlock], most: Callable[[int], int]) -> ScheduleDefinition:
+    """The schedule `name`, whose ranks `squeeze` the block of p ranks; `most` says how much is in flight on each."""
+    made = _Squeezed(block, most)
+    check = partial(check_folded, name)
+    layout = StageLayout.V_SHAPE
+    return ScheduleDefinition(name, made.order, made.guarantees, check, layout=layout, splits_backward=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Squeezed:
+    """The order and the guarantees of a schedule with a block."""
+
+    block: Callable[[int], VBlock]
+    most: Callable[[int], int]
+
+    def order(self, shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+        """Updates come at the end of the step, when gradients of weights that two stages share are all complete."""
+        if not isinstance(segment, Step):
+            return
+        minibatch = segment.minibatch
+        stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
+        length = shape.placement.length
+        rows = squeeze(self.block(length), length, len(microbatches), self.most(length))
+        for letter, place, k in rows[stages[0]]:
+            yield _ACTIONS[letter](stages[place], microbatches[k], minibatch)
+        for stage in stages:
+            yield Update(stage, minibatch + 1, minibatch)
+
+    def guarantees(self, shape: PipelineShape) -> Guarantees:
+        """One version; what is in flight is counted."""
+        return count_in_flight(shape, lambda rank: self.order(shape, rank, Step(0)))
+
+
+def check_folded(name: str, shape: PipelineShape) -> None:
+    """Stages s and 2p - 1 - s must be on one rank, and all stages must have the same number of replicas."""
+    stages = shape.placement.stages
+    if not shape.placement.equal(range(shape.stages)):
+        raise ScheduleError(
+            f"schedule {name!r}: all stages must have equally many replicas, got {shape.placement.text()}; give them "
+            "equal numbers, or choose a schedule with one stage on each rank"
+        )
+    if stages != stages[::-1] or 2 * shape.placement.length != len(stages):
+        raise ScheduleError(
+            f"schedule {name!r}: stage s and stage {len(stages) - 1} - s must be on one rank that holds no other, got "
+            f"stages on {', '.join(str(list(ranks)) for ranks in stages)}; place them so, or choose "
+            "a schedule with one stage on each rank"
+        )

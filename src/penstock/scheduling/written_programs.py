@@ -28,7 +28,14 @@ from penstock.scheduling.actions import (
     parse,
     program_rows,
 )
-from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, ScheduleDefinition, Segment
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    count_in_flight,
+)
 from penstock.scheduling.placements import StageLayout
 from penstock.scheduling.schedules import Programs, Schedule
 
@@ -163,23 +170,7 @@ class _Written:
     def guarantees(self, shape: PipelineShape) -> Guarantees:
         """What is counted along the rows. A middle begins and ends with as much in flight, so it is counted once."""
         self.check(shape)
-        in_flight, pending = [0] * shape.stages, [0] * shape.stages
-        of_row = [0] * len(self.rows)
-        for number, row in enumerate(self.rows):
-            now, half = dict.fromkeys(range(shape.stages), 0), dict.fromkeys(range(shape.stages), 0)
-            for action in row.once:
-                stage = action.stage
-                now[stage] += isinstance(action, Forward) - isinstance(action, Backward | BackwardWeight)
-                half[stage] += isinstance(action, BackwardInput) - isinstance(action, BackwardWeight)
-                in_flight[stage] = max(in_flight[stage], now[stage])
-                pending[stage] = max(pending[stage], half[stage])
-                of_row[number] = max(of_row[number], sum(now.values()))
-        return Guarantees.of(
-            shape,
-            in_flight,
-            pending_weight_backwards=pending,
-            in_flight_of_rank=[of_row[min(shape.stages_of(rank))] for rank in range(shape.ranks)],
-        )
+        return count_in_flight(shape, lambda rank: self.rows[min(shape.stages_of(rank))].once)
 
     def check(self, shape: PipelineShape) -> None:
         """The shape must be that of the programs."""

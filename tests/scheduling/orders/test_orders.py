@@ -180,7 +180,7 @@ def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
             yield Schedule("1f1b-flush", ranks, microbatches)
             yield Schedule("spp", ranks, microbatches)
             yield Schedule("zb-h1", ranks, microbatches)
-            yield Schedule("zb-v", ranks, microbatches, 2)
+            yield from (Schedule(name, ranks, microbatches, 2) for name in ("zb-v", "v-half", "v-min"))
             yield Schedule("pipedream", ranks, microbatches)
             yield Schedule("pipedream", ranks, microbatches, vertical_sync=True)
             if microbatches >= ranks:

@@ -10,18 +10,22 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, Backward, BackwardInput, BackwardWeight, Receive, Update, parse_programs
-from penstock.scheduling.orders import zb_h1, zb_v
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import v_half, v_min, zb_h1, zb_v
 from penstock.scheduling.placements import Placement, StageLayout
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify, verify_programs
+from penstock.scheduling.written_programs import define_by_programs
 from penstock.simulating import simulate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 from support.broken_programs import assert_broken, change, complaint, promising
 from support.drawn_programs import drawn_table, run_clock, short, with_stage
 
+FOLDED = {"zb-v": zb_v, "v-half": v_half, "v-min": v_min}
+
 
 def zero_bubble(method: str, ranks: int, microbatches: int) -> Schedule:
-    return Schedule(method, ranks, microbatches, 2 if method == "zb-v" else 1)
+    return Schedule(method, ranks, microbatches, 2 if method in FOLDED else 1)
 
 
 def draw(schedule: Schedule, word: Callable[[Action], str]) -> list[str]:
@@ -50,14 +54,26 @@ def test_zb_h1_table() -> None:
     assert drawn_table(zb_h1) == table
 
 
-def test_zb_v_table() -> None:
-    table = [
+TABLES = {
+    "zb-v": [
         "rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 --- 3F2 3I2 3W2 0B1 --- 0B2 --- 0U1 3U1",
         "rank 1 ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1",
-    ]
+    ],
+    "v-half": [
+        "rank 0 0F0 0F1 ... 3F0 3I0 0F2 3W0 3F1 0B0 --- 3I1 3F2 3I2 0B1 --- 0B2 --- 3W1 3W2 0U1 3U1",
+        "rank 1 ... 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U1 2U1",
+    ],
+    "v-min": [
+        "rank 0 0F0 ... ... 3F0 3I0 0F1 3W0 0B0 --- 3F1 3I1 0F2 3W1 0B1 --- 3F2 3I2 3W2 ... 0B2 --- 0U1 3U1",
+        "rank 1 ... 1F0 2F0 ... ... 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2 1U1 2U1",
+    ],
+}
 
-    assert draw(zero_bubble("zb-v", 2, 3), with_stage) == table
-    assert drawn_table(zb_v) == table
+
+@pytest.mark.parametrize("method", FOLDED)
+def test_tables_of_schedules_in_a_v(method: str) -> None:
+    assert draw(zero_bubble(method, 2, 3), with_stage) == TABLES[method]
+    assert drawn_table(FOLDED[method]) == TABLES[method]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +87,9 @@ def test_zb_v_table() -> None:
         (zero_bubble("zb-v", 3, 7), (6, 5, 4, 3, 2, 1), (0, 2, 3, 2, 1, 1)),
         (zero_bubble("zb-v", 3, 2), (2, 2, 2, 2, 2, 1), (0, 1, 1, 0, 1, 1)),
         (zero_bubble("zb-v", 1, 3), (2, 1), (0, 0)),
+        (zero_bubble("v-half", 3, 7), (3, 3, 3, 2, 2, 1), (0, 1, 1, 1, 1, 1)),
+        (zero_bubble("v-half", 1, 3), (1, 1), (0, 1)),
+        (zero_bubble("v-min", 4, 9), (3, 3, 3, 2, 2, 2, 1, 1), (0, 1, 1, 1, 1, 1, 1, 1)),
     ],
 )
 def test_what_is_held(made: Schedule, in_flight: tuple[int, ...], halves: tuple[int, ...]) -> None:
@@ -98,6 +117,56 @@ def play(made: Schedule, minibatches: int = 1, forward: float = 1.0, inputs: flo
     return simulate(made, profile, instant, minibatches, split_seconds=0.0).seconds
 
 
+PRINTED = (
+    (8, 24, 18522, 18086, 9337, 601, 0.2431, 0.1585, 0.1083),
+    (8, 32, 18513, 18086, 9331, 626, 0.1985, 0.1242, 0.0837),
+    (8, 64, 18546, 18097, 9321, 762, 0.1240, 0.0674, 0.0444),
+    (8, 24, 29718, 29444, 19927, 527, 0.2347, 0.1323, 0.0698),
+    (8, 32, 29802, 29428, 19530, 577, 0.1898, 0.1045, 0.0559),
+    (8, 64, 29935, 29621, 19388, 535, 0.1091, 0.0554, 0.0294),
+    (16, 48, 11347, 11248, 8132, 377, 0.2552, 0.1397, 0.0672),
+    (16, 64, 11307, 11254, 8101, 379, 0.2082, 0.1088, 0.0516),
+    (16, 128, 11325, 11308, 8109, 378, 0.1251, 0.0576, 0.0266),
+    (32, 96, 10419, 10207, 7715, 408, 0.2646, 0.1421, 0.0641),
+    (32, 128, 10408, 10204, 7703, 408, 0.2168, 0.1106, 0.0490),
+    (32, 256, 10402, 10248, 7698, 460, 0.1352, 0.0594, 0.0257),
+)
+"""p, m, the microseconds of a forward, an input backward, a weight backward and a message, and the bubbles of 1F1B, H1
+and H2: printed in [ZeroBubble 2024] and by github.com/sail-sg/zero-bubble-pipeline-parallelism, f68d387, efficiency.py.
+"""
+
+
+def h2(ranks: int, microbatches: int) -> ScheduleDefinition:
+    """ZB-H2: twice the forwards of 1F1B's warm-up, and as many weight backwards are left over on later ranks."""
+    rows = []
+    for rank in range(ranks):
+        ahead, late, words = 2 * (ranks - 1 - rank), 2 * rank, list[str]()
+        for turn in range(-ahead, microbatches + late):
+            for letter, k in (("F", turn + ahead), ("I", turn), ("W", turn - late)):
+                words += [f"{rank}{letter}{k}@0"] if 0 <= k < microbatches else []
+        rows.append(" ".join([*words, f"{rank}U1<0"]))
+    return define_by_programs("zb-h2", "\n".join(rows))
+
+
+@pytest.mark.parametrize("row", PRINTED, ids=str)
+def test_printed_bubbles(row: tuple[float, ...]) -> None:
+    """As the authors count: parts of a backward take no longer than a whole one, and of H2 the longest rank counts."""
+    p, m, (f, b, w, c) = int(row[0]), int(row[1]), row[2:6]
+    profile = Profile((LayerProfile("", f, b + w, 0.0, 0.0, 1.0, weight_seconds=w),) * p, 1)
+    cluster = Cluster.uniform(p, float("inf"), latency_seconds=c)
+    bubbles = []
+    for method in ("1f1b-flush", "zb-h1", h2(p, m)):
+        spans = simulate(Schedule(method, p, m), profile, cluster, split_seconds=0.0).spans
+        computed = [span for span in spans if set("FBIW") & set(span.action)]
+        longest = max(span.stop_seconds for span in computed)
+        if not isinstance(method, str):
+            begun = [min(span.start_seconds for span in computed if span.rank == rank) for rank in range(p)]
+            longest = max(span.stop_seconds - begun[span.rank] for span in computed)
+        bubbles.append(round(1 - m * (f + b + w) / longest, 4))
+
+    assert bubbles == list(row[6:])
+
+
 seconds = st.integers(1, 6)
 sizes = st.integers(1, 6), st.integers(1, 14)
 
@@ -116,6 +185,21 @@ def test_time_of_zb_h1(p: int, m: int, forward: int, inputs: int, weight: int, s
     if m < p and fits:
         assert seconds == steps * ((m + p - 1) * (forward + inputs) + weight)
     assert seconds <= play(Schedule("1f1b-flush", p, m), steps, forward, inputs, weight)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_time_and_memory_of_v_half_and_v_min(p: int) -> None:
+    """With equal parts, for k stages' microbatches in flight on a rank: what the program of the authors of [V 2024]
+    prints, and what it expects at best, 3p - 1 - 3k + max(3p, p - 1 + 2(1 + floor((k + 1) / 2))).
+    """
+    for method, count in (("v-half", (p + 2) // 2), ("v-min", (p + 4) // 3)):
+        k = 2 * count
+        best = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + (k + 1) // 2))
+        more = 4 if method == "v-min" and p % 3 == 2 else 0
+        for m in (p, 2 * p + 1):
+            made = zero_bubble(method, p, m)
+            assert max(verify(made).in_flight_of_rank) == min(k, 2 * m)
+            assert p < 3 or play(made) == 6 * m + best + more
 
 
 @settings(max_examples=200, deadline=None)
@@ -338,12 +422,12 @@ def test_input_parts_of_a_minibatch_wait_for_the_update_before() -> None:
         (
             lambda: Schedule.placed("zb-v", Placement(((0, 1), (2,), (2,), (0, 1))), 4),
             "schedule 'zb-v': all stages must have equally many replicas, got 2-1-1-2; give them equal numbers, or "
-            "choose 'zb-h1'",
+            "choose a schedule with one stage on each rank",
         ),
         (
             lambda: Schedule.placed("zb-v", Placement.straight(2, 2), 4),
             "schedule 'zb-v': stage s and stage 3 - s must be on one rank that holds no other, got stages on [0], [1], "
-            "[0], [1]; place them so, or choose 'zb-h1'",
+            "[0], [1]; place them so, or choose a schedule with one stage on each rank",
         ),
     ],
 )

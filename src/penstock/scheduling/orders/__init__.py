@@ -8,6 +8,8 @@ from penstock.scheduling.orders.one_f_one_b_flush import ONE_F_ONE_B_FLUSH
 from penstock.scheduling.orders.pipedream import PIPEDREAM
 from penstock.scheduling.orders.spp import SPP
 from penstock.scheduling.orders.two_bw import TWO_BW
+from penstock.scheduling.orders.v_half import V_HALF
+from penstock.scheduling.orders.v_min import V_MIN
 from penstock.scheduling.orders.zb_h1 import ZB_H1
 from penstock.scheduling.orders.zb_v import ZB_V
 
@@ -22,11 +24,24 @@ __all__ = [
     "PIPEDREAM",
     "SPP",
     "TWO_BW",
+    "V_HALF",
+    "V_MIN",
     "ZB_H1",
     "ZB_V",
 ]
 
-METHODS: tuple[ScheduleDefinition, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ZB_H1, ZB_V, PIPEDREAM, TWO_BW)
+METHODS: tuple[ScheduleDefinition, ...] = (
+    GPIPE,
+    ONE_F_ONE_B_FLUSH,
+    INTERLEAVED,
+    SPP,
+    ZB_H1,
+    ZB_V,
+    V_HALF,
+    V_MIN,
+    PIPEDREAM,
+    TWO_BW,
+)
 
 DEFAULT_SCHEDULE = ONE_F_ONE_B_FLUSH.name
 

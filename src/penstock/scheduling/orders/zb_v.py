@@ -9,11 +9,12 @@ Source: [ZB-V 2024, section 6].
 """
 
 from collections.abc import Iterator
+from functools import partial
 
-from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
 from penstock.scheduling.placements import StageLayout
+from penstock.scheduling.v_blocks import check_folded
 
 
 # p = 2, m = 3, first step, stage before the letter. B --- is a whole backward: no other rank waits for gradients of
@@ -90,19 +91,11 @@ def guarantees(shape: PipelineShape) -> Guarantees:
     )
 
 
-def check(shape: PipelineShape) -> None:
-    """Stages s and 2p - 1 - s must be on one rank, and all stages must have the same number of replicas."""
-    stages = shape.placement.stages
-    if not shape.placement.equal(range(shape.stages)):
-        raise ScheduleError(
-            f"schedule 'zb-v': all stages must have equally many replicas, got {shape.placement.text()}; give them "
-            "equal numbers, or choose 'zb-h1'"
-        )
-    if stages != stages[::-1] or 2 * shape.placement.length != len(stages):
-        raise ScheduleError(
-            f"schedule 'zb-v': stage s and stage {len(stages) - 1} - s must be on one rank that holds no other, got "
-            f"stages on {', '.join(str(list(ranks)) for ranks in stages)}; place them so, or choose 'zb-h1'"
-        )
-
-
-ZB_V = ScheduleDefinition("zb-v", order, guarantees, check, layout=StageLayout.V_SHAPE, splits_backward=True)
+ZB_V = ScheduleDefinition(
+    "zb-v",
+    order,
+    guarantees,
+    partial(check_folded, "zb-v"),
+    layout=StageLayout.V_SHAPE,
+    splits_backward=True,
+)
