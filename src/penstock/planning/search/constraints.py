@@ -291,12 +291,12 @@ class PlanConstraints:
         }
         given = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if value is not None)
         looping, folding = (
-            names_of(lambda each, layout=layout: each.layout is layout)  # type: ignore[misc]
+            names_of(lambda each, layout=layout: each.layout is layout, " or ")  # type: ignore[misc]
             for layout in (StageLayout.ROUND_ROBIN, StageLayout.V_SHAPE)
         )
         return (
             f"{given}: expected choices that go together, found none that do: several stages per rank need "
-            f"schedule={looping!r} (or {folding!r}, for two), vertical_sync needs "
+            f"schedule={looping!r} (or {folding}, for two), vertical_sync needs "
             f"schedule={names_of(lambda each: each.has_vertical_sync)!r}, synchronous=True rules out "
             f"{names_of(lambda each: not each.flushes, ' and ')}, whole_backwards=True "
             f"{names_of(lambda each: each.splits_backward, ' and ')}, and the planner spp plans for "
