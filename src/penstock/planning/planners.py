@@ -13,7 +13,7 @@ from typing import cast
 from penstock.arguments import FLAG, Entries, check_arguments, instance, integer, number
 from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.orders.order_plans import plan_order
+from penstock.planning.orders.order_plans import plan_limited, plan_order
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import cost_of, speed_of
 from penstock.planning.ptd_p.three_d import plan_three_d
@@ -157,7 +157,10 @@ def _plan_fastest(
         return plan_order(profiles, cluster, constraints, progress=progress)
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
-        raise explain_infeasibility(profiles, cluster, constraints, found)
+        limited = plan_limited(profiles, cluster, constraints, progress=progress)
+        if limited is None:
+            raise explain_infeasibility(profiles, cluster, constraints, found)
+        return limited
     best = found.ranked[0]
     measured = profile_of_plan(best, profiles)
     options = constraints.simulator_options

@@ -3,16 +3,17 @@
 A rank does a backward whose gradient has come; else a forward whose activation has come and whose bytes fit; else a
 weight part that was left over. The rules differ in how much of a weight part, or of a forward, must be over before the
 next backward is expected; that is known from an earlier pass, as the times of the same operations there. Where the
-order of forwards and backwards is given, only the places of weight parts are chosen.
+order of forwards and backwards is given, only the places of weight parts are chosen; or a forward waits until its bytes
+fit, and what comes behind it goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, Op, OrderCosts, Row, Rows
+from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, Op, OrderCosts, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class ListRule:
     weight_share: float = 0.0
     forward_share: float = 0.0
     ahead: tuple[float, ...] = ()
+    overtakes: bool = False
+    """Whether a given backward also overtakes forwards that have not come, and not only those that do not fit."""
 
 
 Choice: TypeAlias = tuple[Op | None, float]
@@ -41,8 +44,10 @@ class _Filling:
     rule: ListRule
     expected: dict[Op, float]
     """When data is expected, by an earlier pass."""
-    given: Sequence[Row] | None = None
-    """By rank: its forwards and backwards in the order in which they must come, if that is given."""
+    given: Rows | None = None
+    """By rank: its next forwards and backwards in the order in which they must come, if that is given."""
+    delays: bool = False
+    """Whether what is given goes on behind a forward that does not fit."""
     rows: Rows = field(init=False)
     arrived: dict[Op, float] = field(default_factory=dict)
     free_at: list[float] = field(init=False)
@@ -72,10 +77,11 @@ class _Filling:
         while self.left:
             if not self.events:
                 rank = next((rank for rank in sorted(self.parked) if self.left_over[rank]), None)
-                if rank is None:
+                if rank is not None:
+                    self.parked.discard(rank)
+                    self._do_weight(rank, self.free_at[rank])
+                elif not (self.delays and self._overtake()):
                     return None
-                self.parked.discard(rank)
-                self._do_weight(rank, self.free_at[rank])
             else:
                 now, rank = heappop(self.events)
                 if now >= self.free_at[rank]:
@@ -99,8 +105,7 @@ class _Filling:
 
     def _next_ops(self, rank: int) -> list[Op]:
         if self.given is not None:
-            done = sum(self.next_of[kind][stage] for kind in (FORWARD, BACKWARD) for stage in self.costs.held[rank])
-            return list(self.given[rank][done : done + 1])
+            return self.given[rank][:1]
         return [
             (kind, stage, self.next_of[kind][stage])
             for kind in (BACKWARD, FORWARD)
@@ -109,15 +114,43 @@ class _Filling:
         ]
 
     def _given_choice(self, rank: int, now: float) -> Choice:
-        op = next(iter(self._next_ops(rank)), None)
-        if op is None:
-            return None, inf
-        if op[0] == FORWARD and self._over(rank, self.costs.saved[op[1]]):
-            return None, inf
-        at = self.arrived.get(op)
-        if at is not None and at <= now:
-            return op, now
-        return None, self._awaited(op, now)
+        soon = inf
+        for op in self._fitting(rank):
+            at = self.arrived.get(op)
+            if at is not None and at <= now:
+                return op, now
+            soon = min(soon, self._awaited(op, now))
+            if op[0] == BACKWARD or not self.rule.overtakes:
+                break
+        return None, soon
+
+    def _fitting(self, rank: int) -> Iterator[Op]:
+        """What is given, up to a forward that does not fit; with delays, without such forwards and their backwards."""
+        assert self.given is not None
+        late: dict[int, int] = {}
+        for op in self.given[rank]:
+            kind, stage, microbatch = op
+            if stage in late and (kind == FORWARD or microbatch >= late[stage]):
+                continue
+            if kind == BACKWARD or self._has_room(rank, stage):
+                yield op
+            elif self.delays:
+                late[stage] = microbatch
+            else:
+                return
+
+    def _has_room(self, rank: int, stage: int) -> bool:
+        return self._may_forward(rank, stage) if self.delays else not self._over(rank, self.costs.saved[stage])
+
+    def _overtake(self) -> bool:
+        """Whether some rank can do a later operation, where all wait for data that others hold back."""
+        for rank in sorted(self.parked):
+            op = next((op for op in self._fitting(rank) if op in self.arrived), None)
+            if op is not None:
+                self.parked.discard(rank)
+                self._do(rank, op, max(self.free_at[rank], self.arrived[op]))
+                return True
+        return False
 
     def _listed_choice(self, rank: int, now: float) -> Choice:
         soon = inf
@@ -148,11 +181,8 @@ class _Filling:
         return at if at > now else inf
 
     def _may_forward(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits; its first stage leaves room for the same microbatch on the rank's later stages."""
-        held = self.costs.held[rank]
-        own = self.costs.saved[stage]
-        later = sum(self.costs.saved[other] for other in held if other > stage) if stage == held[0] else 0.0
-        return not self._over(rank, own + later)
+        """Whether a forward fits, and leaves room for the same microbatch on the rank's later stages."""
+        return not self._over(rank, sum(self.costs.saved[held] for held in self.costs.held[rank] if held >= stage))
 
     def _over(self, rank: int, more: float) -> bool:
         return self.held_bytes[rank] + more > self.costs.limits[rank] * ROUNDING
@@ -161,6 +191,8 @@ class _Filling:
         kind, stage, microbatch = op
         self._append(rank, op, now)
         self.next_of[kind][stage] += 1
+        if self.given is not None:
+            self.given[rank].remove(op)
         done = self.free_at[rank]
         if kind == BACKWARD and stage not in self.costs.whole:
             self.left_over[rank].append((stage, microbatch))
@@ -203,5 +235,15 @@ def place_weights(costs: OrderCosts, rows: Rows, share: float, expected: dict[Op
 
     `share`: how much of a weight part must be over before the next operation is expected; see `list_order`.
     """
-    given = [[op for op in row if op[0] != WEIGHT] for row in rows]
-    return _Filling(costs, ListRule(weight_share=share), expected, given).run()
+    return _Filling(costs, ListRule(weight_share=share), expected, _without_weights(rows)).run()
+
+
+def delay_forwards(costs: OrderCosts, rows: Rows, rule: ListRule, expected: dict[Op, float]) -> Rows | None:
+    """`rows` within the limits: a forward waits until its bytes fit, and what comes behind it goes on. None if that
+    gets stuck. Weight parts are put as by `place_weights`.
+    """
+    return _Filling(costs, rule, expected, _without_weights(rows), delays=True).run()
+
+
+def _without_weights(rows: Rows) -> Rows:
+    return [[op for op in row if op[0] != WEIGHT] for row in rows]

@@ -6,15 +6,17 @@ beside the named schedules: each of its plans is faster than all that need as li
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, number
 from penstock.errors import PlanError
-from penstock.planning.orders.search import FoundOrder, find_order, named_plans
+from penstock.planning.orders.search import FoundOrder, find_order, limit_order, named_plans
 from penstock.planning.predictions import prediction_of, speed_of
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.schedule_names import find_definition
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -44,6 +46,32 @@ def plan_order(
     best = max(found, key=lambda each: speed_of(each.plan))
     names = tuple(layer.name for layer in profile_of_plan(best.plan, profiles).layers)
     return replace(best.plan, explanation=f"{best.plan}\n\n{best.plan.explanation}", layer_names=names)
+
+
+def plan_limited(
+    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, *, progress: bool | None = False
+) -> Plan | None:
+    """The fastest plan of the schedule that is named, with its order delayed where it would not fit; see `limit_order`.
+
+    None if no schedule that flushes is named, and if no delay is enough.
+    """
+    definition = find_definition(constraints.schedule)
+    if definition is None or not definition.updates_at_once:
+        return None
+    free = replace(constraints, straight=True)
+    ranked = compare_plans(profiles, cluster.with_memory(None), free, progress=progress).ranked
+    alone = [plan for plan in ranked if max(plan.replicas) == 1][:_STRUCTURES]
+    found = []
+    for plan in _with_recomputation(alone, cluster, constraints):
+        with suppress(PlanError):
+            measured = profile_of_plan(plan, profiles)
+            found.append((limit_order(plan, measured, cluster, **constraints.simulator_options), measured))
+    if not found:
+        return None
+    best, measured = max(found, key=lambda each: speed_of(each[0]))
+    names = tuple(layer.name for layer in measured.layers)
+    why = f"\n\nNo plan fits in the usual order of {definition}: here a forward waits until its bytes fit."
+    return replace(best, explanation=f"{best}{why if best.order else ''}", layer_names=names)
 
 
 def _find(

@@ -18,8 +18,8 @@ from penstock.arguments import FLAG, check_arguments, instance, number
 from penstock.errors import PlanError
 from penstock.planning.orders.bounds import Bound, bound_of
 from penstock.planning.orders.local_moves import improve
-from penstock.planning.orders.rows import OrderCosts, TimedRows, repeated, rows_of, text_of_rows, time_rows
-from penstock.planning.orders.seeds import find_seeds, spread_weights
+from penstock.planning.orders.rows import OrderCosts, Rows, TimedRows, repeated, rows_of, text_of_rows, time_rows
+from penstock.planning.orders.seeds import delay_rows, find_seeds, spread_weights
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import if_runnable
 from penstock.scheduling.orders import METHODS
@@ -112,6 +112,27 @@ def find_order(
     return search.run(whole_backwards=whole_backwards)
 
 
+def limit_order(
+    plan: Plan, profile: Profile, cluster: Cluster, *, memory_bytes: float | None = None, **options: Unpack[Options]
+) -> Plan:
+    """`plan` with the order of its schedule changed so that each rank keeps within its memory, with its prediction.
+
+    A forward waits until its bytes fit, and weight backwards come earlier; where that is not enough, no backward is
+    split. A plan that fits keeps its schedule; else `Plan.order` has the order. Arguments as for `find_order`. Raises
+    `PlanError` if stages have replicas, if the schedule does not flush, and if not even one microbatch at a time fits.
+    """
+    check_arguments(
+        "limit_order", _RULES, PlanError, plan=plan, profile=profile, cluster=cluster, memory_bytes=memory_bytes
+    )
+    if max(plan.replicas) > 1 or not plan.definition.updates_at_once:
+        raise PlanError(
+            f"limit_order: expected stages without replicas and a schedule that flushes, found {plan.replicas} "
+            f"replicas under {plan.schedule}: plan with straight=True and synchronous=True"
+        )
+    search = _Search(plan, profile, cluster, _limits(plan, cluster, memory_bytes), options)
+    return replace(search.limited(), planner=plan.planner)
+
+
 def named_plans(plan: Plan, *, whole_backwards: bool = False) -> Iterator[Plan]:
     """The stages of `plan` under each named schedule that can run them and could make its updates at the end of a step;
     without predictions. `whole_backwards`: under none that splits backwards.
@@ -184,6 +205,53 @@ class _Search:
         best = min(judged, key=lambda each: each.seconds)
         explained = replace(best.plan, explanation=_explain(best, named, bound, self._fits))
         return FoundOrder(explained, bound)
+
+    def limited(self) -> Plan:
+        """The plan with its order delayed where its bytes are above a limit."""
+        named = self._judge(replace(self.plan, predicted=None))
+        if self._fits(named):
+            return named.plan
+        made = schedule(self.plan)
+        whole = frozenset(stage for stage, late in enumerate(made.guarantees.pending_weight_backwards) if not late)
+        rows = rows_of(made, whole)
+        assert rows is not None, "backwards of these stages are whole"
+        costs = self._costs(whole, self.limits)
+        room = zip(self.limits, named.peaks, rows, strict=True)
+        own = replace(costs, limits=tuple(limit - peak + costs.peak(row) for limit, peak, row in room))
+        joined = replace(own, whole=frozenset(range(costs.stages)))
+        # One microbatch in flight: no rank runs ahead of another, so that no message waits.
+        alone = replace(joined, saved=(1.0,) * costs.stages, limits=tuple(map(len, costs.held)))
+        for tried in (own, joined, alone):
+            held = [each for overtakes in (False, True) for each in self._delayed(tried, rows, overtakes=overtakes)]
+            if held:
+                return min(held, key=lambda each: each.seconds).plan
+        rank = max(range(len(self.limits)), key=lambda rank: named.peaks[rank] / self.limits[rank])
+        raise PlanError(
+            f"limit_order: expected an order of {made.name} that takes at most {bytes_text(self.limits[rank])} on rank "
+            f"{rank}, found none; as it is it takes {bytes_text(named.peaks[rank])}, and one microbatch at a time "
+            "takes more than there is, too. Give more memory, smaller microbatches, other stages, or recompute=True"
+        )
+
+    def _delayed(self, costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[_Judged]:
+        """The plan with `rows` delayed until it fits, under lower limits where that takes more than was known."""
+        # No order has less in flight than one microbatch on all stages of a rank.
+        least = [sum(costs.saved[stage] for stage in held) for held in costs.held]
+        before: tuple[float, ...] = ()
+        for _ in range(_ROUNDS):
+            limits = tuple(map(max, costs.limits, least))
+            if limits == before:
+                return
+            costs, before = replace(costs, limits=limits), limits
+            timed = min(delay_rows(costs, rows, overtakes=overtakes), key=lambda each: each.score, default=None)
+            if timed is None:
+                return
+            text = text_of_rows(costs, timed.rows, repeats=False)
+            name = f"{self.plan.schedule}-limited"
+            judged = self._judge(replace(self.plan, schedule=define_by_programs(name, text), predicted=None))
+            if self._fits(judged):
+                yield judged
+                return
+            costs = replace(costs, limits=tuple(self._lowered(costs, judged, timed)))
 
     def _judge(self, plan: Plan) -> _Judged:
         prediction = evaluate(plan, self.profile, self.cluster, **self.options)

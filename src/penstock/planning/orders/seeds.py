@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from penstock.planning.orders.list_orders import ListRule, list_order, place_weights
+from penstock.planning.orders.list_orders import ListRule, delay_forwards, list_order, place_weights
 from penstock.planning.orders.rows import BACKWARD, FORWARD, WEIGHT, Op, OrderCosts, Rows, TimedRows, rows_of, time_rows
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.v_blocks import VBlock, find_blocks
@@ -71,6 +71,17 @@ def spread_weights(costs: OrderCosts, timed: TimedRows) -> Iterator[TimedRows]:
         found = None if rows is None else time_rows(costs, rows)
         if found is not None:
             yield found
+
+
+def delay_rows(costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[TimedRows]:
+    """`rows` with forwards that wait until they fit, and weight parts put anew, under several rules."""
+    expected: dict[Op, float] = {}
+    for share in _WEIGHT_SHARES if len(costs.whole) < costs.stages else _WEIGHT_SHARES[:1]:
+        delayed = delay_forwards(costs, rows, ListRule(share, overtakes=overtakes), expected)
+        timed = None if delayed is None else time_rows(costs, delayed)
+        if timed is not None:
+            expected = timed.arrivals(costs)
+            yield timed
 
 
 def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
