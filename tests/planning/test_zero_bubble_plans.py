@@ -85,8 +85,8 @@ def test_recomputation_saves_the_last_rank_nothing() -> None:
     tight = Cluster.uniform(4, 1e9, memory_bytes=2e6)
     found = plan(profile, tight, microbatches=8, straight=True, synchronous=True)
     assert found.recompute and found.schedule not in ("zb-h1", "zb-v")
-    with pytest.raises(PlanError, match="nothing fits"):
-        plan(profile, tight, schedule="zb-h1", microbatches=8, straight=True)
+    held = plan(profile, tight, schedule="zb-h1", microbatches=8, straight=True)
+    assert held.order and max(held.predicted.peak_bytes) <= 2e6, "forwards wait"
 
 
 def test_a_measured_weight_part_is_what_counts() -> None:
@@ -184,15 +184,15 @@ def test_replicas_of_a_folded_pipeline() -> None:
         (lambda: Request("zb-v"), "stages_per_rank: expected 2 under zb-v, found 1: give 2, or plan for zb-h1"),
         (
             lambda: Request("zb-h1", stages_per_rank=2),
-            "stages_per_rank: expected 1 under zb-h1, found 2: only the schedules interleaved, zb-v, v-half and v-min put "
-            "several stages on a rank",
+            "stages_per_rank: expected 1 under zb-h1, found 2: only the schedules interleaved, zb-v, v-half and v-min "
+            "put several stages on a rank",
         ),
         (
             lambda: PlanConstraints(schedule="zb-v", stages_per_rank=4),
             "schedule='zb-v', stages_per_rank=4: expected choices that go together, found none that do: several stages "
             "per rank need schedule='interleaved' (or zb-v, v-half or v-min, for two), vertical_sync needs "
-            "schedule='pipedream', synchronous=True rules out pipedream and 2bw, whole_backwards=True zb-h1, zb-v, v-half "
-            "and v-min, and the planner spp plans for schedule='spp'. Drop one of them",
+            "schedule='pipedream', synchronous=True rules out pipedream and 2bw, whole_backwards=True zb-h1, zb-v, "
+            "v-half and v-min, and the planner spp plans for schedule='spp'. Drop one of them",
         ),
         (
             lambda: Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 3, (0,)), Stage(3, 4, (1,))), "zb-v"),

@@ -11,7 +11,7 @@ Rules of this file:
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import wraps
@@ -227,19 +227,19 @@ class Guarantees:
                 return (0,) * len(self.versions)
 
 
-def count_in_flight(shape: PipelineShape, row_of: Callable[[int], Iterable[Entry]]) -> Guarantees:
-    """The guarantees of a schedule that flushes: what is in flight is counted along the row of each rank in a step."""
+def count_in_flight(order: Order, shape: PipelineShape) -> Guarantees:
+    """The guarantees of an order that flushes: what is in flight is counted along the row of each rank in a step."""
     in_flight, pending = [0] * shape.stages, [0] * shape.stages
     of_ranks: Counter[tuple[int, ...]] = Counter()
     for rank in range(shape.ranks):
         now, halves = Counter[int](), Counter[int]()
-        for action in row_of(rank):
+        held = shape.stages_of(rank)
+        for action in order(shape, rank, Step(0)):
             stage = action.stage
             now[stage] += isinstance(action, Forward) - isinstance(action, Backward | BackwardWeight)
             halves[stage] += isinstance(action, BackwardInput) - isinstance(action, BackwardWeight)
             in_flight[stage] = max(in_flight[stage], now[stage])
             pending[stage] = max(pending[stage], halves[stage])
-            held = shape.stages_of(rank)
             of_ranks[held] = max(of_ranks[held], now.total())
     return Guarantees.of(
         shape,

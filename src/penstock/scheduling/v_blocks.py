@@ -9,24 +9,16 @@ A schedule squeezes its block: whatever can begin earlier than in the block does
 Source: [V 2024, section 3].
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count, product
 from math import inf
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
-from penstock.scheduling.definitions import (
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-    count_in_flight,
-)
-from penstock.scheduling.placements import StageLayout
+from penstock.scheduling.definitions import PipelineShape
 
 _PERIOD = 6
 """The units of a rank for one microbatch: forward, input backward and weight backward of two stages."""
@@ -130,18 +122,12 @@ def squeeze(block: VBlock, length: int, microbatches: int, most: int) -> tuple[t
     `most` microbatches are in flight on its two stages; forwards keep their order, so that none takes the room of
     another that comes before it. The backward of stage 0 is whole: no rank waits for its first half.
     """
-    ways = [block.ways(length, rank) for rank in range(length)]
-    filling = _Filling(ways, microbatches, most)
+    filling = _Filling([block.ways(length, rank) for rank in range(length)], microbatches, most)
     for now in count():
         if not any([filling.go_on(rank, now) for rank in range(length)]):
             break
-    assert all(len(turns) == _PERIOD * microbatches for turns in filling.turns), f"{block} needs more than {most}"
-    # Only their own rank waits for the gradients of stages 0 and p.
-    alone = {(0, 0), (length - 1, 1)}
-    return tuple(
-        tuple(_join_halves(turns, {place for place in (0, 1) if (rank, place) in alone}))
-        for rank, turns in enumerate(filling.turns)
-    )
+    assert all(len(ended) == microbatches for ended in filling.ended.values()), f"{block} needs more than {most}"
+    return tuple(map(tuple, filling.turns))
 
 
 @dataclass(slots=True)
@@ -167,20 +153,23 @@ class _Filling:
 
     def go_on(self, rank: int, now: int) -> bool:
         """Whether there is something that `rank` begins at `now`."""
-        halves = self.halves[rank]
+        halves, turns = self.halves[rank], self.turns[rank]
         whole = rank == 0 and bool(halves) and halves[0][0] == 0
         way = None if whole else self._first_ready(rank, now)
         if way is not None:
             place, microbatch = int(way in (1, 2)), len(self.ended[rank, way])
             self.ended[rank, way].append(now + 1)
-            self.turns[rank].append(("FFII"[way], place, microbatch))
+            turns.append(("FFII"[way], place, microbatch))
+            self.in_flight[rank] += way < 2
             if way > 1:
                 halves.insert(0 if rank == 0 == place else len(halves), (place, microbatch))
-            else:
-                self.in_flight[rank] += 1
         elif halves:
-            self.turns[rank].append(("W", *halves.pop(0)))
+            place, microbatch = halves.pop(0)
             self.in_flight[rank] -= 1
+            # Only their own rank waits for the gradients of stages 0 and p.
+            alone = (rank, place) in ((0, 0), (len(self.ways) - 1, 1))
+            joined = alone and turns[-1] == ("I", place, microbatch)
+            turns[len(turns) - joined :] = [("B" if joined else "W", place, microbatch)]
         else:
             return False
         return True
@@ -200,17 +189,6 @@ class _Filling:
         return None
 
 
-def _join_halves(turns: list[Turn], places: set[int]) -> Iterator[Turn]:
-    """`turns` with a whole backward where both halves of one follow each other, on the stages at `places`."""
-    skipped = False
-    for turn, then in zip(turns, [*turns[1:], None], strict=True):
-        letter, place, microbatch = turn
-        whole = letter == "I" and place in places and then == ("W", place, microbatch)
-        if not skipped:
-            yield ("B", place, microbatch) if whole else turn
-        skipped = whole
-
-
 _ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {
     "F": Forward,
     "I": BackwardInput,
@@ -219,50 +197,29 @@ _ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] =
 }
 
 
-def define_by_block(name: str, block: Callable[[int], VBlock], most: Callable[[int], int]) -> ScheduleDefinition:
-    """The schedule `name`, whose ranks `squeeze` the block of p ranks; `most` says how much is in flight on each."""
-    made = _Squeezed(block, most)
-    check = partial(check_folded, name)
-    layout = StageLayout.V_SHAPE
-    return ScheduleDefinition(name, made.order, made.guarantees, check, layout=layout, splits_backward=True)
+def follow_block(block: VBlock, most: int, shape: PipelineShape, rank: int, minibatch: int) -> Iterator[Compute]:
+    """What `rank` computes for `minibatch` if ranks `squeeze` a block.
+
+    Updates come at the end of the step, when gradients of weights that two stages share are all complete.
+    """
+    stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
+    for letter, place, k in squeeze(block, shape.placement.length, len(microbatches), most)[stages[0]]:
+        yield _ACTIONS[letter](stages[place], microbatches[k], minibatch)
+    for stage in stages:
+        yield Update(stage, minibatch + 1, minibatch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Squeezed:
-    """The order and the guarantees of a schedule with a block."""
-
-    block: Callable[[int], VBlock]
-    most: Callable[[int], int]
-
-    def order(self, shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
-        """Updates come at the end of the step, when gradients of weights that two stages share are all complete."""
-        if not isinstance(segment, Step):
-            return
-        minibatch = segment.minibatch
-        stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
-        length = shape.placement.length
-        rows = squeeze(self.block(length), length, len(microbatches), self.most(length))
-        for letter, place, k in rows[stages[0]]:
-            yield _ACTIONS[letter](stages[place], microbatches[k], minibatch)
-        for stage in stages:
-            yield Update(stage, minibatch + 1, minibatch)
-
-    def guarantees(self, shape: PipelineShape) -> Guarantees:
-        """One version; what is in flight is counted."""
-        return count_in_flight(shape, lambda rank: self.order(shape, rank, Step(0)))
-
-
-def check_folded(name: str, shape: PipelineShape) -> None:
+def check_folded(shape: PipelineShape) -> None:
     """Stages s and 2p - 1 - s must be on one rank, and all stages must have the same number of replicas."""
     stages = shape.placement.stages
     if not shape.placement.equal(range(shape.stages)):
         raise ScheduleError(
-            f"schedule {name!r}: all stages must have equally many replicas, got {shape.placement.text()}; give them "
+            f"a schedule in a V: all stages must have equally many replicas, got {shape.placement.text()}; give them "
             "equal numbers, or choose a schedule with one stage on each rank"
         )
     if stages != stages[::-1] or 2 * shape.placement.length != len(stages):
         raise ScheduleError(
-            f"schedule {name!r}: stage s and stage {len(stages) - 1} - s must be on one rank that holds no other, got "
+            f"a schedule in a V: stage s and stage {len(stages) - 1} - s must be on one rank that holds no other, got "
             f"stages on {', '.join(str(list(ranks)) for ranks in stages)}; place them so, or choose "
             "a schedule with one stage on each rank"
         )

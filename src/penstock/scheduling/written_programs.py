@@ -168,9 +168,9 @@ class _Written:
         yield from _numbered(row.end, first + more, minibatch)
 
     def guarantees(self, shape: PipelineShape) -> Guarantees:
-        """What is counted along the rows. A middle begins and ends with as much in flight, so it is counted once."""
+        """What is counted along the rows."""
         self.check(shape)
-        return count_in_flight(shape, lambda rank: self.rows[min(shape.stages_of(rank))].once)
+        return count_in_flight(self.order, shape)
 
     def check(self, shape: PipelineShape) -> None:
         """The shape must be that of the programs."""

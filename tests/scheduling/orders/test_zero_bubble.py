@@ -421,13 +421,13 @@ def test_input_parts_of_a_minibatch_wait_for_the_update_before() -> None:
         ),
         (
             lambda: Schedule.placed("zb-v", Placement(((0, 1), (2,), (2,), (0, 1))), 4),
-            "schedule 'zb-v': all stages must have equally many replicas, got 2-1-1-2; give them equal numbers, or "
+            "a schedule in a V: all stages must have equally many replicas, got 2-1-1-2; give them equal numbers, or "
             "choose a schedule with one stage on each rank",
         ),
         (
             lambda: Schedule.placed("zb-v", Placement.straight(2, 2), 4),
-            "schedule 'zb-v': stage s and stage 3 - s must be on one rank that holds no other, got stages on [0], [1], "
-            "[0], [1]; place them so, or choose a schedule with one stage on each rank",
+            "a schedule in a V: stage s and stage 3 - s must be on one rank that holds no other, got stages on [0], "
+            "[1], [0], [1]; place them so, or choose a schedule with one stage on each rank",
         ),
     ],
 )

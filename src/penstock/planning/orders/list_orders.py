@@ -132,15 +132,12 @@ class _Filling:
             kind, stage, microbatch = op
             if stage in late and (kind == FORWARD or microbatch >= late[stage]):
                 continue
-            if kind == BACKWARD or self._has_room(rank, stage):
+            if kind == BACKWARD or self._may_forward(rank, stage):
                 yield op
             elif self.delays:
                 late[stage] = microbatch
             else:
                 return
-
-    def _has_room(self, rank: int, stage: int) -> bool:
-        return self._may_forward(rank, stage) if self.delays else not self._over(rank, self.costs.saved[stage])
 
     def _overtake(self) -> bool:
         """Whether some rank can do a later operation, where all wait for data that others hold back."""
@@ -181,11 +178,10 @@ class _Filling:
         return at if at > now else inf
 
     def _may_forward(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits, and leaves room for the same microbatch on the rank's later stages."""
-        return not self._over(rank, sum(self.costs.saved[held] for held in self.costs.held[rank] if held >= stage))
-
-    def _over(self, rank: int, more: float) -> bool:
-        return self.held_bytes[rank] + more > self.costs.limits[rank] * ROUNDING
+        """Whether a forward fits; where its place is not fixed, also the same microbatch on the rank's later stages."""
+        held = [stage] if self.given is not None and not self.delays else self.costs.held[rank]
+        more = sum(self.costs.saved[later] for later in held if later >= stage)
+        return self.held_bytes[rank] + more <= self.costs.limits[rank] * ROUNDING
 
     def _do(self, rank: int, op: Op, now: float) -> None:
         kind, stage, microbatch = op

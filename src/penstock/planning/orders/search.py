@@ -93,22 +93,8 @@ def find_order(
     Of the schedule of `plan` only the places of its stages are used. Raises `PlanError` if stages have replicas, and if
     no order fits.
     """
-    check_arguments(
-        "find_order",
-        _RULES,
-        PlanError,
-        plan=plan,
-        profile=profile,
-        cluster=cluster,
-        memory_bytes=memory_bytes,
-        whole_backwards=whole_backwards,
-    )
-    if max(plan.replicas) > 1:
-        raise PlanError(
-            f"find_order: expected stages without replicas, found {plan.replicas} replicas: plan with straight=True"
-        )
-    plain = replace(plan, vertical_sync=False, predicted=None)
-    search = _Search(plain, profile, cluster, _limits(plan, cluster, memory_bytes), options)
+    check_arguments("find_order", _RULES, PlanError, whole_backwards=whole_backwards)
+    search = _search("find_order", plan, profile, cluster, memory_bytes=memory_bytes, options=options)
     return search.run(whole_backwards=whole_backwards)
 
 
@@ -118,19 +104,36 @@ def limit_order(
     """`plan` with the order of its schedule changed so that each rank keeps within its memory, with its prediction.
 
     A forward waits until its bytes fit, and weight backwards come earlier; where that is not enough, no backward is
-    split. A plan that fits keeps its schedule; else `Plan.order` has the order. Arguments as for `find_order`. Raises
-    `PlanError` if stages have replicas, if the schedule does not flush, and if not even one microbatch at a time fits.
+    split. Moves on the critical path then shorten the step. A plan that fits keeps its schedule; else `Plan.order` has
+    the order. Arguments as for `find_order`. Raises `PlanError` if stages have replicas, if the schedule does not
+    flush, and if not even one microbatch at a time fits.
     """
-    check_arguments(
-        "limit_order", _RULES, PlanError, plan=plan, profile=profile, cluster=cluster, memory_bytes=memory_bytes
-    )
-    if max(plan.replicas) > 1 or not plan.definition.updates_at_once:
+    search = _search("limit_order", plan, profile, cluster, memory_bytes=memory_bytes, options=options)
+    if not plan.definition.updates_at_once:
         raise PlanError(
-            f"limit_order: expected stages without replicas and a schedule that flushes, found {plan.replicas} "
-            f"replicas under {plan.schedule}: plan with straight=True and synchronous=True"
+            f"limit_order: expected a schedule that flushes, found {plan.schedule}, whose microbatches in flight train "
+            "on older weights: plan with synchronous=True"
         )
-    search = _Search(plan, profile, cluster, _limits(plan, cluster, memory_bytes), options)
-    return replace(search.limited(), planner=plan.planner)
+    return replace(replace(search, name=f"{plan.schedule}-limited").limited(), planner=plan.planner)
+
+
+def _search(
+    name: str,
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    memory_bytes: float | None,
+    options: Options,
+) -> "_Search":
+    given = {"plan": plan, "profile": profile, "cluster": cluster, "memory_bytes": memory_bytes}
+    check_arguments(name, _RULES, PlanError, **given)
+    if max(plan.replicas) > 1:
+        raise PlanError(
+            f"{name}: expected stages without replicas, found {plan.replicas} replicas: plan with straight=True"
+        )
+    plain = replace(plan, vertical_sync=False, predicted=None)
+    return _Search(plain, profile, cluster, _limits(plan, cluster, memory_bytes), options)
 
 
 def named_plans(plan: Plan, *, whole_backwards: bool = False) -> Iterator[Plan]:
@@ -182,6 +185,8 @@ class _Search:
     limits: tuple[float, ...]
     """By rank of the schedule."""
     options: Options
+    name: str = NAME
+    """Of an order that is found."""
 
     def run(self, *, whole_backwards: bool) -> FoundOrder:
         """The best of all orders."""
@@ -208,7 +213,7 @@ class _Search:
 
     def limited(self) -> Plan:
         """The plan with its order delayed where its bytes are above a limit."""
-        named = self._judge(replace(self.plan, predicted=None))
+        named = self._judge(self.plan)
         if self._fits(named):
             return named.plan
         made = schedule(self.plan)
@@ -222,8 +227,11 @@ class _Search:
         # One microbatch in flight: no rank runs ahead of another, so that no message waits.
         alone = replace(joined, saved=(1.0,) * costs.stages, limits=tuple(map(len, costs.held)))
         for tried in (own, joined, alone):
-            held = [each for overtakes in (False, True) for each in self._delayed(tried, rows, overtakes=overtakes)]
-            if held:
+            starts = [each for overtakes in (False, True) for each in self._delayed(tried, rows, overtakes=overtakes)]
+            if starts:
+                start = min(starts, key=lambda each: each.judged.seconds)
+                is_short = self._searched(start.costs) is start.costs
+                held = [start.judged, *filter(self._fits, self._improved(start) if is_short else ())]
                 return min(held, key=lambda each: each.seconds).plan
         rank = max(range(len(self.limits)), key=lambda rank: named.peaks[rank] / self.limits[rank])
         raise PlanError(
@@ -232,7 +240,7 @@ class _Search:
             "takes more than there is, too. Give more memory, smaller microbatches, other stages, or recompute=True"
         )
 
-    def _delayed(self, costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[_Judged]:
+    def _delayed(self, costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[_Start]:
         """The plan with `rows` delayed until it fits, under lower limits where that takes more than was known."""
         # No order has less in flight than one microbatch on all stages of a rank.
         least = [sum(costs.saved[stage] for stage in held) for held in costs.held]
@@ -245,11 +253,9 @@ class _Search:
             timed = min(delay_rows(costs, rows, overtakes=overtakes), key=lambda each: each.score, default=None)
             if timed is None:
                 return
-            text = text_of_rows(costs, timed.rows, repeats=False)
-            name = f"{self.plan.schedule}-limited"
-            judged = self._judge(replace(self.plan, schedule=define_by_programs(name, text), predicted=None))
+            judged = self._judge(self._plan(costs, timed))
             if self._fits(judged):
-                yield judged
+                yield _Start(costs, timed, judged)
                 return
             costs = replace(costs, limits=tuple(self._lowered(costs, judged, timed)))
 
@@ -338,9 +344,8 @@ class _Search:
 
     def _plan(self, costs: OrderCosts, timed: TimedRows) -> Plan:
         """The plan with the order of these rows."""
-        short = self._searched(costs)
-        text = text_of_rows(short, timed.rows, repeats=short.microbatches < costs.microbatches)
-        return replace(self.plan, schedule=define_by_programs(NAME, text))
+        text = text_of_rows(costs, timed.rows, repeats=sum(map(len, timed.rows)) < costs.operations)
+        return replace(self.plan, schedule=define_by_programs(self.name, text))
 
     def _plan_costs(self) -> Costs:
         skips = planned_schedule(self.plan, self.profile).skips

@@ -9,7 +9,6 @@ Source: [ZB-V 2024, section 6].
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, flushing
@@ -91,11 +90,4 @@ def guarantees(shape: PipelineShape) -> Guarantees:
     )
 
 
-ZB_V = ScheduleDefinition(
-    "zb-v",
-    order,
-    guarantees,
-    partial(check_folded, "zb-v"),
-    layout=StageLayout.V_SHAPE,
-    splits_backward=True,
-)
+ZB_V = ScheduleDefinition("zb-v", order, guarantees, check_folded, layout=StageLayout.V_SHAPE, splits_backward=True)
