@@ -93,11 +93,11 @@ class Pipeline(Advised):
             that the model computes from labels among its inputs: docs/huggingface.md.
         optimizer: called once with the trained parameters of this process, a list with their names
             (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
-        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
-            ``2bw``; or your own `ScheduleDefinition`.
+        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``v-half``,
+            ``v-min``, ``pipedream`` or ``2bw``; or your own `ScheduleDefinition`.
         microbatches: the number of microbatches that a step cuts its batch into (default 1).
-        stages: the number of stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a
-            single process there are as many ranks as stages (half as many with these two).
+        stages: the number of stages (default: one for each process, two with ``interleaved`` and in a V). In a
+            single process there are as many ranks as stages (half as many with these).
         plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
             measures the model, and the links between the processes. It takes the plan with the most samples per second
             that uses all processes, with replicas where that is faster, and that flushes; it keeps what is given of the
