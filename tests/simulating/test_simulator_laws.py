@@ -43,7 +43,7 @@ def test_wall_time_is_no_less_than_the_work_of_a_rank_or_the_chain_of_a_microbat
     timeline = simulate(plan, profile, cluster, minibatches, update_seconds_per_byte=0.25)
     share = [len(stage.ranks) if plan.routing == "split" else 1 for stage in plan.stages]
     # No rank waits for the weight part of a split backward.
-    split = plan.schedule in ("zb-h1", "zb-v")
+    split = plan.definition.splits_backward
     times = [profile.on(cluster.kind_of(rank)).layers for rank in range(cluster.devices)]
     work = [
         min(

@@ -53,10 +53,10 @@ def plan_limited(
 ) -> Plan | None:
     """The fastest plan of the schedule that is named, with its order delayed where it would not fit; see `limit_order`.
 
-    None if no schedule that flushes is named, and if no delay is enough.
+    None if no schedule that flushes is named, if a planner is, whose plans are not changed, and if no delay is enough.
     """
     definition = find_definition(constraints.schedule)
-    if definition is None or not definition.updates_at_once:
+    if definition is None or constraints.planner is not None or not definition.updates_at_once:
         return None
     free = replace(constraints, straight=True)
     ranked = compare_plans(profiles, cluster.with_memory(None), free, progress=progress).ranked
