@@ -12,6 +12,7 @@ from penstock.torch_internals.tensors import (
     norm_of_each,
     set_times_written,
     storage_key,
+    storage_references,
     times_written,
 )
 
@@ -102,6 +103,20 @@ def test_a_key_is_that_of_the_memory(
     assert len(set(keys)) == 3
     assert keys == expected
     assert storage_key(tensors[0][1:].view(3, 1).untyped_storage()) == keys[0]
+
+
+def test_every_tensor_of_a_storage_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(4).requires_grad_()
+    others = [tensor.detach(), tensor.detach()[1:]]
+    squares = tensor[:2].exp()
+    weighed = others[0] * squares[0]
+
+    assert storage_references(tensor.untyped_storage()) == 4, "autograd holds one"
+    del weighed, others
+    assert storage_references(tensor.untyped_storage()) == 1
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    with pytest.raises(PenstockError, match="to see what else holds an activation"):
+        storage_references(tensor.untyped_storage())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

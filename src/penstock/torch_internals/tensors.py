@@ -1,5 +1,5 @@
-"""Tensors: how often one was written, which memory it has, what CUDA libraries keep of it, and arithmetic on many of
-them in one call.
+"""Tensors: how often one was written, which memory it has and what else has it, what CUDA libraries keep of it, and
+arithmetic on many of them in one call.
 
 Tried on torch 2.11 and 2.13.
 """
@@ -66,6 +66,15 @@ def storage_key(storage: torch.UntypedStorage) -> int:
         return int(storage._cdata)
     except AttributeError:
         return int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors have `storage`, those that only C++ holds as well. No public name counts them."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        raise missing("torch._C._storage_Use_Count", "to see what else holds an activation that is to be offloaded")
+    # The Python object `storage` is one of those that it counts.
+    return int(count(storage_key(storage))) - 1
 
 
 # PyTorch's optimizers and `clip_grad_norm_` call the for-each functions, too. On a GPU, to launch a small operation

@@ -60,7 +60,10 @@ class HostStaging:
         shape, strides, dtype = layout
         return torch.empty_strided(shape, strides, dtype=dtype)
 
-    def to_host(self, tensors: Sequence[Tensor], memory: Memory | None = None) -> Staged:
+    def to_host(self, tensors: Sequence[Tensor], memory: Memory | None = None, *, kept: bool = False) -> Staged:
+        return on_host(tensors)
+
+    def back_to_device(self, tensors: Sequence[Tensor]) -> Staged:
         return on_host(tensors)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
@@ -115,8 +118,12 @@ class DeviceStaging:
         """Allocates host memory to receive in."""
         return self._accelerator.host_memory(layout)
 
-    def to_host(self, tensors: Sequence[Tensor], memory: Memory | None = None) -> Staged:
-        """Starts to copy `tensors` to the host, into what `memory` returns for them. Called on the computing thread."""
+    def to_host(self, tensors: Sequence[Tensor], memory: Memory | None = None, *, kept: bool = False) -> Staged:
+        """Starts to copy `tensors` to the host, into what `memory` returns for them. Called on the computing thread.
+
+        `kept`: the caller keeps them until it has called `follow`. The computing stream can then reuse their memory
+        at once; else only when the device has done the copy, and the host runs ahead of that.
+        """
         accelerator, stream = self._accelerator, self._to_host_stream
         accelerator.wait(stream, accelerator.record_event(accelerator.current()))
         copies = []
@@ -125,8 +132,21 @@ class DeviceStaging:
             accelerator.copy(copy, tensor.detach(), stream)
             # The tensor belongs to the computing stream, whose allocator would reuse the memory as soon as the tensor
             # is dropped.
-            accelerator.record_stream(tensor, stream)
+            if not kept:
+                accelerator.record_stream(tensor, stream)
             copies.append(copy)
+        return copies, _CheckedEvent(accelerator.record_event(stream), self._check)
+
+    def back_to_device(self, tensors: Sequence[Tensor]) -> Staged:
+        """Starts to copy `tensors` as `to_device` does, into memory of the computing stream, after all work that is in
+        it. Called on the computing thread, which keeps both ends until it has called `follow`.
+        """
+        accelerator, stream = self._accelerator, self._to_device_stream
+        current = accelerator.current()
+        copies = [accelerator.device_memory(layout_of(tensor), current) for tensor in tensors]
+        accelerator.wait(stream, accelerator.record_event(current))
+        for copy, tensor in zip(copies, tensors, strict=True):
+            accelerator.copy(copy, tensor, stream)
         return copies, _CheckedEvent(accelerator.record_event(stream), self._check)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
@@ -156,7 +176,7 @@ class DeviceStaging:
         return tensors
 
     def follow(self, staged: Staged) -> None:
-        """Makes later work of the current stream come after `staged`, which `to_host` returned. Does not block."""
+        """Makes later work of the current stream come after a copy of `to_host` or `back_to_device`. Does not block."""
         event = staged[1]
         if isinstance(event, _CheckedEvent):
             self._accelerator.wait(self._accelerator.current(), event.event)

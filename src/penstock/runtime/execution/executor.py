@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import PenstockError
+from penstock.runtime.execution.offloading import Offloads, SavedTensors
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
 from penstock.torch_internals.autograd import run_backward
 
@@ -30,12 +31,13 @@ _LeafKind: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class _SavedForward(NamedTuple):
-    """The tensors that a forward received (leaves of autograd), and a function that returns its outputs with
-    history.
+    """The tensors that a forward received (leaves of autograd), a function that returns its outputs with history, and
+    what autograd saved, where that is to be offloaded.
     """
 
     received: tuple[Tensor, ...]
     compute: Callable[[], tuple[Tensor, ...]]
+    tensors: SavedTensors | None = None
 
 
 @dataclass(slots=True)
@@ -54,14 +56,22 @@ class StageExecutor:
         received: Sequence[Tensor],
         compute: Compute,
         recompute_context: Callable[[], AbstractContextManager[None]] | None = None,
+        *,
+        offloads: Offloads | None = None,
     ) -> tuple[Tensor, ...]:
         """``compute(received)``, detached; each result requires a gradient if the computed one does.
 
         `received` are leaves: those that require a gradient get it in `backward`. With `recompute_context` nothing that
-        autograd saves is kept, and the backward computes a second time, within ``recompute_context()``.
+        autograd saves is kept, and the backward computes a second time, within ``recompute_context()``. `offloads`: of
+        a microbatch that `offload` will be called for.
         """
         leaves = tuple(received)
-        if recompute_context is None:
+        if offloads is not None:
+            saved = SavedTensors(offloads)
+            with saved.recording():
+                outputs = compute(leaves)
+            self.in_flight[microbatch] = _SavedForward(leaves, lambda: outputs, saved)
+        elif recompute_context is None:
             outputs = compute(leaves)
             self.in_flight[microbatch] = _SavedForward(leaves, lambda: outputs)
         else:
@@ -70,6 +80,21 @@ class StageExecutor:
                 outputs = compute(leaves)
             self.in_flight[microbatch] = _SavedForward(leaves, lambda: _repeat(compute, leaves, recompute_context))
         return tuple([output.detach().requires_grad_(output.requires_grad) for output in outputs])
+
+    def offload(self, microbatch: int) -> None:
+        """Starts to move what autograd saved of `microbatch` out of the device's memory."""
+        self._offloaded(microbatch).offload()
+
+    def reload(self, microbatch: int) -> None:
+        """Starts to bring back what `offload` moved."""
+        self._offloaded(microbatch).reload()
+
+    def discard(self) -> None:
+        """Drops the microbatches in flight, when no copy of them is on its way."""
+        for saved in self.in_flight.values():
+            if isinstance(saved, _SavedForward) and saved.tensors is not None:
+                saved.tensors.discard()
+        self.in_flight.clear()
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Adds the weights' gradients to their ``.grad`` and returns those of what was received.
@@ -120,7 +145,15 @@ class StageExecutor:
     def _take(self, microbatch: int) -> _SavedForward:
         saved = self.in_flight.pop(microbatch)
         assert isinstance(saved, _SavedForward), "an input backward comes once, and instead of a whole backward"
+        if saved.tensors is not None:
+            saved.tensors.finish()
         return saved
+
+    def _offloaded(self, microbatch: int) -> SavedTensors:
+        saved = self.in_flight[microbatch]
+        assert isinstance(saved, _SavedForward), "an offload and a reload come before the backward"
+        assert saved.tensors is not None, "the forward is told that its microbatch will be offloaded"
+        return saved.tensors
 
 
 def _keep_strides(strided: dict[int, Tensor], index: int, strides: tuple[int, ...], gradient: Tensor) -> None:

@@ -1,0 +1,171 @@
+"""Stores for what a device has no room for: in host memory, or in a file in a directory.
+
+Tensors here are flat and of bytes. On an accelerator the copies run on the two streams of its staging, into pinned
+memory and back. On a CPU host memory is the memory that they come from, so that only a file saves any; a thread writes
+and reads it while the computation goes on. The file is written and not mapped: a disk that is full is then an error and
+not a signal that ends the process. It has no name, and ends with the process.
+
+Laws of this file:
+  1. What was put is valid when its copy has ended, and so is what was fetched. `wait` orders the caller after a copy.
+  2. A tensor that is put must be kept, unchanged, until `wait` has returned for its copy.
+  3. A slot is used again only after `release`, which the caller calls after it has waited for the copy back.
+"""
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.runtime.devices.host_copies import HostCopier
+from penstock.runtime.devices.staging import NOTHING_STAGED, HostStaging, Staged, Staging, contiguous_layout
+
+HOST = "host"
+"""The value of ``offload_to=`` for host memory."""
+Slot: TypeAlias = Any
+"""Room for one tensor in a store."""
+Copying: TypeAlias = Any
+"""Copies between a device and a store, on their way."""
+
+
+class HostStore(Protocol):
+    """Keeps flat tensors of bytes."""
+
+    def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Slot], Copying]:
+        """Starts to copy `tensors` of the device."""
+
+    def fetch(self, slots: Sequence[Slot]) -> tuple[Sequence[Tensor], Copying]:
+        """Starts to copy back what is in `slots`, into new memory of the device."""
+
+    def wait(self, copying: Copying) -> None:
+        """Has what the caller computes from now on come after these copies."""
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """Lets others use `slots`."""
+
+    def close(self) -> None:
+        """Frees all that is kept."""
+
+
+class MemoryStore:
+    """Keeps tensors of the device of `staging` in host memory, which is pinned if it is an accelerator's."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
+        slots = [self._slot(tensor) for tensor in tensors]
+        if self._staging.separate_memory:
+            places = iter(slots)
+            return slots, self._staging.to_host(tensors, lambda _: next(places), kept=True)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            slot.copy_(tensor)
+        return slots, NOTHING_STAGED
+
+    def fetch(self, slots: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
+        if not self._staging.separate_memory:
+            return [slot.clone() for slot in slots], NOTHING_STAGED
+        staged = self._staging.back_to_device(slots)
+        return staged[0], staged
+
+    def wait(self, copying: Staged) -> None:
+        self._staging.follow(copying)
+
+    def release(self, slots: Sequence[Tensor]) -> None:
+        for slot in slots:
+            self._free[slot.numel()].append(slot)
+
+    def close(self) -> None:
+        self._free.clear()
+
+    def _slot(self, tensor: Tensor) -> Tensor:
+        free = self._free[tensor.numel()]
+        return free.pop() if free else self._staging.host_memory(contiguous_layout(tensor))
+
+
+_Span: TypeAlias = tuple[int, int]
+"""The first byte in the file, and how many."""
+
+
+class FileStore:
+    """Keeps tensors of the CPU in a file without a name in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise PenstockError(
+                f"offload_to={str(directory)!r}: expected a directory that this process can write in, found: "
+                f"{error.strerror}. Create it, or pass another one"
+            ) from error
+        self._copier = HostCopier(HostStaging(), torch.device("cpu"))
+        self._free: defaultdict[int, list[_Span]] = defaultdict(list)
+        self._size = 0
+
+    def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[_Span], "Future[None]"]:
+        slots = [self._slot(tensor.numel()) for tensor in tensors]
+        return slots, self._copier.submit(self._pass, os.pwrite, list(zip(tensors, slots, strict=True)))
+
+    def fetch(self, slots: Sequence[_Span]) -> tuple[Sequence[Tensor], "Future[None]"]:
+        tensors = [torch.empty(size, dtype=torch.uint8) for _, size in slots]
+        return tensors, self._copier.submit(self._pass, _read, list(zip(tensors, slots, strict=True)))
+
+    def wait(self, copying: "Future[None]") -> None:
+        try:
+            copying.result()
+        except OSError as error:
+            raise PenstockError(
+                f"offload_to={str(self._directory)!r}: expected room for {self._size} bytes there, found: "
+                f"{error.strerror}. Pass a directory of a larger file system, or offload less"
+            ) from error
+
+    def release(self, slots: Sequence[_Span]) -> None:
+        for slot in slots:
+            self._free[slot[1]].append(slot)
+
+    def close(self) -> None:
+        self._copier.close()
+        self._file.close()
+
+    def _slot(self, size: int) -> _Span:
+        if free := self._free[size]:
+            return free.pop()
+        self._size += size
+        return self._size - size, size
+
+    def _pass(self, move: Callable[[int, Any, int], int], pairs: list[tuple[Tensor, _Span]]) -> None:
+        """Writes or reads, in the thread, which holds no tensor when it is done. A call of the system moves 2 GB at
+        most.
+        """
+        while pairs:
+            tensor, (start, size) = pairs.pop()
+            memory, done = tensor.numpy().data, 0
+            while done < size:
+                done += move(self._file.fileno(), memory[done:], start + done)
+
+
+def _read(file: int, memory: memoryview, start: int) -> int:
+    found = os.preadv(file, [memory], start)
+    if not found:
+        raise OSError(0, "the file ends too early")
+    return found
+
+
+def make_host_store(offload_to: str | Path, staging: Staging) -> HostStore:
+    """The store of ``offload_to=``: `HOST`, or a directory. `PenstockError` for a directory beside an accelerator."""
+    if offload_to == HOST:
+        return MemoryStore(staging)
+    if staging.separate_memory:
+        raise PenstockError(
+            f"offload_to={str(offload_to)!r}: expected {HOST!r} where stages run on a GPU, found a directory: its "
+            f"copies go to pinned memory. Pass {HOST!r}"
+        )
+    return FileStore(Path(offload_to))

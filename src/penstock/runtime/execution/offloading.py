@@ -1,0 +1,226 @@
+"""Moves what autograd saved in a forward out of the device's memory, and back before the backward.
+
+Autograd keeps a small object in place of each tensor that it saves, which gives the tensor back to the backward. To
+offload a microbatch is to copy the memory behind these objects to a store, and to drop the tensors. To reload it is to
+copy the memory back, and to make the same views of it.
+
+Only memory that nothing else holds is moved, because other memory would not get free: not that of parameters and
+buffers, of weight versions, of what the stage received and sends, and of what a module or another microbatch keeps.
+So nothing has to know what these are: the tensors that have a storage are counted.
+
+Laws of this file:
+  1. A storage is moved once, however many saved tensors are views of it. They come back with their shape, strides,
+     type and bits, as views of one storage.
+  2. A tensor that is away raises an error when it is read: no backward finds other numbers.
+  3. A tensor that was written in place after it was saved is not moved, and raises autograd's error when it is read.
+     Autograd itself compares no versions of what hooks have packed.
+  4. Memory is dropped only after its copy to the store, and a slot of the store is released only after the copy back.
+  5. What autograd frees during a backward is freed at once: nothing here keeps a saved tensor that is on the device.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import PenstockError
+from penstock.runtime.devices.host_stores import Copying, HostStore, Slot
+from penstock.torch_internals.tensors import storage_key, storage_references, times_written
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Saved:
+    """What autograd keeps in place of a tensor; `tensor` is None while it is away."""
+
+    tensor: Tensor | None
+    times_written: int
+
+    def read(self) -> Tensor:
+        tensor = self.tensor
+        if tensor is None:
+            raise PenstockError(
+                "a backward reads a tensor that is offloaded: expected that its microbatch is reloaded before. Put a "
+                "Reload of the microbatch before its backward; penstock.verify shows the row"
+            )
+        if (found := times_written(tensor)) != self.times_written:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {self.times_written} "
+                "instead."
+            )
+        return tensor
+
+
+class _View(NamedTuple):
+    """A saved tensor as a view of its storage."""
+
+    saved: "ref[_Saved]"
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def restore(self, memory: Tensor) -> None:
+        """Gives the saved tensor back, in `memory`: all bytes of its storage."""
+        saved = self.saved()
+        if saved is not None:
+            whole = memory[: len(memory) // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+            saved.tensor = whole.as_strided(self.shape, self.strides, self.offset)
+            saved.times_written = times_written(saved.tensor)
+
+
+@dataclass(slots=True, eq=False)
+class Offloads:
+    """The copies of one rank to and from `store`, on their way.
+
+    The memory of a microbatch is dropped when the second forward after its `offload` begins: its copy has the time of
+    one forward. What is computed after that comes after the copy, so that it can reuse the memory.
+    """
+
+    store: HostStore
+    _leaving: tuple[list[tuple[Sequence[Tensor], Copying]], ...] = field(default_factory=lambda: ([], []))
+    """The memory that is copied: since the last forward, and since the one before."""
+    _coming: dict[int, Copying] = field(default_factory=dict)
+    """By its id."""
+
+    def begin_forward(self) -> None:
+        """Drops what was offloaded before the last forward."""
+        young, old = self._leaving
+        self._wait(old)
+        self._leaving = [], young
+
+    def rest(self) -> None:
+        """Has all that is computed from now on come after the copies."""
+        for leaving in self._leaving:
+            self._wait(leaving)
+        while self._coming:
+            self.store.wait(self._coming.popitem()[1])
+
+    def discard(self) -> None:
+        """Like `rest`, whether or not the copies went well."""
+        while self._coming or any(self._leaving):
+            with suppress(PenstockError):
+                self.rest()
+
+    def send(self, memories: Sequence[Tensor]) -> Sequence[Slot]:
+        """Starts to copy `memories` to the store, which then drops them."""
+        slots, copying = self.store.put(memories)
+        self._leaving[0].append((memories, copying))
+        return slots
+
+    def bring(self, slots: Sequence[Slot]) -> tuple[Sequence[Tensor], Copying]:
+        """Starts to copy `slots` back. The copies to them have ended before."""
+        for leaving in self._leaving:
+            self._wait(leaving)
+        memories, copying = self.store.fetch(slots)
+        self._coming[id(copying)] = copying
+        return memories, copying
+
+    def take(self, slots: Sequence[Slot], copying: Copying) -> None:
+        """Has what is computed from now on come after this copy back, and releases its slots."""
+        self._coming.pop(id(copying), None)
+        self.store.wait(copying)
+        self.store.release(slots)
+
+    def _wait(self, leaving: list[tuple[Sequence[Tensor], Copying]]) -> None:
+        while leaving:
+            self.store.wait(leaving.pop(0)[1])
+
+
+class SavedTensors:
+    """What autograd saves in the forward of one microbatch, where it is to be offloaded."""
+
+    def __init__(self, offloads: Offloads) -> None:
+        self._offloads = offloads
+        self._saved: list[ref[_Saved]] = []
+        """Weak, since autograd frees what it saved while the backward goes on."""
+        self._away: list[list[_View]] = []
+        """By storage: its views."""
+        self._slots: Sequence[Slot] = ()
+        self._coming: tuple[Sequence[Tensor], Copying] | None = None
+
+    def recording(self) -> AbstractContextManager[None]:
+        """The context of the forward. What a block saves by hooks of its own stays as the block has it."""
+        return saved_tensors_hooks(self._pack, _Saved.read)
+
+    def offload(self) -> None:
+        """Starts to move what only this microbatch holds to the store."""
+        memories = []
+        with _outside_of_autograd():
+            for group in self._groups():
+                first = group[0][1]
+                storage = first.untyped_storage()
+                if storage_references(storage) == len(group):
+                    memories.append(torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage))
+                    self._away.append([_view(saved, tensor) for saved, tensor in group])
+                    for saved, _ in group:
+                        saved.tensor = None
+            self._slots = self._offloads.send(memories)
+
+    def reload(self) -> None:
+        """Starts to bring back what is away."""
+        with _outside_of_autograd():
+            self._coming = self._offloads.bring(self._slots)
+
+    def discard(self) -> None:
+        """Gives back what this holds of the store, when no copy is on its way."""
+        self._offloads.store.release(self._slots)
+        self._away, self._slots, self._coming = [], (), None
+
+    def finish(self) -> None:
+        """Has what is computed from now on find all of it. Raises `PenstockError` if it was not reloaded."""
+        if self._coming is not None:
+            memories, copying = self._coming
+            self._offloads.take(self._slots, copying)
+            with _outside_of_autograd():
+                for memory, views in zip(memories, self._away, strict=True):
+                    for view in views:
+                        view.restore(memory)
+            self._away, self._slots, self._coming = [], (), None
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        # A parameter is read through itself, which is pointed at the weights of the forward before a backward.
+        own = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+        saved = _Saved(own, times_written(tensor))
+        self._saved.append(ref(saved))
+        return saved
+
+    def _groups(self) -> list[list[tuple[_Saved, Tensor]]]:
+        """The saved tensors that can be moved, by their storage."""
+        groups: dict[int, list[tuple[_Saved, Tensor]]] = {}
+        for each in self._saved:
+            saved = each()
+            if saved is not None and saved.tensor is not None and _is_movable(saved.tensor, saved.times_written):
+                groups.setdefault(storage_key(saved.tensor.untyped_storage()), []).append((saved, saved.tensor))
+        return list(groups.values())
+
+
+@contextmanager
+def _outside_of_autograd() -> Iterator[None]:
+    """A context that records nothing, and in which tensors are made that a backward can read: a drain may be called in
+    inference mode.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _is_movable(tensor: Tensor, times: int) -> bool:
+    """Whether a saved tensor is nothing but elements in a storage, and is as it was saved."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    return (
+        not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.untyped_storage().nbytes() > 0
+        and times_written(tensor) == times
+    )
+
+
+def _view(saved: _Saved, tensor: Tensor) -> _View:
+    return _View(ref(saved), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
