@@ -148,6 +148,8 @@ class Pipeline(Advised):
             cheap: ``"warn"`` (default), ``"strict"`` (every difference is an error) or ``"off"``: docs/inputs.md.
         resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
             there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
+        offload_to: where a schedule with offloads moves what forwards save: ``"host"`` (memory, pinned beside a GPU),
+            or on a CPU a directory: docs/recompute.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
@@ -202,6 +204,7 @@ class Pipeline(Advised):
         seed: int | None = 0,
         check: Check = "warn",
         resume: str | Path | None = None,
+        offload_to: str | Path = "host",
         timeout_seconds: float = 600.0,
     ) -> None:
         self._build(
@@ -238,6 +241,7 @@ class Pipeline(Advised):
                     seed=seed,
                     check=check,
                     resume=resume,
+                    offload_to=offload_to,
                     timeout_seconds=timeout_seconds,
                 ),
             )

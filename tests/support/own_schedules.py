@@ -6,16 +6,20 @@ from dataclasses import replace
 from penstock import ScheduleDefinition
 from penstock.scheduling import (
     Backward,
+    BackwardInput,
     Compute,
     Forward,
     Guarantees,
+    Offload,
     PipelineShape,
+    Reload,
     Segment,
     Step,
     Update,
     VersionRule,
     define_by_programs,
 )
+from penstock.scheduling.definitions import Entry
 
 
 def eager_order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
@@ -114,6 +118,25 @@ ROUNDS = define_by_programs(
 """For two ranks and three microbatches or more: the part between the bars is repeated."""
 
 OWN = {definition.name: definition for definition in (EAGER, LATE, ROLLING, BY_HAND, ROUNDS)}
+
+
+def offloading(definition: ScheduleDefinition) -> ScheduleDefinition:
+    """The same, with every microbatch offloaded after its forward, and reloaded while what comes before its backward
+    runs, if that is not its forward.
+    """
+
+    def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
+        row: list[Entry] = []
+        for entry in definition.order(shape, rank, segment):
+            if isinstance(entry, Backward | BackwardInput):
+                at = len(row) - (len(row) > 0 and not isinstance(row[-1], Offload))
+                row.insert(at, Reload(entry.stage, entry.microbatch))
+            row.append(entry)
+            if isinstance(entry, Forward):
+                row.append(Offload(entry.stage, entry.microbatch))
+        yield from row
+
+    return replace(definition, name=f"{definition.name} offloaded", order=order)
 
 
 def make_local(definition: ScheduleDefinition) -> ScheduleDefinition:

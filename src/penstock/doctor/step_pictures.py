@@ -16,6 +16,7 @@ from penstock.doctor.conditions import Condition, Evidence
 from penstock.doctor.records import RowRecord
 from penstock.scheduling.actions import (
     Action,
+    HostCopy,
     Receive,
     ReceiveNorms,
     ReceiveTied,
@@ -101,7 +102,7 @@ def _place(programs: Mapping[int, Sequence[Action]]) -> dict[int, list[_Cell]]:
                     column[rank] = max(column[rank], sent.get(action, 0))
                 elif isinstance(action, Send | SendTied | SendNorms):
                     sent.setdefault(counterpart(action), column[rank])
-                elif not isinstance(action, Reduce):
+                elif not isinstance(action, Reduce | HostCopy):
                     placed[rank].append(_Cell(index[rank], column[rank], _name(action)))
                     column[rank] += 1
                 index[rank] += 1

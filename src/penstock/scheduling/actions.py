@@ -21,6 +21,8 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     2N3>1    stage 2 sends stage 1 the norms of gradients that it has at its update to version 3
     1N3<2    stage 1 receives them
     2A3      the replicas of stage 2 sum their gradients for the update to version 3: an all-reduce
+    2H0      what stage 2 saved of microbatch 0 for its backward starts to move to the host, out of the device's memory
+    2D0      it starts to move back to the device
 
 Version 0 is the one that a run begins with. A run that continues another one also reads older versions: 0F0@-1.
 """
@@ -94,6 +96,28 @@ class Update:
 
     def __str__(self) -> str:
         return f"{self.stage}U{self.version}<{self.gradient_version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Stage `stage` starts to move what its forward of `microbatch` saved to the host."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}H{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Stage `stage` starts to move what it offloaded of `microbatch` back, which its backward waits for."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}D{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +208,11 @@ InputGradients: TypeAlias = Backward | BackwardInput
 WeightGradients: TypeAlias = Backward | BackwardWeight
 """The actions that end the backward of a microbatch: the gradients of its stage's weights are complete then."""
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Update
+HostCopy: TypeAlias = Offload | Reload
 Sending: TypeAlias = Send | SendTied | SendNorms
 Receiving: TypeAlias = Receive | ReceiveTied | ReceiveNorms
 Message: TypeAlias = Sending | Receiving
-Action: TypeAlias = Compute | Message | Reduce
+Action: TypeAlias = Compute | HostCopy | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)F(\d+)@(-?\d+)"), Forward),
@@ -202,6 +227,8 @@ _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)N(\d+)>(\d+)"), SendNorms),
     (re.compile(r"(\d+)N(\d+)<(\d+)"), ReceiveNorms),
     (re.compile(r"(\d+)A(\d+)"), Reduce),
+    (re.compile(r"(\d+)H(\d+)"), Offload),
+    (re.compile(r"(\d+)D(\d+)"), Reload),
 )
 
 
@@ -213,7 +240,8 @@ def parse(text: str) -> Action:
     raise ScheduleError(
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
-        "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas)"
+        "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 (offload to the host), 2D0 "
+        "(reload to the device)"
     )
 
 

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from penstock.arguments import FLAG, TEXT, Entries, FieldRules, check_fields, function, instance, integer, text_of
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, HostCopy
 from penstock.scheduling.placements import Placement, StageLayout
 
 
@@ -111,7 +111,7 @@ class LastUpdate:
     version: int
 
 
-Entry: TypeAlias = Compute | Summed | LastUpdate
+Entry: TypeAlias = Compute | HostCopy | Summed | LastUpdate
 """An action or a mark: the type that an order yields."""
 Order: TypeAlias = Callable[[PipelineShape, int, Segment], Iterator[Entry]]
 """Yields what a rank computes in a segment."""

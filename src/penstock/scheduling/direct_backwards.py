@@ -14,6 +14,7 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    HostCopy,
     Message,
     Reduce,
     Update,
@@ -30,7 +31,7 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
     latest: tuple[int, int] | None = None
     for action in row:
         # Messages first, since most actions are messages.
-        if isinstance(action, Message | Reduce):
+        if isinstance(action, Message | Reduce | HostCopy):
             continue
         match action:
             case Forward():

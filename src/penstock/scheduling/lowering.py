@@ -31,11 +31,13 @@ from penstock.scheduling.actions import (
     BackwardWeight,
     Forward,
     Message,
+    Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
     Receiving,
     Reduce,
+    Reload,
     Send,
     Sending,
     SendNorms,
@@ -153,7 +155,7 @@ class Lowering:
                 made.extend(self._lower_updates(updates))
                 updates = []
             match entry:
-                case Forward() | Backward() | BackwardInput() | BackwardWeight():
+                case Forward() | Backward() | BackwardInput() | BackwardWeight() | Offload() | Reload():
                     sources, targets = ends
                     for source in sources:
                         append(Receive(stage, entry.microbatch, source))

@@ -22,6 +22,7 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    HostCopy,
     Message,
     Reduce,
     Update,
@@ -49,7 +50,7 @@ def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
 
 def continued_action(action: Action, guarantees: Guarantees) -> Action:
     """What takes the place of `action` of a fresh run in one that continues another one."""
-    if isinstance(action, Message | Reduce):
+    if isinstance(action, Message | Reduce | HostCopy):
         return action
     match action:
         case Forward(stage, microbatch) | Backward(stage, microbatch):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
@@ -23,6 +23,9 @@ from penstock.scheduling.actions import (
     BackwardWeight,
     Compute,
     Forward,
+    HostCopy,
+    Offload,
+    Reload,
     Update,
     format_programs,
     parse,
@@ -84,7 +87,7 @@ def read_torch_csv(name: str, text: str) -> ScheduleDefinition:
 
 
 def torch_csv(schedule: Schedule) -> str:
-    """The CSV of what the ranks of `schedule` compute in a step, for PyTorch's ``_load_csv``.
+    """The CSV of what the ranks of `schedule` compute in a step, for PyTorch's ``_load_csv``. It has no offloads.
 
     `ScheduleError` for a schedule that never flushes, or with replicas: PyTorch has no such orders.
     """
@@ -117,16 +120,19 @@ def _define(name: str, rows: tuple["_Row", ...]) -> ScheduleDefinition:
     )
 
 
+_Own: TypeAlias = Compute | HostCopy
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What a rank computes: `start`, then `middle` as often as it takes, then `end`."""
+    """What a rank computes and offloads: `start`, then `middle` as often as it takes, then `end`."""
 
-    start: tuple[Compute, ...]
-    middle: tuple[Compute, ...] = ()
-    end: tuple[Compute, ...] = ()
+    start: tuple[_Own, ...]
+    middle: tuple[_Own, ...] = ()
+    end: tuple[_Own, ...] = ()
 
     @property
-    def once(self) -> tuple[Compute, ...]:
+    def once(self) -> tuple[_Own, ...]:
         """The row with its middle once."""
         return self.start + self.middle + self.end
 
@@ -145,17 +151,17 @@ def _read_row(name: str, rank: int, line: str) -> _Row:
             f"schedule {name!r}: rank {rank}: expected no bar, or two around the part that is repeated, found "
             f"{len(parts) - 1}; write start | middle | end"
         )
-    return _Row(*(tuple(action for action in part if isinstance(action, Compute)) for part in parts))
+    return _Row(*(tuple(action for action in part if isinstance(action, _Own)) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The programs of one step, of compute actions alone."""
+    """The programs of one step, without messages."""
 
     name: str
     rows: tuple[_Row, ...]
 
-    def order(self, shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    def order(self, shape: PipelineShape, rank: int, segment: Segment) -> Iterator[_Own]:
         """The row of the rank's stages, with the numbers of the step's minibatch."""
         if isinstance(segment, Drain):
             return
@@ -242,7 +248,7 @@ def _stages_on(rank: int, dealt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stage for stage, at in enumerate(dealt) if at == rank)
 
 
-def _numbered(actions: Iterable[Compute], first: int, minibatch: int) -> Iterator[Compute]:
+def _numbered(actions: Iterable[_Own], first: int, minibatch: int) -> Iterator[_Own]:
     """`actions` of the first minibatch with the numbers of another one, whose microbatch 0 is `first`."""
     for action in actions:
         match action:
@@ -252,5 +258,7 @@ def _numbered(actions: Iterable[Compute], first: int, minibatch: int) -> Iterato
                 yield type(action)(stage, first + microbatch, minibatch)
             case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
                 yield type(action)(stage, first + microbatch, minibatch)
+            case Offload(stage, microbatch) | Reload(stage, microbatch):
+                yield type(action)(stage, first + microbatch)
             case _:
                 assert_never(action)

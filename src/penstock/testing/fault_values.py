@@ -16,9 +16,9 @@ FAULTS = "PENSTOCK_FAULTS"
 """The environment variable with the text of faults."""
 ActionChoice: TypeAlias = str | Callable[[Action], bool] | None
 
-_NUMBERED = "FBIWSR"
+_NUMBERED = "FBIWSRHD"
 """The kinds of actions of one microbatch."""
-_CHOICE = re.compile(r"(\d*)([FBIWUSRTNA])(\d*)")
+_CHOICE = re.compile(r"(\d*)([FBIWUSRTNAHD])(\d*)")
 _ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
 
 

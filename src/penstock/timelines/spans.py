@@ -12,9 +12,9 @@ from functools import lru_cache
 from penstock.errors import ScheduleError
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
-# 3T1<0, 2N3>1, 1N3<2.
-_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIW][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|A[0-9]+)")
-_SEPARATORS = re.compile(r"[FBIWUASRTN@<>]")
+# 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0.
+_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIW][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|[AHD][0-9]+)")
+_SEPARATORS = re.compile(r"[FBIWUASRTNHD@<>]")
 _KINDS = {
     "F": "forward",
     "B": "backward",
@@ -24,6 +24,8 @@ _KINDS = {
     "A": "reduce",
     "S": "send",
     "R": "receive",
+    "H": "offload",
+    "D": "reload",
 }
 
 
@@ -50,7 +52,7 @@ class Span:
         if _ACTION_TEXT.fullmatch(self.action) is None:
             raise ScheduleError(
                 f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, "
-                f"3R0<2, 0T1>3, 3T1<0, 2N3>1 or 1N3<2, found {self.action!r}: pass str(action)"
+                f"3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2, 2H0 or 2D0, found {self.action!r}: pass str(action)"
             )
         if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
             raise ScheduleError(
@@ -76,8 +78,8 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """``forward``, ``backward``, ``backward input``, ``backward weight``, ``update``, ``reduce``, ``send`` or
-        ``receive``.
+        """``forward``, ``backward``, ``backward input``, ``backward weight``, ``update``, ``reduce``, ``send``,
+        ``receive``, ``offload`` or ``reload``.
         """
         return _read(self.action)[0]
 
@@ -89,7 +91,7 @@ class Span:
     @property
     def computes(self) -> bool:
         """Whether it is computation (forward, backward, update) and not communication."""
-        return self.kind not in ("send", "receive", "reduce")
+        return self.kind not in ("send", "receive", "reduce", "offload", "reload")
 
     @property
     def stage(self) -> int:
@@ -104,7 +106,7 @@ class Span:
     @property
     def reference(self) -> int:
         """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer;
-        the `number` again for a reduction.
+        the `number` again for a reduction, an offload and a reload.
         """
         return _read(self.action)[3]
 
@@ -130,6 +132,8 @@ class Span:
         match self.kind:
             case "reduce":
                 return {"action": self.action, "stage": self.stage, "version": self.number}
+            case "offload" | "reload":
+                return {"action": self.action, "stage": self.stage, "microbatch": self.number}
             case "forward" | "backward" | "backward input" | "backward weight":
                 names = ("microbatch", "version")
             case "update":

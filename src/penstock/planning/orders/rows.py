@@ -19,6 +19,7 @@ from penstock.scheduling.actions import (
     BackwardWeight,
     Compute,
     Forward,
+    HostCopy,
     Message,
     Reduce,
     Update,
@@ -213,7 +214,7 @@ def rows_of(schedule: Schedule, whole: frozenset[int]) -> Rows | None:
     for actions in schedule.step(0):
         row: Row = []
         for action in actions:
-            if isinstance(action, Message | Reduce | Update):
+            if isinstance(action, Message | Reduce | Update | HostCopy):
                 continue
             match action:
                 case Forward(stage, microbatch):

@@ -18,6 +18,7 @@ from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, PlanError
+from penstock.runtime.devices.host_stores import HOST
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.skips import SkipChoice
@@ -67,6 +68,7 @@ _RUN_RULES: Mapping[str, Rule[Any]] = {
         ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
     ).optional,
     "check": choice(get_args(Check)),
+    "offload_to": instance((str, Path), f"{HOST!r} or a directory", f"pass {HOST!r} for the memory of the host"),
     "seed": SEED.but("give one such as 0, or None for PyTorch's own stream").optional,
 }
 
@@ -136,6 +138,7 @@ class RunOptions:
     seed: int | None = 0
     check: Check = "warn"
     resume: str | Path | None = None
+    offload_to: str | Path = HOST
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:

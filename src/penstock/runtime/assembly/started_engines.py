@@ -17,6 +17,7 @@ from penstock.capturing.chain import LayerChain, StageModule, crossings_of
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, evaluate_in_place, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
+from penstock.runtime.devices.host_stores import make_host_store
 from penstock.runtime.devices.local_devices import DeviceContext, make_device_context
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
@@ -79,6 +80,8 @@ def start_engine(
     factors = learning_rate_factors(schedule, stages, recipe.scale_learning_rates)
     together = schedule.definition.updates_at_once
     updater = Updater(optimizers, factors, recipe.lr_scheduler, recipe.hooks, delays, together=together)
+    store = make_host_store(run.offload_to, context.staging)
+    opened.callback(store.close)
     workers = make_workers(
         recipe,
         schedule,
@@ -88,6 +91,7 @@ def start_engine(
         updater=updater,
         transport=transport,
         context=context,
+        store=store,
     )
     check = make_prediction_check(plan, schedule.flushes, world, context.timer)
     return Engine(schedule, stages, workers, transport, check=check, context=context, seed=run.seed), updater

@@ -21,6 +21,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import ActionTiming, BatchRun, Loss, ResultBroadcast
 from penstock.runtime.devices.host_copies import HostCopier
+from penstock.runtime.devices.host_stores import HostStore
 from penstock.runtime.devices.local_devices import DeviceContext
 from penstock.runtime.devices.streams import Streams
 from penstock.runtime.engine.call_agreement import CallAgreement
@@ -40,6 +41,7 @@ from penstock.runtime.engine.step_records import (
     measure_speed,
 )
 from penstock.runtime.engine.worker import Worker
+from penstock.runtime.execution.offloading import Offloads
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import assign
@@ -493,8 +495,11 @@ def make_workers(
     updater: Updater,
     transport: Transport,
     context: DeviceContext,
+    store: HostStore,
 ) -> list[Worker]:
-    """A worker for each rank of this process. `counted`: by stage, the parameters that count in its norm."""
+    """A worker for each rank of this process. `counted`: by stage, the parameters that count in its norm. `store`:
+    keeps what is offloaded.
+    """
     workers = []
     snapshots = Snapshots(HostCopier(context.staging, context.device))
     for rank, own in stages.items():
@@ -524,7 +529,7 @@ def make_workers(
                 coded=CodedMessages(transport, recipe.codec, context.device) if recipe.codec else None,
             ),
             inputs=chain.inputs,
-            forwards=Forwards(own, heads, autocast),
+            forwards=Forwards(own, heads, autocast, Offloads(store)),
             heads=heads,
             gradients=gradients,
             updater=updater,

@@ -4,7 +4,7 @@ A training forward brings together what it depends on beside its input: the rand
 The worker decides which forward runs when, on which version of the weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.randomness import microbatch_seed, part_seed
+from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
+from penstock.runtime.execution.offloading import Offloads
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
 from penstock.scheduling.direct_backwards import find_direct
@@ -29,9 +31,17 @@ class Forwards:
     """Runs the forwards of `stages`, those of one rank; `heads` has the loss head of the last stage if it is there."""
 
     def __init__(
-        self, stages: Mapping[int, LocalStage], heads: Mapping[int, LossHead], autocast: _Autocast | None
+        self,
+        stages: Mapping[int, LocalStage],
+        heads: Mapping[int, LossHead],
+        autocast: _Autocast | None,
+        offloads: Offloads,
     ) -> None:
         self._stages, self._heads, self._autocast = stages, heads, autocast
+        self.offloads = offloads
+        """The copies of what these forwards saved."""
+        self._offloaded: Collection[tuple[int, int]] = ()
+        """The stages and microbatches of the present segment that will be offloaded."""
         self._random = frozenset(index for index, stage in stages.items() if any(stage.weights.stage.random))
         """The stages with layers that draw random numbers."""
         self._recomputations = {
@@ -43,8 +53,15 @@ class Forwards:
         """The stages and microbatches whose backward directly follows their forward, so that nothing is recomputed."""
         self._batch = BatchRun(training=True)
 
-    def begin(self, batch: BatchRun, program: Sequence[Action]) -> None:
-        self._batch = batch
+    def begin(self, batch: BatchRun, program: Sequence[Action], offloaded: Collection[tuple[int, int]]) -> None:
+        """`offloaded`: the stages and microbatches that `program` offloads. `PenstockError` if one recomputes."""
+        self._batch, self._offloaded = batch, offloaded
+        for index in sorted({index for index, _ in offloaded} & {*self._recomputations}):
+            raise PenstockError(
+                f"stage {index} is to be recomputed, and the schedule offloads what it saves: expected one of both, "
+                "since a recomputed stage saves nothing that could be moved. Leave the stage out of recompute=, or its "
+                f"offloads ({index}H...) and reloads ({index}D...) out of the order"
+            )
         for head in self._heads.values():
             head.begin(batch)
         self._direct = find_direct(program) if self._recomputations else frozenset()
@@ -78,7 +95,9 @@ class Forwards:
             return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
         within = compute if self._autocast is None else self._autocast()(compute)
-        outputs = stage.executor.forward(k, received, within, context)
+        self.offloads.begin_forward()
+        offloads = self.offloads if (index, k) in self._offloaded else None
+        outputs = stage.executor.forward(k, received, within, context, offloads=offloads)
         if head is not None:
             head.end_forward(k, microbatch, outputs[0], metrics, received)
         return outputs

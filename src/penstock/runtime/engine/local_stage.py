@@ -46,7 +46,7 @@ class LocalStage:
 
     def discard(self) -> None:
         """Drops the microbatches in flight and their gradients."""
-        self.executor.in_flight.clear()
+        self.executor.discard()
         if self.reducer is not None:
             self.reducer.discard()
         self.weights.discard()

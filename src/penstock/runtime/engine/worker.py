@@ -12,7 +12,7 @@ Laws of this file:
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import TypeAlias, assert_never, cast
+from typing import NoReturn, TypeAlias, assert_never, cast
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -39,10 +39,12 @@ from penstock.scheduling.actions import (
     BackwardWeight,
     Forward,
     InputGradients,
+    Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
     Reduce,
+    Reload,
     Send,
     SendNorms,
     SendTied,
@@ -122,7 +124,8 @@ class Worker:
         if self._training:
             for held in self.stages.values():
                 held.weights.begin()
-        self._forwards.begin(batch, program)
+        offloaded = frozenset((action.stage, action.microbatch) for action in program if isinstance(action, Offload))
+        self._forwards.begin(batch, program, offloaded)
         self.gradients.begin(batch)
         self._mailbox.begin(schedule, self._microbatches, program)
 
@@ -130,6 +133,7 @@ class Worker:
         """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
         if not self._training:
             self._microbatches.clear()
+        self._forwards.offloads.rest()
         for stage in self.stages.values() if self._training else ():
             stage.weights.rest()
             if stage.reducer is not None:
@@ -147,6 +151,7 @@ class Worker:
         self._updater.discard()
         for head in self._heads.values():
             head.discard()
+        self._forwards.offloads.discard()
         for stage in self.stages.values():
             stage.discard()
 
@@ -183,6 +188,9 @@ class Worker:
                     self._backward_weight(action)
                 case Update():
                     update = self._update(action)
+                case Offload(stage, microbatch) | Reload(stage, microbatch):
+                    executor = self.stages[stage].executor
+                    (executor.offload if isinstance(action, Offload) else executor.reload)(microbatch)
                 case Send():
                     self._mailbox.send(action)
                 case Receive():
@@ -202,17 +210,21 @@ class Worker:
                 case _:
                     assert_never(action)
         except BaseException as found:
-            error = explained(found, action.stage)
-            layers = self.stages[action.stage].weights.stage.names
-            error.add_note(
-                f"penstock: this was action {action} of rank {self.rank}; stage {action.stage} holds the layers "
-                f"{layers[0]} to {layers[-1]}"
-            )
-            if error is not found:
-                raise error from found
-            raise
+            self._raise(found, action)
         self._timings.append((self.rank, action, *(update or (start, self._now()))))
         row.stops.append(perf_counter())
+
+    def _raise(self, found: BaseException, action: Action) -> NoReturn:
+        """Raises `found`, with what `action` was and where."""
+        error = explained(found, action.stage)
+        layers = self.stages[action.stage].weights.stage.names
+        error.add_note(
+            f"penstock: this was action {action} of rank {self.rank}; stage {action.stage} holds the layers "
+            f"{layers[0]} to {layers[-1]}"
+        )
+        if error is not found:
+            raise error from found
+        raise found
 
     def _call_hooks(self, action: Action) -> None:
         if self._training:

@@ -24,11 +24,13 @@ from penstock.scheduling.actions import (
     BackwardWeight,
     Forward,
     Message,
+    Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
     Receiving,
     Reduce,
+    Reload,
     Send,
     Sending,
     SendNorms,
@@ -48,6 +50,8 @@ of the norm (N) of a stage; of A, G and T then the stage that it came from, else
 Need: TypeAlias = tuple[Deed, int]
 """A deed, and the microbatch, or of U, R, T and N the version, that it is to be done for."""
 
+_OWN = KINDS[Reload]
+"""The last of the kinds of microbatches that pass no message."""
 _NAMES = {
     "F": "forward",
     "B": "backward",
@@ -61,7 +65,7 @@ _NAMES = {
 def _require_neighbors(row: Row) -> None:
     invariant = "messages pass only between neighbors or stages that share weights or a skip, on different ranks"
     staged, placement = row.staged, row.staged.placement
-    places = np.flatnonzero((row.kinds > KINDS[BackwardWeight]) & (row.kinds != KINDS[Update]))
+    places = np.flatnonzero((row.kinds > _OWN) & (row.kinds != KINDS[Update]))
     # An all-reduce has a version where a message has the other stage.
     others = np.where(row.kinds == KINDS[Reduce], row.stages, row.others)
     ways = np.stack((row.kinds, row.stages, others), axis=1)[places]
@@ -106,7 +110,7 @@ def _require_data(row: Row) -> None:
     ways = zip(row.kinds.tolist(), row.stages.tolist(), row.others.tolist(), row.numbers.tolist(), strict=True)
     for index, (kind, stage, other, number) in enumerate(ways):
         # The last field of what computes is a version.
-        key = kind, stage, other if kind > KINDS[BackwardWeight] else -1
+        key = kind, stage, other if kind > _OWN else -1
         seen = known.get(key)
         if seen is not None and all([number in of for of in seen[0]]):
             for of in seen[1]:
@@ -154,7 +158,7 @@ def _deeds(action: Action, row: Row, done: Mapping[Deed, set[int]]) -> Iterator[
                 yield ("R", stage, -1), version
         case Update(stage, version):
             yield ("U", stage, -1), version
-        case Send() | SendTied() | SendNorms():
+        case Send() | SendTied() | SendNorms() | Offload() | Reload():
             pass
         case _:
             assert_never(action)
@@ -200,7 +204,7 @@ def _needs(action: Action, row: Row) -> Iterator[Need]:
                 yield ("R", stage, -1), version
             for norm in known_norms(schedule, stage, version):
                 yield from _norm_sources(norm, row)
-        case Receive() | ReceiveTied() | ReceiveNorms() | Reduce():
+        case Receive() | ReceiveTied() | ReceiveNorms() | Reduce() | Offload() | Reload():
             pass
         case _:
             assert_never(action)
@@ -268,7 +272,7 @@ def _find_stops(staged: StagedPrograms, rows: Sequence[Row]) -> _Stops:
             row.kinds.tolist(), row.stages.tolist(), (row.numbers % rounds).tolist(), row.others.tolist(), strict=True
         )
         for index, way in enumerate(ways):
-            if way[0] <= KINDS[BackwardWeight] or way[0] == KINDS[Update]:
+            if way[0] <= _OWN or way[0] == KINDS[Update]:
                 continue
             action = row.actions[index]
             assert isinstance(action, Message | Reduce)

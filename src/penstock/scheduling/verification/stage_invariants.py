@@ -25,10 +25,12 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
     Reduce,
+    Reload,
     Send,
     SendNorms,
     SendTied,
@@ -43,16 +45,17 @@ KINDS: Final[dict[type[Action], int]] = {
     kind: number
     for number, kind in enumerate(
         (
-            *(Forward, Backward, BackwardInput, BackwardWeight, Send, Receive, Update, Reduce),
+            *(Forward, Backward, BackwardInput, BackwardWeight, Offload, Reload, Send, Receive, Update, Reduce),
             *(SendTied, ReceiveTied, SendNorms, ReceiveNorms),
         )
     )
 }
 """Of each kind of action its number in a column; the kinds of microbatches come before those of updates."""
 _F, _B, _I, _W = (KINDS[kind] for kind in (Forward, Backward, BackwardInput, BackwardWeight))
-_U = KINDS[Update]
-_FIELDS = {kind: attrgetter(*([field.name for field in fields(kind)] + ["version"])[:3]) for kind in KINDS}
-"""Of each kind, what reads its three fields; the version of an all-reduce, which has two, counts twice."""
+_U, _OFFLOAD, _RELOAD = (KINDS[kind] for kind in (Update, Offload, Reload))
+_NAMES = {kind: [field.name for field in fields(kind)] for kind in KINDS}
+_FIELDS = {kind: attrgetter(*(names + names[1:])[:3]) for kind, names in _NAMES.items()}
+"""Of each kind, what reads its three fields; the last of those that have two, as an all-reduce has, counts twice."""
 
 
 class Row:
@@ -80,7 +83,9 @@ class Row:
 
 
 class Turns:
-    """Where a stage computes in the `row` of its rank: forwards, input and weight backwards, and updates."""
+    """Where a stage computes in the `row` of its rank: forwards, input and weight backwards, and updates; and where it
+    offloads and reloads.
+    """
 
     def __init__(self, row: Row, stage: int) -> None:
         here = row.stages == stage
@@ -89,6 +94,7 @@ class Turns:
         self.forwards, self.inputs, self.weights, self.updates = map(
             np.flatnonzero, (forwards, backwards | inputs, backwards | weights, updates)
         )
+        self.offloads, self.reloads = (np.flatnonzero(here & (row.kinds == kind)) for kind in (_OFFLOAD, _RELOAD))
         self.size = self.guarantees.microbatches_per_update[stage]
 
     @property
@@ -157,15 +163,18 @@ def _require_places(row: Row) -> None:
 
 
 def _require_segments(row: Row) -> None:
-    """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too."""
+    """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too.
+
+    A stage has to know at its forward what it will offload, so that this is in the step of the forward.
+    """
     schedule = row.staged.schedule
-    bound = row.kinds < _U if schedule.flushes else row.kinds == _F
+    bound = row.kinds < _U if schedule.flushes else (row.kinds == _F) | (row.kinds == _OFFLOAD)
     due = row.numbers // schedule.microbatches
     if schedule.definition.updates_at_once:
         updates = row.kinds == _U
         bound, due = bound | updates, np.where(updates, row.numbers - 1, due)
     if (index := _first(bound & (due != row.segments))) is not None:
-        what = "actions" if schedule.flushes else "forwards"
+        what = "actions" if schedule.flushes else "forwards and offloads"
         minibatch = int(row.segments[index])
         own = schedule.shape.microbatches_of(minibatch)
         drains = minibatch == row.staged.minibatches
@@ -179,7 +188,7 @@ def _require_segments(row: Row) -> None:
 
 
 def _require_training(proof: _Proof, turns: Turns) -> None:
-    others = np.concatenate((*turns.backwards, turns.updates))
+    others = np.concatenate((*turns.backwards, turns.updates, turns.offloads, turns.reloads))
     if len(others) and not turns.guarantees.trains:
         turns.row.fail(others.min(), "an inference has forwards only", "no backward and no update", "drop it, or train")
 
@@ -231,6 +240,38 @@ def _require_stash(proof: _Proof, turns: Turns) -> None:
         if (index := _first(row.others[places] != read)) is not None:
             expected = f"version {read[index]}, which {row.actions[turns.forwards[index]]} read"
             row.fail(places[index], invariant, expected, "give both the same version")
+
+
+def _require_round_trips(proof: _Proof, turns: Turns) -> None:
+    """What is offloaded is whole, nothing reads it while it is away, and it is back before the backward."""
+    row, stage = turns.row, turns.stage
+    invariant = f"stage {stage} offloads and reloads a microbatch once, after its forward and before its backward"
+    for places in (turns.offloads, turns.reloads):
+        numbers = row.numbers[places]
+        seen = np.unique(numbers, return_index=True)[1]
+        if len(repeated := np.delete(places, seen)):
+            row.fail(repeated.min(), invariant, "a microbatch for which it was not done yet", "drop the second one")
+        if (index := _first(~np.isin(numbers, row.mine))) is not None:
+            row.fail(places[index], invariant, "a microbatch of its rank", "move it to the rank of the forward")
+    for places, others, missing in (
+        (turns.offloads, turns.reloads, "a reload"),
+        (turns.reloads, turns.offloads, "an offload"),
+    ):
+        if (index := _first(~np.isin(row.numbers[places], row.numbers[others]))) is not None:
+            number = row.numbers[places[index]]
+            row.fail(places[index], invariant, f"{missing} of microbatch {number}", "add it, or drop this one")
+    # Forwards and backwards ascend, so that those of a microbatch have its place among the rank's own.
+    own = np.searchsorted(row.mine, row.numbers[turns.offloads])
+    back = np.searchsorted(row.mine, row.numbers[turns.reloads])
+    order = np.argsort(row.numbers[turns.reloads])
+    away = turns.offloads[np.argsort(row.numbers[turns.offloads])]
+    for before, after, expected in (
+        (turns.forwards[own], turns.offloads, "its forward before"),
+        (away, turns.reloads[order], "its offload before"),
+        (turns.reloads, turns.inputs[back], "its reload before"),
+    ):
+        if (index := _first(before > after)) is not None:
+            row.fail(after[index], invariant, expected, "order them so")
 
 
 def _require_version(proof: _Proof, turns: Turns) -> None:
@@ -367,6 +408,7 @@ _INVARIANTS: Final[Sequence[Callable[[_Proof, Turns], None]]] = (
     _require_drained,
     _require_ascending,
     _require_stash,
+    _require_round_trips,
     _require_version,
     _require_updates,
     _require_pending_updates,

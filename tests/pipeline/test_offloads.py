@@ -1,0 +1,153 @@
+"""Microbatches that are offloaded train as the oracle does, under every kind of schedule, and their memory is free."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import penstock
+from penstock import Plan
+from penstock.errors import PenstockError
+from penstock.scheduling import define_by_programs, verify
+from penstock.values.plans import schedule
+from support.own_schedules import offloading
+from support.processes import Pool
+from support.training import LAYERS, Case, Outcome, assert_equal, run_pipeline, run_reference, train
+
+BY_HAND = """
+    rank 0: 0F0@0 0H0 0F1@0 0H1 | 0F2@0 0H2 0D0 0B0@0 | 0D1 0B1@0 0D2 0B2@0 0U1<0
+    rank 1: 1F0@0 1I0@0 1F1@0 1H1 | 1W0@0 1F2@0 1H2 1D1 1I1@0 | 1D2 1W1@0 1I2@0 1W2@0 1U1<0
+"""
+CASES = {
+    **{name: Case("layered", name, 3, 4, "adamw") for name in ("1f1b-flush", "zb-h1", "pipedream")},
+    "zb-v": Case("layered", "zb-v", 2, 4, "adamw", stages_per_rank=2),
+    "2bw": Case("normalized", "2bw", 2, 4),
+    "skips": Case("skipping", "1f1b-flush", 4, 4),
+    "turns": Case("layered", "pipedream", 2, 4, replicas=(2, 1)),
+    "split": Case("normalized", "1f1b-flush", 2, 4, replicas=(1, 2), split=True),
+}
+
+
+def offloaded(case: Case) -> Plan:
+    """The plan of `case`, which offloads every microbatch of every stage."""
+    plan: Plan = case.options["plan"]
+    return replace(plan, schedule=offloading(plan.definition))
+
+
+def run_offloaded(case: Case, **options: Any) -> Outcome:
+    return run_pipeline(case, plan=offloaded(case), **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_equals_the_oracle(name: str) -> None:
+    case = CASES[name]
+
+    verify(schedule(offloaded(case)))
+    assert_equal(run_reference(case), run_offloaded(case))
+
+
+@pytest.mark.parametrize("name", ["pipedream", "skips", "split"])
+def test_processes_equal_the_oracle(pool: Pool, name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    for part in pool.run(case.processes, partial(run_offloaded, offload_to=tmp_path), case):
+        assert_equal(run_reference(case), part)
+
+
+def test_an_order_in_a_file_equals_the_oracle(tmp_path: Path) -> None:
+    plan = Plan.uniform(LAYERS, 2, define_by_programs("by hand", BY_HAND), 4)
+    plan.save(tmp_path / "plan.yaml")
+    loaded = Plan.load(tmp_path / "plan.yaml")
+    case = Case("layered", "gpipe", 2, 4, "adamw")
+
+    assert loaded == plan
+    assert "0D2" in (tmp_path / "plan.yaml").read_text()
+    assert_equal(run_reference(case, plan=plan), run_pipeline(case, plan=loaded, offload_to=tmp_path))
+
+
+def test_autocast_equals_the_oracle() -> None:
+    case = CASES["pipedream"]
+
+    expected = run_reference(case, autocast=torch.bfloat16)
+    assert_equal(expected, run_offloaded(case, autocast=torch.bfloat16))
+
+
+def test_recomputation_of_other_stages_equals_the_oracle() -> None:
+    case = Case("layered", "gpipe", 2, 4, "adamw")
+    text = "rank 0: 0F0@0 0F1@0 0F2@0 0F3@0 0B0@0 0B1@0 0B2@0 0B3@0 0U1<0\n"
+    text += "rank 1: 1F0@0 1H0 1F1@0 1H1 1F2@0 1F3@0 1D0 1B0@0 1D1 1B1@0 1B2@0 1B3@0 1U1<0"
+    plan = Plan.uniform(LAYERS, 2, define_by_programs("by hand", text), 4)
+
+    assert_equal(run_reference(case), run_pipeline(case, plan=plan, recompute={0}))
+    with pytest.raises(PenstockError, match=r"stage 1 is to be recomputed, and the schedule offloads.*1H\.\.\."):
+        run_pipeline(case, plan=plan, recompute=True)
+
+
+class Watching(nn.Module):
+    """Notes which activations of earlier forwards are in memory when a forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.made: list[StorageWeakRef] = []
+        self.held: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held.append(sum(not one.expired() for one in self.made))  # type: ignore[no-untyped-call]
+        hidden = self.linear(x).exp()
+        self.made.append(StorageWeakRef(hidden.untyped_storage()))  # type: ignore[no-untyped-call]
+        return self.linear(hidden.sin())
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_memory_is_free_two_forwards_later(tmp_path: Path, moved: bool) -> None:
+    model = Watching()
+    sample = torch.randn(2, 32), torch.randn(2, 32)
+    plan = Plan.uniform(1, 1, "gpipe", 4)
+    pipe = penstock.Pipeline(
+        nn.Sequential(model),
+        sample=sample[:1],
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        plan=replace(plan, schedule=offloading(plan.definition)) if moved else plan,
+        offload_to=tmp_path,
+        check="off",
+    )
+    model.made, model.held = [], []
+    pipe.step(torch.randn(8, 32), torch.randn(8, 32))
+    pipe.close()
+
+    assert model.held == ([0, 1, 1, 1] if moved else [0, 1, 2, 3])
+
+
+def run_after_a_failure(case: Case, **options: Any) -> Outcome:
+    fails = [True]
+
+    def loss_fn(output: Tensor, y: Tensor) -> Tensor:
+        if fails:
+            raise ValueError(fails.pop())
+        loss: Tensor = case.options["loss_fn"](output, y)
+        return loss
+
+    pipe = penstock.Pipeline(case.build(), **{**case.options, **options, "loss_fn": loss_fn, "check": "off"})
+    with pytest.raises(ValueError, match="True"):
+        pipe.step(*case.batches[0])
+    return train(pipe, case.batches)
+
+
+def test_a_failed_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    case = CASES["skips"]
+
+    assert_equal(run_reference(case), run_after_a_failure(case, plan=offloaded(case), offload_to=tmp_path))
+
+
+def test_a_wrong_place_is_refused(tmp_path: Path) -> None:
+    case = CASES["pipedream"]
+    with pytest.raises(PenstockError, match=r"\(offload_to=\): expected 'host' or a directory, found 3"):
+        run_offloaded(case, offload_to=3)
+    with pytest.raises(PenstockError, match="expected a directory that this process can write in"):
+        run_offloaded(case, offload_to=tmp_path / "none")
