@@ -112,7 +112,8 @@ METHODS = {
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "scale_learning_rates=False, recompute=None, compile=False, init_fn=None, parallelize=None, "
-    "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, check='warn', resume=None, timeout_seconds=600.0)",
+    "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, check='warn', resume=None, offload_to='host', "
+    "timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",
     "averages": "(self)",

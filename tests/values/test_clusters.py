@@ -1,6 +1,7 @@
 """Clusters: the links that they describe, their files, and what is said of wrong ones."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -187,6 +188,17 @@ def test_costs_of_messages_are_found_by_level_and_by_link(tmp_path):
     assert (levels.has_message_costs, Cluster.uniform(2, 1e9).has_message_costs) == (True, False)
     levels.save(tmp_path / "levels.yaml")
     assert "message_seconds: 0.001, message_seconds_per_byte: 1.0e-08" in (tmp_path / "levels.yaml").read_text()
+
+
+def test_the_bandwidth_to_the_host_is_in_the_file_if_it_is_known(tmp_path):
+    plain = Cluster.uniform(2, 1e9)
+    known = replace(plain, host_bandwidth=25e9)
+    for cluster in (plain, known):
+        cluster.save(tmp_path / "cluster.yaml")
+        assert Cluster.load(tmp_path / "cluster.yaml") == cluster
+        assert ("host_bandwidth: 25000000000.0" in (tmp_path / "cluster.yaml").read_text()) == (cluster == known)
+    with pytest.raises(PlanError, match="host_bandwidth: expected a finite number above 0"):
+        replace(plain, host_bandwidth=0)
 
 
 def test_one_number_in_a_file_stands_for_the_costs_of_all_links(tmp_path):

@@ -13,7 +13,7 @@ from typing import assert_never
 
 from penstock.arguments import check_arguments, instance, integer
 from penstock.errors import ScheduleError
-from penstock.rendering.strips import LabeledSpan, Strip, draw_strips, label_spans, last_column
+from penstock.rendering.strips import COPIES, LabeledSpan, Strip, draw_strips, label_spans, last_column
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.action_costs import Costs
 from penstock.simulating.simulator import default_minibatches, execute
@@ -137,6 +137,7 @@ def _legend(entries: Sequence[LabeledSpan], strips: Sequence[Strip], scale: str,
         signs += [f"[{number}]  {whole}input backward", f"{{{number}}}  its weight backward"]
     elif "backward" in kinds:
         signs += [f"[{number}]  its backward"]
+    signs += [f"{COPIES[kind]}{number}  its {kind}" for kind in COPIES if kind in kinds]
     signs += ["U  update"] if "update" in kinds else []
     signs += ["+  sum of gradients"] if "+" in text else []
     signs += [".  idle"] if "." in text else []
@@ -193,9 +194,9 @@ def _panels(entries: Sequence[LabeledSpan], ranks: int, layout: _Layout, scale: 
 
 def _labels(strips: Sequence[Strip]) -> list[str]:
     """``rank 0  ``, and the stage where its number is not the rank's."""
-    named = any(strip.stage not in (None, strip.rank) for strip in strips)
+    named = any(strip.stage not in (None, strip.rank) or strip.copies for strip in strips)
     widest = max(strip.rank for strip in strips)
-    names = ["" if strip.stage is None else f"stage {strip.stage}" for strip in strips]
+    names = ["host" if strip.copies else "" if strip.stage is None else f"stage {strip.stage}" for strip in strips]
     labels = []
     for index, strip in enumerate(strips):
         first = index == 0 or strips[index - 1].rank != strip.rank

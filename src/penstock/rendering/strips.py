@@ -9,6 +9,7 @@ a row for each of them.
      3@1     the same with weights of version 1, while the stage has a newer one
     U        update, drawn when it happens: it takes no time, or little
     ++       the sum of the replicas' gradients, where it takes time
+    v3~~     in a row of its own, the copy of what was saved of microbatch 3 to the host; ^3~~ back to the device
      .       idle (blank where the rank is busy with another of its stages)
 """
 
@@ -20,11 +21,13 @@ from penstock.timelines.timelines import Timeline
 
 _HEIGHTS = {"reduce": 0, "update": 2}
 """The order from bottom to top: a sum of gradients may overlap a computation. Everything else is 1."""
+COPIES = {"offload": "v", "reload": "^"}
+"""The kinds of copies between a device and its host, and the signs of their directions."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledSpan:
-    """A computation or a sum of gradients, with the label that is drawn where there is space for it."""
+    """A computation, a sum of gradients or a copy to or from the host, with the label that is drawn where it fits."""
 
     span: Span
     label: str
@@ -33,18 +36,23 @@ class LabeledSpan:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The row of one stage on one rank; `stage` is None for an idle rank."""
+    """The row of one stage on one rank, or of its copies; `stage` is None for these, and for an idle rank."""
 
     rank: int
     stage: int | None
     text: str
+    copies: bool = False
 
 
 def label_spans(timeline: Timeline) -> tuple[LabeledSpan, ...]:
     """The spans of `timeline` to be drawn, by rank and start."""
     newest: dict[tuple[int, int], int] = {}
     entries = []
-    own = (span for span in timeline.spans if span.computes or (span.kind == "reduce" and span.seconds > 0))
+    own = (
+        span
+        for span in timeline.spans
+        if span.computes or span.kind in COPIES or (span.kind == "reduce" and span.seconds > 0)
+    )
     for span in sorted(own, key=lambda span: (span.rank, span.start_seconds, span.stop_seconds)):
         held = span.rank, span.stage  # replicas update one by one
         if span.kind == "update":
@@ -52,6 +60,8 @@ def label_spans(timeline: Timeline) -> tuple[LabeledSpan, ...]:
             entries.append(LabeledSpan(span, "U"))
         elif span.kind == "reduce":
             entries.append(LabeledSpan(span, ""))
+        elif span.kind in COPIES:
+            entries.append(LabeledSpan(span, str(span.number)))
         else:
             # A measurement may begin in the middle of a run: assume that the version that ran first was the newest.
             newest.setdefault(held, span.reference)
@@ -79,13 +89,15 @@ def draw_strips(
     for entry in entries:
         rows[entry.span.rank].append(entry)
     for rank, own in enumerate(rows):
+        # A long run has far more entries than are drawn.
+        near = [entry for entry in own if entry.span.start_seconds - origin <= (columns + 1) * column_seconds]
+        copies = [entry for entry in near if entry.span.kind in COPIES]
         held: list[int | None] = [*sorted({entry.span.stage for entry in own})]
         for stage in held or [None]:
-            # A long run has far more entries than are drawn.
-            near = [entry for entry in own if entry.span.start_seconds - origin <= (columns + 1) * column_seconds]
             row = ["." if column % dot_columns == 1 else " " for column in range(columns)] + [" "]
             # Later entries are drawn on top: the row's own stage over the blanks, updates over everything.
-            for entry in sorted(near, key=lambda entry: (_HEIGHTS.get(entry.span.kind, 1), entry.span.stage == stage)):
+            rest = (entry for entry in near if entry.span.kind not in COPIES)
+            for entry in sorted(rest, key=lambda entry: (_HEIGHTS.get(entry.span.kind, 1), entry.span.stage == stage)):
                 start = _column(entry.span.start_seconds - origin, column_seconds)
                 stop = min(_column(entry.span.stop_seconds - origin, column_seconds), columns)
                 if start > stop:
@@ -99,6 +111,14 @@ def draw_strips(
                 else:
                     row[start:stop] = _cell(entry, stop - start)
             strips.append(Strip(rank, stage, "".join(row)))
+        if any(entry.span.kind in COPIES for entry in own):
+            row = [" "] * (columns + 1)
+            for entry in copies:
+                text = COPIES[entry.span.kind] + entry.label
+                start = _column(entry.span.start_seconds - origin, column_seconds)
+                stop = max(_column(entry.span.stop_seconds - origin, column_seconds), start + len(text))
+                row[start:stop] = text.ljust(stop - start, "~")
+            strips.append(Strip(rank, None, "".join(row[: columns + 1]), copies=True))
     return tuple(strips)
 
 

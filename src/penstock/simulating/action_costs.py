@@ -49,7 +49,8 @@ class Costs:
     follows its forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank where
     devices differ; those of the stages are then the longest of their replicas. `skips` holds what a whole microbatch
     sends each way directly between two stages that are not neighbours; it is in no cut. `wire_bytes` and `wire_skips`
-    are what links carry of these, by default all. Everything else is zero by default.
+    are what links carry of these, by default all. `offloaded_bytes` is what an offload moves of `saved_bytes`: all but
+    what the stage received, which stays. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]
@@ -65,6 +66,7 @@ class Costs:
     split_seconds: float = 0.0
     split_share: float = 0.0
     saved_bytes: tuple[float, ...] = ()
+    offloaded_bytes: tuple[float, ...] = ()
     workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
     recompute: bool = False
@@ -86,6 +88,7 @@ class Costs:
             ("reduce_seconds", stages),
             ("reduce_handling_seconds", stages),
             ("saved_bytes", stages),
+            ("offloaded_bytes", stages),
             ("workspace_bytes", stages),
             ("parameter_bytes", stages),
             ("cut_bytes", stages - 1),
@@ -151,6 +154,12 @@ def plan_costs(
     sharers = plan.replicas if placement.split else (1,) * len(layers)
     rank_times = _rank_times(plan, profile, cluster, sharers)
     longest = _longest(plan, rank_times)
+    cuts = _cut_bytes(plan, profile, traffic)
+    saved = tuple(
+        size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, sharers, strict=True)
+    )
+    skipped = [sum(size for (_, to), size in traffic.direct.items() if to == stage) for stage in range(len(layers))]
+    staying = zip(saved, (0.0, *cuts), skipped, sharers, strict=True)
     return Costs(
         forward_seconds=longest.forward_seconds,
         backward_seconds=longest.backward_seconds,
@@ -169,13 +178,12 @@ def plan_costs(
             max(reduce_handling_seconds(size, ranks[tp_rank::parallel], cluster) for tp_rank in range(parallel))
             for size, ranks in zip(parameters, groups, strict=True)
         ),
-        cut_bytes=_cut_bytes(plan, profile, traffic),
+        cut_bytes=cuts,
         skips=tuple(traffic.direct.items()),
         wire_bytes=_cut_bytes(plan, profile.on_wire, wire_traffic),
         wire_skips=tuple(wire_traffic.direct.items()),
-        saved_bytes=tuple(
-            size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, sharers, strict=True)
-        ),
+        saved_bytes=saved,
+        offloaded_bytes=tuple(max(0.0, size - sum(received) / count) for size, *received, count in staying),
         workspace_bytes=tuple(
             _workspace(own, plan.recompute) / count for own, count in zip(layers, sharers, strict=True)
         ),

@@ -3,12 +3,12 @@
 It is found backwards, from the span that stops last, each time to the span that the current one waited for: from a
 receive to the send of its message, if the message arrived after the rank began to wait; from an all-reduce to what the
 last replica did before it; from a send to the span that produced its message, or to the previous message on the link if
-it was queued behind that; from anything else to what its rank did before. Measured timelines are read in the same way,
-although their clocks differ a little.
+it was queued behind that; to or from a copy between device and host if that has just ended; from anything else to what
+its rank did before. Measured timelines are read in the same way, although their clocks differ a little.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from penstock.arguments import integer
@@ -40,7 +40,9 @@ def critical_path(timeline: Timeline, server_ranks: int = 1) -> tuple[Span, ...]
 
 
 class _Index:
-    """Finds the spans that a span may have waited for. Sends do not block, so they are not in their rank's row here."""
+    """Finds the spans that a span may have waited for. Sends and copies do not block, so they are not in their rank's
+    row here.
+    """
 
     def __init__(self, timeline: Timeline, server_ranks: int) -> None:
         self._rows: defaultdict[int, list[Span]] = defaultdict(list)
@@ -55,6 +57,8 @@ class _Index:
         """The previous send on each of its links, by send."""
         self._reduces: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         """All-reduces by stage and version."""
+        self._copies: defaultdict[int, list[Span]] = defaultdict(list)
+        """By rank, those between the device and its host."""
         links = _Links(timeline, server_ranks)
         for span in sorted(timeline.spans, key=attrgetter("start_seconds")):
             kind, stage, number = span.kind, span.stage, span.number
@@ -64,6 +68,9 @@ class _Index:
                     maker = "forward" if span.reference > stage else "backward"
                     self._made[span.rank, stage, number, maker].append(span)
                 self._queued[id(span)] = links.queue(span)
+                continue
+            if kind in ("offload", "reload"):
+                self._copies[span.rank].append(span)
                 continue
             row = self._rows[span.rank]
             self._positions[id(span)] = len(row)
@@ -90,8 +97,17 @@ class _Index:
             case "reduce":
                 for other in self._reduces[span.stage, span.number]:
                     yield from self._previous(other)
+            case "offload" | "reload":
+                yield from self._ended(span, self._rows[span.rank])
+                yield from self._ended(span, self._copies[span.rank])
             case _:
                 yield from self._previous(span)
+                yield from self._ended(span, self._copies[span.rank])
+
+    @staticmethod
+    def _ended(span: Span, others: Sequence[Span]) -> Iterator[Span]:
+        """The spans in `others` that have ended when `span` starts."""
+        return (other for other in others if other is not span and other.stop_seconds <= span.start_seconds)
 
     def _before_send(self, span: Span) -> Iterator[Span]:
         kind = "forward" if span.reference > span.stage else "backward"

@@ -403,7 +403,7 @@ class _Sorter:
                     self.reducing.difference_update(others)
                     ready += others
                 else:
-                    raise PlanError("variants: expected no messages of norms or tied weights: use evaluate")
+                    raise PlanError("variants: expected no norms, tied weights and offloads: use evaluate")
                 index += 1
                 position[rank] = index
 

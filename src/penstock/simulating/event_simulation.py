@@ -20,6 +20,8 @@ Rules of the simulation:
      of work, its seconds when it runs alone, and while k ranks compute, each is ``slowdowns[k - 1]`` times as slow. All
      rates change at once when a computation starts or ends, so that the times are exact for this model. Nothing else
      uses the cores.
+  6. A copy between a device and its host occupies no rank. Each direction carries one copy at a time, in the order of
+     the row, and a copy back begins after the copy to the host has ended.
 """
 
 from collections import deque
@@ -34,11 +36,15 @@ from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.instructions import (
+    AWAITING_COMPUTE,
     COMPUTE,
+    HOST_COPY,
     MULTICAST,
     RECEIVE,
     SEND,
     SHARED_COMPUTE,
+    Copy,
+    CopyKey,
     Instructions,
     Multicast,
     ReduceInstruction,
@@ -103,6 +109,10 @@ class Track:
     messages: list[float] = field(default_factory=list)
     """When the message of every SEND has left and that of every RECEIVE has arrived, in the order of the row."""
     ring_free: float = 0.0
+    copied: dict[CopyKey, float] = field(default_factory=dict)
+    """When each copy between the device and its host has ended."""
+    host_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """When the link from the host is free, and the one to it."""
 
 
 class EventSimulation:
@@ -217,6 +227,19 @@ class EventSimulation:
                 return False
             track.now = self._multicast(track, what, now)
             return True
+        if code == HOST_COPY:
+            _copy(track, what)
+            return True
+        if code == AWAITING_COMPUTE:
+            what, awaited = what
+            now = track.now = max(now, *(track.copied.get(key, 0.0) for key in awaited))
+            if not self._assumptions.slowdowns:
+                track.starts.append(now)
+                track.now += what
+                track.stops.append(track.now)
+                track.busy_seconds += what
+                return True
+            code = SHARED_COMPUTE
         if code == SHARED_COMPUTE:
             self._begin_shared(track, what, now)
             return False
@@ -324,3 +347,13 @@ class EventSimulation:
             f"the schedule cannot run: {'; '.join(reasons)}. Put the sends before the receives that need them; "
             "penstock.verify shows the rows"
         )
+
+
+def _copy(track: Track, copy: Copy) -> None:
+    """Runs a copy between the device and its host beside the computation."""
+    stage, microbatch, leaves = copy.key
+    before = 0.0 if leaves else track.copied[stage, microbatch, True]
+    start = max(track.now, track.host_free[leaves], before)
+    track.host_free[leaves] = track.copied[copy.key] = start + copy.seconds
+    track.starts.append(start)
+    track.stops.append(start + copy.seconds)

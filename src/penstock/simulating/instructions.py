@@ -3,24 +3,30 @@
 Costs and paths are looked up here, once for every action, and not in its loop.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import PlanError
 from penstock.scheduling.actions import (
     Action,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
+    HostCopy,
+    InputGradients,
+    Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
     Reduce,
+    Reload,
     Send,
     SendNorms,
     SendTied,
@@ -32,7 +38,7 @@ from penstock.scheduling.placements import Placement
 from penstock.simulating.action_costs import Costs, StageTimes
 from penstock.simulating.transfer_times import Link, Route, find_route
 
-COMPUTE, SEND, RECEIVE, REDUCE, SHARED_COMPUTE, MULTICAST = range(6)
+COMPUTE, SEND, RECEIVE, REDUCE, SHARED_COMPUTE, MULTICAST, HOST_COPY, AWAITING_COMPUTE = range(8)
 
 _NORM_BYTES = 8.0
 """The bytes of a message of norms for every stage in it."""
@@ -75,7 +81,8 @@ class Instructions:
 
     `kinds`, `details` and `effects` have one entry per instruction. The detail is the seconds of a COMPUTE (of a
     SHARED_COMPUTE where ranks share a host), the `MessagePath` of a SEND or RECEIVE, the `ReduceInstruction` of a
-    REDUCE, or a `Multicast`. The effect is a `MemoryEffect` times the number of stages, plus the stage. `contents` has
+    REDUCE, a `Multicast`, or the `Copy` of a HOST_COPY. That of an AWAITING_COMPUTE is its seconds, and the copies that
+    end before it. The effect is a `MemoryEffect` times the number of stages, plus the stage. `contents` has
     the content of each SEND and RECEIVE, in the order of the row, as a number that `content_text` explains.
     """
 
@@ -102,6 +109,8 @@ class MemoryEffect(IntEnum):
     REDUCE = 11
     UPDATE = 12
     OTHER = 13
+    OFFLOAD = 14
+    RELOAD = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,17 @@ class ReduceInstruction:
     seconds: float
     handling_seconds: float
     backward: int
+
+
+CopyKey: TypeAlias = tuple[int, int, bool]
+"""The stage and the microbatch of a copy, and whether it is one to the host."""
+
+
+class Copy(NamedTuple):
+    """A copy between a device and its host."""
+
+    key: CopyKey
+    seconds: float
 
 
 class Writer:
@@ -143,7 +163,7 @@ class Writer:
         costs, stages, compute = self._costs, self._stages, self._compute
         seconds = self._seconds_on(rank)
         forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight = self._effects[:7]
-        send_activation, send_gradient, receive_activation, receive_gradient, reduce, update, other = self._effects[7:]
+        send_activation, send_gradient, receive_activation, receive_gradient, reduce, update = self._effects[7:13]
         paths: dict[int, list[MessagePath]] = {}
         last: dict[int, int] = {}
         direct = find_direct(row)
@@ -187,12 +207,13 @@ class Writer:
                 elif isinstance(action, Update):
                     effect = update
                 else:
-                    self._write_exchange(written, rank, action)
-                    effects.append(other + stage)
+                    effects.append(self._effects[self._write_exchange(written, rank, action)] + stage)
                     continue
                 kinds.append(compute)
                 details.append(seconds[effect + stage])
                 effects.append(effect + stage)
+        if HOST_COPY in kinds:
+            _await_copies(written, row)
         return written
 
     def _seconds_on(self, rank: int) -> list[float]:
@@ -217,10 +238,30 @@ class Writer:
             self._seconds[times] = [seconds + action for stages in found for seconds in stages]
         return self._seconds[times]
 
+    def _copy(self, action: HostCopy) -> Copy:
+        costs = self._costs
+        if costs.recompute:
+            raise PlanError(
+                f"{action}: the schedule offloads what stage {action.stage} saves, and the plan recomputes: expected "
+                "one of both. Set recompute to false, or leave offloads out of the order"
+            )
+        bandwidth = inf if costs.cluster is None else costs.cluster.host_bandwidth
+        if bandwidth is None:
+            raise PlanError(
+                f"{action}: the schedule offloads, and host_bandwidth of the cluster is None: expected the bytes per "
+                "second from a device to its host, as replace(cluster, host_bandwidth=25e9) sets them"
+            )
+        key = action.stage, action.microbatch, isinstance(action, Offload)
+        return Copy(key, costs.offloaded_bytes[action.stage] / bandwidth)
+
     def _write_exchange(
-        self, written: Instructions, rank: int, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms
-    ) -> None:
-        """Writes a message that an update waits for."""
+        self, written: Instructions, rank: int, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms | HostCopy
+    ) -> MemoryEffect:
+        """Writes a message that an update waits for, or a copy between device and host; returns its effect."""
+        if isinstance(action, HostCopy):
+            written.kinds.append(HOST_COPY)
+            written.details.append(self._copy(action))
+            return MemoryEffect.OFFLOAD if isinstance(action, Offload) else MemoryEffect.RELOAD
         there = peer(action, rank, self._placement)
         match action:
             case SendTied(stage, version, target):
@@ -235,7 +276,7 @@ class Writer:
                 paths = tuple(self._direct(rank, other, _NORM_BYTES * self._stages) for other in others)
                 written.kinds.append(MULTICAST)
                 written.details.append(Multicast(self._content(_NORMS, version, stage, target), paths))
-                return
+                return MemoryEffect.OTHER
             case ReceiveNorms(stage, version, source):
                 kind, detail = RECEIVE, self._direct(there, rank, _NORM_BYTES * self._stages)
                 content = self._content(_NORMS, version, source, stage)
@@ -244,6 +285,7 @@ class Writer:
         written.kinds.append(kind)
         written.details.append(detail)
         written.contents.append(content)
+        return MemoryEffect.OTHER
 
     def _content(self, topic: int, number: int, source: int, target: int) -> int:
         return number * self._kinds + topic * self._stages**2 + source * self._stages + target
@@ -296,6 +338,28 @@ class Writer:
             route = self._route(size_bytes, (rank,), (peer,))
             self._routes[key] = self._number(rank, peer, route, None)
         return self._routes[key]
+
+
+def _await_copies(written: Instructions, row: Iterable[Action]) -> None:
+    """Has the backwards of `row` wait for their reloads, and each forward for what was offloaded before the last one:
+    so long the memory of an offload is not free, at most.
+    """
+    young: list[CopyKey] = []
+    old: list[CopyKey] = []
+    for index, action in enumerate(row):
+        awaited: list[CopyKey] = []
+        if isinstance(action, Offload):
+            young.append((action.stage, action.microbatch, True))
+        elif isinstance(action, Reload):
+            leaving = action.stage, action.microbatch, True
+            young, old = ([key for key in keys if key != leaving] for keys in (young, old))
+        elif isinstance(action, Forward):
+            awaited, old, young = old, young, []
+        elif isinstance(action, InputGradients):
+            awaited = [(action.stage, action.microbatch, False)]
+        if awaited:
+            written.kinds[index] = AWAITING_COMPUTE
+            written.details[index] = written.details[index], tuple(awaited)
 
 
 def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbers, _Numbers]:

@@ -18,6 +18,9 @@ An input backward keeps all this for the weight backward: what it could free (wh
 room for the gradients of their outputs, which the weight backward reads. With recomputation the input backward
 recomputes, and all of that is held until the end of the weight backward.
 
+An offload frees what it moves when its copy has ended, and a reload takes as much from its start on. What the stage
+received stays.
+
 With recomputation a microbatch keeps its stage's input, and everything that the stage saves only during its backward. A
 backward that directly follows its forward recomputes nothing, and keeps everything in between. With tensor parallelism
 the numbers are those of each rank of a group, as in the profile.
@@ -56,6 +59,8 @@ class Sizes:
     output: tuple[float, ...]
     parameters: tuple[float, ...]
     recompute: bool
+    offloaded: tuple[float, ...]
+    """What an offload moves of `saved`."""
     skips: tuple[tuple[Skip, float], ...] = ()
     """The bytes that are sent directly between two stages, each way."""
 
@@ -67,7 +72,9 @@ class Sizes:
         behind = tuple(size / share for size, share in zip((*costs.cut_bytes, 0.0), shares, strict=True))
         skips = tuple((skip, size / shares[skip[0]]) for skip, size in costs.skips)
         return cls(
-            costs.saved_bytes, costs.workspace_bytes, before, behind, costs.parameter_bytes, costs.recompute, skips
+            *(costs.saved_bytes, costs.workspace_bytes, before, behind, costs.parameter_bytes, costs.recompute),
+            costs.offloaded_bytes,
+            skips,
         )
 
     def message_bytes(self, instructions: Instructions) -> _Numbers:
@@ -93,6 +100,7 @@ class Sizes:
         # What a microbatch keeps in flight, and when its backward can start.
         kept = _sums(self.input, tuple(direct)) if self.recompute else self.saved
         whole = _sums(self.saved, kept) if self.recompute else self.saved
+        none = (0.0,) * len(self.saved)
         work, recomputed = self.workspace, _sums(self.saved, self.workspace) if self.recompute else self.workspace
         changes = {
             MemoryEffect.FORWARD: (_sums(kept, work), work),
@@ -102,6 +110,8 @@ class Sizes:
             MemoryEffect.BACKWARD_INPUT: (recomputed, work),
             MemoryEffect.BACKWARD_INPUT_KEPT: (work, work),
             MemoryEffect.BACKWARD_WEIGHT: (work, _sums(whole, work)),
+            MemoryEffect.OFFLOAD: (none, self.offloaded),
+            MemoryEffect.RELOAD: (self.offloaded, none),
         }
         more = self._table({effect: begun for effect, (begun, _) in changes.items()})
         return more, self._table({effect: ended for effect, (_, ended) in changes.items()})

@@ -33,7 +33,7 @@
       }));
       row.stage = stages.length === 1 && row.spans.length ? `stage ${stages[0]}` : "";
       row.busy = sorted(row, "FBIWUA");
-      row.sends = sorted(row, "STN");
+      row.sends = sorted(row, "STNHD");
       row.waits = sorted(row, "Rtn");
     });
     for (const memory of panel.memory)
@@ -170,7 +170,7 @@
     for (let i = first(list.reach, view.from); i < list.spans.length && list.spans[i].start <= view.to; i++) act(list.spans[i]);
   }
   function outline(band, span) {
-    const start = x(span.start), sends = "STN".includes(span.kind);
+    const start = x(span.start), sends = "STNHD".includes(span.kind);
     pen.strokeStyle = colors.ink; pen.lineWidth = 2;
     pen.strokeRect(start, sends ? band.top + band.bar : band.top, Math.max(2, x(span.stop) - start), sends ? band.strip + 2 : band.bar);
   }
@@ -203,7 +203,7 @@
   function drawPath(panel) {
     if (!panel.path.length) return;
     const band = bands.find((band) => band.panel === panel);
-    const foot = (span) => band.top + span.rank * band.pitch + band.bar + ("STN".includes(span.kind) ? band.strip + 1 : -1);
+    const foot = (span) => band.top + span.rank * band.pitch + band.bar + ("STNHD".includes(span.kind) ? band.strip + 1 : -1);
     pen.beginPath();
     panel.path.forEach((span, index) => {
       // A wait counts from the end of what it waits for, not from when its rank began to wait.

@@ -32,6 +32,8 @@ _WORDS = {
     "T": ("send tied gradients for version {number} to stage {reference}", "from stage {stage}"),
     "t": ("wait for tied gradients for version {number} from stage {reference}", "for stage {stage}"),
     "N": ("send norms for version {number} to stage {reference}", "from stage {stage}"),
+    "H": ("copy of microbatch {number} to the host", "from stage {stage}"),
+    "D": ("copy of microbatch {number} from the host", "for stage {stage}"),
     "n": ("wait for norms for version {number} from stage {reference}", "for stage {stage}"),
 }
 _HELP = (
@@ -100,7 +102,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
         ("weight", "W"),
         ("update", "U"),
         ("reduce", "A"),
-        ("send", "STN"),
+        ("send", "STNHD"),
     ):
         if letters & set(kinds):
             text = {"reduce": "sum of gradients", "weight": "weight backward"}.get(word, word)

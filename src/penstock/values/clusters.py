@@ -32,6 +32,7 @@ from penstock.values.link_tables import (
 from penstock.values.quantities import MOST
 
 _FORMAT = "penstock-cluster/1"
+_NUMBERS = ("memory_bytes", "action_seconds", "host_bandwidth")
 
 _RULES: FieldRules = {
     "links": instance(
@@ -42,6 +43,7 @@ _RULES: FieldRules = {
     "memory_bytes": number(above=0, most=MOST)
     .but("give the memory of one device in bytes, or leave it out if it is no limit")
     .optional,
+    "host_bandwidth": number(above=0).but("give the bytes per second between a device and its host").optional,
     "action_seconds": number(0, most=MOST).but("give the seconds of an action beside its layers (`penstock probe`)"),
     "kinds": Entries(instance(DeviceKind, "a penstock.DeviceKind", "build it: penstock.DeviceKind(name, speed=0.5)")),
 }
@@ -58,6 +60,9 @@ class Cluster:
     """How long every forward, backward, part of a backward and update takes beyond the seconds of a profile."""
     kinds: tuple[DeviceKind, ...] = ()
     """The kind of every device, by rank; empty if all are as the one that was profiled."""
+    host_bandwidth: float | None = None
+    """The bytes per second from each device to the memory of its host, and as many back at the same time, for what a
+    schedule offloads. On a CPU: to a directory. None: it is not known."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError)
@@ -256,6 +261,8 @@ class Cluster:
             lines.append(f"memory_bytes: {number_text(self.memory_bytes)}")
         if self.action_seconds:
             lines.append(f"action_seconds: {number_text(self.action_seconds)}")
+        if self.host_bandwidth is not None:
+            lines.append(f"host_bandwidth: {number_text(self.host_bandwidth)}")
         # A file that was cut off after a level would be a smaller cluster.
         lines.append(f"devices: {self.devices}")
         lines += write_kinds(self.kinds) if self.kinds else []
@@ -281,8 +288,7 @@ class Cluster:
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
         known = (
-            "memory_bytes",
-            "action_seconds",
+            *_NUMBERS,
             "devices",
             "kinds",
             "levels",
@@ -308,7 +314,7 @@ class Cluster:
         if ("levels" in places) == ("matrix" in places):
             found = "both" if "levels" in places else "neither"
             raise PlanError(f"{path}: expected either `levels` or `matrix`, found {found}: describe the links once")
-        known = read_known(places, dict.fromkeys(("memory_bytes", "action_seconds"), YamlNode.number))
+        known = read_known(places, dict.fromkeys(_NUMBERS, YamlNode.number))
         if "levels" in places:
             for key in {"latency_seconds", *COST_KEYS} & places.keys():
                 places[key].fail("no such key beside `levels`", f"write {key} inside each level")

@@ -335,7 +335,8 @@ def test_a_step_carries_its_own_minibatch() -> None:
     idle = Schedule(replace(PIPEDREAM, name="idle", order=procrastinate), 2, 1)
 
     assert complaint(lambda: verify(idle, 3)) == [
-        "schedule 'idle' violates an invariant: a step carries the forwards of its own minibatch, and a drain none",
+        "schedule 'idle' violates an invariant: a step carries the forwards and offloads of its own minibatch, and a "
+        "drain none",
         "  rank 0: >>0F0@0<< 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 ...",
         "  expected: in drain(3) no such action",
         "  fix: yield it in the step that it belongs to",

@@ -152,7 +152,7 @@ class StageExecutor:
     def _offloaded(self, microbatch: int) -> SavedTensors:
         saved = self.in_flight[microbatch]
         assert isinstance(saved, _SavedForward), "an offload and a reload come before the backward"
-        assert saved.tensors is not None, "the forward is told that its microbatch will be offloaded"
+        assert saved.tensors is not None, "the forward of such a microbatch has `offloads`"
         return saved.tensors
 
 

@@ -74,6 +74,14 @@ class _View(NamedTuple):
             saved.times_written = times_written(saved.tensor)
 
 
+class _Leaving(NamedTuple):
+    """Memory on its way to the store, kept until its copy has ended."""
+
+    memories: Sequence[Tensor]
+    slots: Sequence[Slot]
+    copying: Copying
+
+
 @dataclass(slots=True, eq=False)
 class Offloads:
     """The copies of one rank to and from `store`, on their way.
@@ -83,7 +91,7 @@ class Offloads:
     """
 
     store: HostStore
-    _leaving: tuple[list[tuple[Sequence[Tensor], Copying]], ...] = field(default_factory=lambda: ([], []))
+    _leaving: tuple[list[_Leaving], ...] = field(default_factory=lambda: ([], []))
     """The memory that is copied: since the last forward, and since the one before."""
     _coming: dict[int, Copying] = field(default_factory=dict)
     """By its id."""
@@ -110,13 +118,15 @@ class Offloads:
     def send(self, memories: Sequence[Tensor]) -> Sequence[Slot]:
         """Starts to copy `memories` to the store, which then drops them."""
         slots, copying = self.store.put(memories)
-        self._leaving[0].append((memories, copying))
+        self._leaving[0].append(_Leaving(memories, slots, copying))
         return slots
 
     def bring(self, slots: Sequence[Slot]) -> tuple[Sequence[Tensor], Copying]:
         """Starts to copy `slots` back. The copies to them have ended before."""
         for leaving in self._leaving:
-            self._wait(leaving)
+            own = [each for each in leaving if each.slots is slots]
+            leaving[:] = [each for each in leaving if each.slots is not slots]
+            self._wait(own)
         memories, copying = self.store.fetch(slots)
         self._coming[id(copying)] = copying
         return memories, copying
@@ -127,9 +137,9 @@ class Offloads:
         self.store.wait(copying)
         self.store.release(slots)
 
-    def _wait(self, leaving: list[tuple[Sequence[Tensor], Copying]]) -> None:
+    def _wait(self, leaving: list[_Leaving]) -> None:
         while leaving:
-            self.store.wait(leaving.pop(0)[1])
+            self.store.wait(leaving.pop(0).copying)
 
 
 class SavedTensors:
