@@ -20,6 +20,7 @@ from support.jobs.hook_jobs import HOOKED
 from support.jobs.snapshot_jobs import Cut, run_cut
 from support.jobs.tied_jobs import TiedRun, run_here
 from support.jobs.tied_jobs import run_reference as run_tied_reference
+from support.own_schedules import offloading
 from support.processes import Pool
 from support.simulated.stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams
 from support.training import (
@@ -72,6 +73,18 @@ def test_schedules(name: str) -> None:
 
     assert device.finish() == []
     assert_equal(share_reference(CASES[name]), found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-v", "pipedream"])
+def test_offloads(schedule: str) -> None:
+    """The ranks share slots of host memory."""
+    device, made = RacingDevice(), case(schedule)
+    plan: penstock.Plan = made.options["plan"]
+    with racing(device):
+        found = run_pipeline(made, plan=replace(plan, schedule=offloading(plan.definition)))
+
+    assert device.finish() == []
+    assert_equal(share_reference(made), found)
 
 
 @pytest.mark.sampled(4)

@@ -189,14 +189,20 @@ def test_views_come_back_as_they_were(offloads: Offloads) -> None:
         assert torch.equal(one, other)
 
 
-WRITES: dict[str, Callable[[Block, StageExecutor, Offloads], None]] = {
-    "before it is offloaded": lambda block, executor, _: (block.cache.add_(1), executor.offload(0)),  # type: ignore
-    "while it is offloaded": lambda block, executor, _: (executor.offload(0), block.cache.add_(1)),  # type: ignore
-}
+def write(block: Block, executor: StageExecutor, *, first: bool, lets_go: bool) -> None:
+    for step in (True, False):
+        if step is not first:
+            executor.offload(0)
+            continue
+        assert block.cache is not None
+        block.cache.add_(1)
+        if lets_go:
+            block.cache = None
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_a_write_after_the_forward_is_autograds_error(name: str) -> None:
+@pytest.mark.parametrize(("first", "lets_go"), [(True, False), (True, True), (False, False)])
+def test_a_write_after_the_forward_is_autograds_error(*, first: bool, lets_go: bool) -> None:
+    """Before the offload, by a module that may keep the tensor no longer, or while it is offloaded."""
     model, executor, offloads = block(), StageExecutor(), Offloads(Watched())
 
     def compute(given: Sequence[Tensor]) -> tuple[Tensor]:
@@ -205,7 +211,7 @@ def test_a_write_after_the_forward_is_autograds_error(name: str) -> None:
         return (hidden.sin(),)
 
     (output,) = executor.forward(0, (received(),), compute, offloads=offloads)
-    WRITES[name](model, executor, offloads)
+    write(model, executor, first=first, lets_go=lets_go)
     executor.reload(0)
 
     with pytest.raises(PenstockError, match=r"after its forward: one of the variables.*is at version 1"):
@@ -282,6 +288,27 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
         offloads.rest()
     executor.discard()
     offloads.store.close()
+
+
+def test_what_is_discarded_leaves_its_slots_to_others() -> None:
+    class Counted(HostStaging):
+        made = 0
+
+        def host_memory(self, layout: Any) -> Tensor:
+            self.made += 1
+            return super().host_memory(layout)
+
+    staging = Counted()
+    offloads, executor = Offloads(MemoryStore(staging)), StageExecutor()
+    for turn in range(3):
+        executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
+        executor.offload(0)
+        if turn:
+            executor.reload(0)
+        offloads.discard()
+        executor.discard()
+
+    assert (staging.made, executor.in_flight) == (1, {})
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:

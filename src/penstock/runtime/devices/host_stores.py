@@ -8,7 +8,8 @@ not a signal that ends the process. It has no name, and ends with the process.
 Laws of this file:
   1. What was put is valid when its copy has ended, and so is what was fetched. `wait` orders the caller after a copy.
   2. A tensor that is put must be kept, unchanged, until `wait` has returned for its copy.
-  3. A slot is used again only after `release`, which the caller calls after it has waited for the copy back.
+  3. A slot is used again only after `release`, and after the copy back: ranks that share a device share slots, and the
+     stream of one rank is not ordered after the copies of another one.
 """
 
 import os
@@ -46,8 +47,8 @@ class HostStore(Protocol):
     def wait(self, copying: Copying) -> None:
         """Has what the caller computes from now on come after these copies."""
 
-    def release(self, slots: Sequence[Slot]) -> None:
-        """Lets others use `slots`."""
+    def release(self, slots: Sequence[Slot], fetched: Copying | None) -> None:
+        """Lets others use `slots`, after they have been copied back, if they are: `fetched`."""
 
     def close(self) -> None:
         """Frees all that is kept."""
@@ -58,7 +59,8 @@ class MemoryStore:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[int, list[tuple[Tensor, Staged]]] = defaultdict(list)
+        """By size, each with the last copy from it."""
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
         slots = [self._slot(tensor) for tensor in tensors]
@@ -78,16 +80,19 @@ class MemoryStore:
     def wait(self, copying: Staged) -> None:
         self._staging.follow(copying)
 
-    def release(self, slots: Sequence[Tensor]) -> None:
+    def release(self, slots: Sequence[Tensor], fetched: Staged | None) -> None:
         for slot in slots:
-            self._free[slot.numel()].append(slot)
+            self._free[slot.numel()].append((slot, NOTHING_STAGED if fetched is None else ((), fetched[1])))
 
     def close(self) -> None:
         self._free.clear()
 
     def _slot(self, tensor: Tensor) -> Tensor:
-        free = self._free[tensor.numel()]
-        return free.pop() if free else self._staging.host_memory(contiguous_layout(tensor))
+        if not (free := self._free[tensor.numel()]):
+            return self._staging.host_memory(contiguous_layout(tensor))
+        slot, fetched = free.pop()
+        self.wait(fetched)
+        return slot
 
 
 _Span: TypeAlias = tuple[int, int]
@@ -127,7 +132,7 @@ class FileStore:
                 f"{error.strerror}. Pass a directory of a larger file system, or offload less"
             ) from error
 
-    def release(self, slots: Sequence[_Span]) -> None:
+    def release(self, slots: Sequence[_Span], fetched: "Future[None] | None") -> None:
         for slot in slots:
             self._free[slot[1]].append(slot)
 

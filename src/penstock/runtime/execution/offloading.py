@@ -135,7 +135,7 @@ class Offloads:
         """Has what is computed from now on come after this copy back, and releases its slots."""
         self._coming.pop(id(copying), None)
         self.store.wait(copying)
-        self.store.release(slots)
+        self.store.release(slots, copying)
 
     def _wait(self, leaving: list[_Leaving]) -> None:
         while leaving:
@@ -179,7 +179,7 @@ class SavedTensors:
 
     def discard(self) -> None:
         """Gives back what this holds of the store, when no copy is on its way."""
-        self._offloads.store.release(self._slots)
+        self._offloads.store.release(self._slots, None if self._coming is None else self._coming[1])
         self._away, self._slots, self._coming = [], (), None
 
     def finish(self) -> None:
