@@ -46,7 +46,7 @@ class Run:
 
 
 def run(script: Path, processes: int, *arguments: str) -> Run:
-    """Runs `script` in so many processes. Raises `CalledProcessError` if one fails."""
+    """Runs `script` in `processes` processes. Raises `CalledProcessError` if one fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", str(processes)]
     command = [sys.executable, *launcher] if processes > 1 else []

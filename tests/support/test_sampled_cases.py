@@ -30,7 +30,7 @@ def test_all_values_of_a_parameter_are_taken_equally_often(outer: int, inner: in
 def test_the_suite_leaves_cases_out_and_a_node_id_does_not(
     pytestconfig: pytest.Config, request: pytest.FixtureRequest
 ) -> None:
-    """Of the items of this very run."""
+    """Looks at the items of this very run."""
     items = [item for item in request.session.items if item.get_closest_marker("sampled") is not None]
     if not pytestconfig.getoption("all_cases") and not any("::" in argument for argument in pytestconfig.args):
         by_test: dict[str, list[pytest.Item]] = {}

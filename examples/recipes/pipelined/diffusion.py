@@ -34,7 +34,7 @@ class Block(nn.Module):
         return x + self.mlp(F.layer_norm(x, x.shape[-1:]) * (1 + again) + shift_again)
 
 
-class Denoiser(nn.Module):
+class DiffusionTransformer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.enter, self.places, self.moment = nn.Linear(4, width), nn.Embedding(16, width), nn.Linear(1, width)
@@ -57,7 +57,9 @@ times = torch.rand(options.steps, 32, 1, dtype=torch.float64, generator=generato
 noisy = (1 - times[..., None]) * drawn + times[..., None] * noises
 
 torch.manual_seed(0)
-model = inject_adapter_in_model(LoraConfig(r=8, target_modules=["joined", "projection"]), Denoiser(options.width))
+model = inject_adapter_in_model(
+    LoraConfig(r=8, target_modules=["joined", "projection"]), DiffusionTransformer(options.width)
+)
 model = model.double()
 pipe = penstock.Pipeline(
     model, (noisy[0, :8], times[0, :8]), F.mse_loss, lambda params: torch.optim.AdamW(params, lr=1e-2), microbatches=4
