@@ -5,7 +5,10 @@ relative paths that hold in both places: the root of the sources is that of the 
 become downloads. The sidebar is made of the tables of docs/README.md, and the reference of the docstrings.
 """
 
+import contextlib
 import inspect
+import io
+import os
 import re
 import sys
 from importlib import import_module
@@ -17,6 +20,8 @@ from sphinx.util import logging
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 import error_index  # noqa: E402
+
+from penstock import cli  # noqa: E402
 
 project = "Penstock"
 author = "The Penstock authors"
@@ -77,6 +82,18 @@ def add_errors(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += "\n" + error_index.index(ROOT)
 
 
+def add_helps(app: Sphinx, name: str, source: list[str]) -> None:
+    """Puts the help of every command that docs/commands.md names below its table."""
+    if name != "docs/commands":
+        return
+    os.environ["COLUMNS"] = "88"  # of the help
+    for command in re.findall(r"^\| `penstock (\w+)`", source[0], flags=re.MULTILINE):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            cli.main([command, "--help"])
+        source[0] += f"\n## {command}\n\n```text\n{text.getvalue()}```\n"
+
+
 def read_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Makes links of the pages that a docstring names, and parameters of its lines ``name: what it is``."""
     try:
@@ -121,6 +138,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
     app.connect("source-read", add_docstrings)
     app.connect("source-read", add_errors)
+    app.connect("source-read", add_helps)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("build-finished", add_front_door)
     app.connect("build-finished", refuse_other_hosts)
