@@ -5,7 +5,7 @@
 The first table has the whole: a step less its ideal, over the forwards and backwards of a rank, for Penstock over
 shared memory and over Gloo, for torch's schedules, and for all stages in one process, where messages are references.
 The second one divides Penstock's step by what its workers recorded, with the layers in a bare loop beside them.
-docs/performance.md says what that can tell and what it cannot.
+benchmarks/README.md explains the terms.
 """
 
 import argparse

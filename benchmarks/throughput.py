@@ -4,7 +4,7 @@
 
 starts its own processes: for every size one launch, in which all contenders take turns, and then fresh processes for
 every contender, in which its memory is measured. It prints one JSON line per contender, and a table with the ratios.
-What the figures mean stands in docs/performance.md. Leave the machine alone meanwhile.
+What the figures mean stands in benchmarks/README.md. Leave the machine alone meanwhile.
 """
 
 import argparse

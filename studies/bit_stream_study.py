@@ -4,7 +4,7 @@
 
 A stream has 1,000 bits, drawn with one of ten probabilities; the class is which. The model is a recurrence of 20 hidden
 values and a linear layer on the last ones, and 16 samples make a batch, all as in the paper. Its rate is 1e-5 over 80
-epochs of 2,000 updates; here it is 1e-3 over 300 updates. The table and the picture are in docs/scan.md.
+epochs of 2,000 updates; here it is 1e-3 over 300 updates. The picture is in docs/scan.md.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 This is figure 10 of Wang, Bai and Pekhimenko (MLSys 2020): the convolutional layers of VGG-11 for images of 32 x 32
 pixels, with 97 % of the weights pruned. Nothing is trained: weights are drawn, and which of them are pruned is drawn,
-too, so that each layer keeps 3 %. The table and the picture are in docs/scan.md.
+too, so that each layer keeps 3 %. The picture is in docs/scan.md.
 """
 
 import argparse
