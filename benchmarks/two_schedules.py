@@ -2,17 +2,19 @@
 
     python benchmarks/two_schedules.py --save docs/pictures/two-schedules.svg
 
-Both schedules train the same GPT on the same minibatch. Of the steps of each that with the median length is drawn. It
-takes half a minute. The picture has light and dark colors, by the setting of the reader.
+Both schedules train the same GPT on the same minibatch, in turn. Of the steps of each that with the median length is
+drawn. It takes half a minute. The picture has light and dark colors, by the setting of the reader.
 """
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import penstock
-from contenders.jobs import JOBS, MICROBATCH_SIZE, sgd
+from contenders.jobs import JOBS, MICROBATCH_SIZE, Job, sgd
 from measurement.launches import launch
 from penstock.timelines.drawings import timeline_svg
 
@@ -29,7 +31,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        timelines = {name: measure(name, options.size, options.steps) for name in SCHEDULES}
+        timelines = measure(options.size, options.steps)
         if torch.distributed.get_rank() == 0:
             options.save.write_text(draw(timelines), encoding="utf-8")
         return
@@ -38,11 +40,25 @@ def main() -> None:
     print(f"wrote {options.save}")
 
 
-def measure(schedule: str, size: str, steps: int) -> penstock.Timeline:
-    """The step of median length. Every process calls it."""
+def measure(size: str, steps: int) -> dict[str, penstock.Timeline]:
+    """The step of median length under each schedule; they take turns. Every process calls it."""
     job = JOBS[size]
     inputs, target = job.batch(MICROBATCHES)
-    with penstock.Pipeline(
+    measured: dict[str, list[penstock.Timeline]] = {name: [] for name in SCHEDULES}
+    with ExitStack() as opened:
+        pipes = {name: opened.enter_context(build(job, name, inputs)) for name in SCHEDULES}
+        for _ in range(WARM_UP + steps):
+            for name, pipe in pipes.items():
+                pipe.step(inputs, target)
+                measured[name].append(pipe.timeline())
+    return {
+        name: sorted(found[WARM_UP:], key=lambda timeline: timeline.seconds)[steps // 2]
+        for name, found in measured.items()
+    }
+
+
+def build(job: Job, schedule: str, inputs: Tensor) -> penstock.Pipeline:
+    return penstock.Pipeline(
         job.build(),
         sample=(inputs[:MICROBATCH_SIZE],),
         loss_fn=job.loss,
@@ -50,12 +66,7 @@ def measure(schedule: str, size: str, steps: int) -> penstock.Timeline:
         schedule=schedule,
         microbatches=MICROBATCHES,
         stages=PROCESSES * SCHEDULES[schedule],
-    ) as pipe:
-        measured = []
-        for _ in range(WARM_UP + steps):
-            pipe.step(inputs, target)
-            measured.append(pipe.timeline())
-    return sorted(measured[WARM_UP:], key=lambda timeline: timeline.seconds)[steps // 2]
+    )
 
 
 def draw(timelines: dict[str, penstock.Timeline]) -> str:
