@@ -206,7 +206,7 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     slow = Cluster.uniform(2, 0.001)
 
     assert fastest_plan(even, links, chain, PlanOptions(microbatches=2)).replicas == (2,)
-    assert fastest_plan(even, slow, chain, PlanOptions(microbatches=2)).schedule in ("interleaved", "zb-v")
+    assert fastest_plan(even, slow, chain, PlanOptions(microbatches=2)).schedule in ("interleaved", "zb-v", "v-half")
     # 3 microbatches do not deal out; the other schedules that flush are equally fast here, and one byte apart.
     assert fastest_plan(even, links, chain, PlanOptions(microbatches=3)).schedule in ("gpipe", "1f1b-flush", "spp")
     assert fastest_plan(even, links, chain, PlanOptions(microbatches=2, stages=2)).schedule == "1f1b-flush"
