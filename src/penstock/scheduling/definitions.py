@@ -6,7 +6,8 @@ Penstock uses is a field here, so that a new schedule is one value in one file.
 
 Rules of this file:
   1. A definition uses ranks, stages, microbatches and versions: no time, no tensor, no message.
-  2. An order is a pure function of its three arguments, and takes time proportional to what it yields.
+  2. An order is a pure function of its three arguments, and takes time proportional to what it yields; or once, to what
+     all ranks yield.
   3. Beside actions an order yields marks: events that lowering needs and that no program contains.
 """
 
