@@ -70,7 +70,7 @@ def test_interleaved_ranks_keep_what_one_of_the_parallel_pipelines_does(ranks, p
         for action in actions:
             live += {"Forward": 1, "Backward": -1}.get(type(action).__name__, 0)
             most = max(most, live)
-        assert peaks[rank] == most == chunks_in_flight(ranks, per_rank, 2 * ranks)[rank % ranks]
+        assert peaks[rank] == most == chunks_in_flight(ranks, per_rank, 2 * ranks)[0][rank % ranks]
 
 
 def test_a_stage_of_replicas_counts_the_workers_behind_it():

@@ -117,6 +117,9 @@ def folded_plans(profile: Profile, ranks: int, bandwidth: float, request: Reques
             if request.microbatches < 2 * ranks - rank:
                 both = min(request.microbatches, 2 * ranks - rank) + min(request.microbatches, rank + 1)
                 kept = min(2 * ranks, both) * max(sum(a.saved_bytes for a in layers[i:j]) for i, j in own)
+            each = [sum(layer.saved_bytes for layer in layers[i:j]) for i, j in own]
+            counts = [min(request.microbatches, most) for most in (2 * ranks - rank, rank + 1)]
+            kept = min(kept, sum(count * saved for count, saved in zip(counts, each, strict=True)))
             weights = sum(layer.parameter_bytes for i, j in own for layer in layers[i:j])
             worst = max(worst, kept + (2 + request.optimizer_copies) * weights)
         yield slowest, worst, marks
@@ -157,7 +160,8 @@ def test_planner_and_schedule_agree_on_what_a_rank_holds(ranks: int) -> None:
     for microbatches in range(1, 3 * ranks + 1):
         made = Schedule("zb-v", ranks, microbatches, 2)
 
-        assert chunks_in_flight(ranks, 2, microbatches, "zb-v") == verify(made, 1).in_flight_of_rank
+        proved = verify(made, 1)
+        assert chunks_in_flight(ranks, 2, microbatches, "zb-v") == (proved.in_flight_of_rank, proved.in_flight)
 
 
 def test_a_link_of_a_folded_pipeline_has_two_cuts() -> None:

@@ -72,11 +72,12 @@ def _guarantees_of(
 @lru_cache(maxsize=1 << 10)
 def chunks_in_flight(
     ranks: int, stages_per_rank: int, microbatches: int, schedule: ScheduleDefinition | str = INTERLEAVED
-) -> tuple[int, ...]:
-    """The microbatches in flight on each rank of one pipeline, summed over the stages of the rank."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The microbatches in flight on each rank of one pipeline, summed over its stages, and on each stage."""
     definition = require_schedule(schedule)
     placement = Placement.of_layout(definition.layout, ranks, stages_per_rank)
-    return definition.guarantees(PipelineShape(placement, microbatches)).in_flight_of_rank
+    guarantees = definition.guarantees(PipelineShape(placement, microbatches))
+    return guarantees.in_flight_of_rank, guarantees.in_flight
 
 
 def interval_bytes(
@@ -108,8 +109,8 @@ def cuts_of(plan: Plan) -> tuple[int, ...]:
 def peaks_of_cuts(plan: Plan, cuts: Counts, costs: ChainCosts, optimizer_copies: float) -> Matrix:
     """(K, groups): the peak bytes of a rank of each group of replicas of `plan`, with each row of `cuts` as its cuts.
 
-    If a rank holds several stages it is an upper bound: every microbatch in flight counts as one of the stage that
-    saves most.
+    If a rank holds several stages it is an upper bound, the lesser of two: every microbatch in flight counts as one of
+    the stage that saves most; or each stage has its most in flight.
     """
     placement = plan.placement
     guarantees = plan.definition.guarantees(PipelineShape(placement, plan.microbatches, plan.vertical_sync))
@@ -121,12 +122,20 @@ def peaks_of_cuts(plan: Plan, cuts: Counts, costs: ChainCosts, optimizer_copies:
         versions = np.array([placement.full_depth(stage) for stage in held[:, 0].tolist()])
     starts, stops = cuts[:, held], cuts[:, held + 1]
     sharers = np.array(plan.replicas)[held[:, 0]] if placement.split else 1
-    saved = costs.saved_bytes[starts, stops].max(axis=2) / sharers
+    saved = costs.saved_bytes[starts, stops] / np.reshape(sharers, (-1, 1))
     working = costs.working_bytes[starts, stops].max(axis=2) / sharers
     weights = costs.parameter_bytes[starts, stops].sum(axis=2)
-    in_flight = np.array(guarantees.in_flight_of_rank)[firsts]
-    peaks: Matrix = in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
+    kept = kept_bytes(saved, np.array(guarantees.in_flight_of_rank)[firsts], np.array(guarantees.in_flight)[held])
+    peaks: Matrix = kept + working + (versions + 1 + optimizer_copies) * weights
     return peaks
+
+
+def kept_bytes(saved: Matrix, of_ranks: Counts, of_stages: Counts) -> Matrix:
+    """(K, ranks): the most bytes in flight. `saved` (K, ranks, v) is of a microbatch on each stage of a rank, and
+    `of_ranks` (ranks,) and `of_stages` (ranks, v) are numbers of microbatches.
+    """
+    kept: Matrix = np.minimum(of_ranks * saved.max(axis=2), (of_stages * saved).sum(axis=2))
+    return kept
 
 
 def overfull_rank(peaks: Sequence[float], cluster: Cluster) -> int | None:

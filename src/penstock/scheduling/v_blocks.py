@@ -9,6 +9,7 @@ A schedule squeezes its block: whatever can begin earlier than in the block does
 Source: [V 2024, section 3].
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -123,11 +124,12 @@ def squeeze(block: VBlock, length: int, microbatches: int, most: int) -> tuple[t
     another that comes before it. The backward of stage 0 is whole: no rank waits for its first half.
     """
     filling = _Filling([block.ways(length, rank) for rank in range(length)], microbatches, most)
+    filling.ended[0, -1] = [0] * microbatches
     for now in count():
         if not any([filling.go_on(rank, now) for rank in range(length)]):
             break
     assert all(len(ended) == microbatches for ended in filling.ended.values()), f"{block} needs more than {most}"
-    return tuple(map(tuple, filling.turns))
+    return tuple(tuple(filling.turns[rank]) for rank in range(length))
 
 
 @dataclass(slots=True)
@@ -138,18 +140,12 @@ class _Filling:
     """By rank: the times of microbatch 0 in the block."""
     microbatches: int
     most: int
-    ended: dict[tuple[int, int], list[int]] = field(init=False)
+    ended: defaultdict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     """By rank and way: when the operation of each microbatch has ended."""
-    halves: list[list[tuple[int, int]]] = field(init=False)
+    halves: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     """By rank: the stages (0 or 1) and microbatches whose weight backward is to come."""
-    turns: list[list[Turn]] = field(init=False)
-    in_flight: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        ranks = range(len(self.ways))
-        self.ended = {place: [] for place in product(ranks, range(4))}
-        self.ended[0, -1] = [0] * self.microbatches
-        self.halves, self.turns, self.in_flight = [[] for _ in ranks], [[] for _ in ranks], [0 for _ in ranks]
+    turns: defaultdict[int, list[Turn]] = field(default_factory=lambda: defaultdict(list))
+    in_flight: Counter[int] = field(default_factory=Counter)
 
     def go_on(self, rank: int, now: int) -> bool:
         """Whether there is something that `rank` begins at `now`."""

@@ -1,7 +1,8 @@
 """PipeDream's partitioner under memory limits, against every plan there is: flat, nested, straight, interleaved.
 
 The oracle enumerates plans and works out seconds and bytes from layers and ranks alone; it shares no code with the
-planner. All sizes are whole numbers, so that ties and limits that are just met are common.
+planner, but what a schedule guarantees to have in flight. All sizes are whole numbers, so that ties and limits that are
+just met are common.
 """
 
 import random
@@ -9,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise, product
 from math import ceil, inf, prod
+from operator import mul
 
 import pytest
 from hypothesis import event, given, settings
@@ -19,6 +21,7 @@ from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import chain_costs
+from penstock.scheduling import Schedule
 from penstock.values import Cluster, LayerProfile, Profile
 
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "pipedream", "2bw")
@@ -208,6 +211,7 @@ def test_straight_plans_within_a_memory_limit_are_the_best_of_all(data, request,
 def interleaved_plans(profile, ranks, per_rank, bandwidth, request):
     """(Slowest rank or link, worst bytes, cuts) of all ways to cut."""
     layers, stages = profile.layers, ranks * per_rank
+    in_flight = Schedule("interleaved", ranks, request.microbatches, per_rank).guarantees.in_flight
     for marks in combinations(range(1, len(layers)), stages - 1):
         parts = list(pairwise((0, *marks, len(layers))))
         slowest = worst = 0.0
@@ -218,7 +222,8 @@ def interleaved_plans(profile, ranks, per_rank, bandwidth, request):
             if ranks > 1:
                 slowest = max(slowest, sum(2 * layers[cut - 1].cut_bytes for cut in cuts) / bandwidth)
             ahead = min(2 * (ranks - rank - 1) + (per_rank - 1) * ranks + 1, request.microbatches * per_rank)
-            kept = ahead * max(sum(layer.saved_bytes for layer in layers[i:j]) for i, j in own)
+            each = [sum(layer.saved_bytes for layer in layers[i:j]) for i, j in own]
+            kept = min(ahead * max(each), sum(map(mul, in_flight[rank::ranks], each)))
             weights = sum(layer.parameter_bytes for i, j in own for layer in layers[i:j])
             worst = max(worst, kept + (2 + request.optimizer_copies) * weights)
         yield slowest, worst, marks

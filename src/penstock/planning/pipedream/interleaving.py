@@ -18,7 +18,7 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
-from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.memory import OPTIMIZER_COPIES, kept_bytes
 from penstock.planning.stage_costs import ChainCosts, Counts, Matrix
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 
@@ -43,7 +43,7 @@ class _InterleavedCuts:
 def cut_interleaved(
     costs: ChainCosts,
     exchange: Sequence[Matrix],
-    in_flight: Sequence[int],
+    in_flight: tuple[Sequence[int], Sequence[int]],
     size_bytes: float,
     optimizer_copies: float = OPTIMIZER_COPIES,
     *,
@@ -53,15 +53,17 @@ def cut_interleaved(
     """The best cuts found that need no more than `size_bytes` on a rank; if there are none, those that need least.
 
     ``exchange[s]`` (N+1,): the seconds of the cut after stage s, at each position; the last stage has none.
-    ``in_flight[q]``: the most microbatches in flight on rank q, summed over its stages. ``stage_ranks[s]``: the rank of
-    stage s; s mod p if they are left out. `try_all`: if there are at most this many ways to cut, all are tried.
+    `in_flight`: the most microbatches in flight on each rank, summed over its stages, and on each stage.
+    ``stage_ranks[s]``: the rank of stage s; s mod p if they are left out. `try_all`: if there are at most this many
+    ways to cut, all are tried.
     """
     sent = np.array([*exchange, np.zeros(costs.layers + 1)])
-    stage_ranks = stage_ranks or [stage % len(in_flight) for stage in range(len(sent))]
+    stage_ranks = stage_ranks or [stage % len(in_flight[0]) for stage in range(len(sent))]
     problem = _CutProblem(
         costs,
         exchange=sent,
-        in_flight=tuple(in_flight),
+        of_ranks=np.array(in_flight[0]),
+        of_stages=np.array(in_flight[1]),
         size_bytes=size_bytes,
         optimizer_copies=optimizer_copies,
         held=_stages_of_ranks(stage_ranks),
@@ -86,7 +88,10 @@ class _CutProblem:
     costs: ChainCosts
     exchange: Matrix
     """(stages, N+1): the seconds of the cut after each stage; zero after the last stage."""
-    in_flight: tuple[int, ...]
+    of_ranks: Counts
+    """(ranks,): the microbatches in flight."""
+    of_stages: Counts
+    """(stages,): the microbatches in flight."""
     size_bytes: float
     optimizer_copies: float
     held: Counts
@@ -133,7 +138,8 @@ class _CutProblem:
     def worst_bytes(self, cuts: Counts) -> Matrix:
         """The bytes of the rank that needs most, for each of `cuts`."""
         flat = (cuts[:, :-1] * (self.costs.layers + 1) + cuts[:, 1:])[:, self.held]
-        kept = np.array(self.in_flight) * self.costs.saved_bytes.take(flat).max(axis=1)
+        saved = np.moveaxis(self.costs.saved_bytes.take(flat), 1, 2)
+        kept = kept_bytes(saved, self.of_ranks, self.of_stages[self.held.T])
         kept = kept + self.costs.working_bytes.take(flat).max(axis=1)
         kept = kept + (2 + self.optimizer_copies) * self.costs.parameter_bytes.take(flat).sum(axis=1)
         worst: Matrix = kept.max(axis=1)

@@ -116,7 +116,7 @@ def checkpoint_count(layers: int, input_bytes: float, layer_bytes: float, in_fli
 def stages_in_flight(pipeline: int, stages_per_rank: int, microbatches: int, position: int) -> int:
     """The most forwards of stages whose backward has not run yet, on one position of a pipeline."""
     schedule = INTERLEAVED if stages_per_rank > 1 else ONE_F_ONE_B_FLUSH
-    return chunks_in_flight(pipeline, stages_per_rank, microbatches, schedule)[position]
+    return chunks_in_flight(pipeline, stages_per_rank, microbatches, schedule)[0][position]
 
 
 def activation_bytes(costs: TransformerCosts, layers: int, in_flight: int, checkpoints: int | None) -> float:
