@@ -31,6 +31,12 @@ class Command:
     """Runs the command and prints the result. Raises `PenstockError`."""
 
 
+def declare_progress(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of commands whose progress can be foreseen."""
+    text = "a progress line on stderr (default: on a terminal)"
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+
+
 def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """The options among `names` that were given; for the others the library has defaults."""
     return {name: value for name, value in vars(arguments).items() if name in names}

@@ -96,8 +96,7 @@ def _run(arguments: argparse.Namespace) -> None:
         building = _building(where, read_subject(where, made), is_pair=isinstance(made, tuple))
     else:
         inputs, target = read_setup(make, None, 1).batches[0]
-        is_whole = target is None or isinstance(inputs, Microbatches)
-        building, batch = _SETUP, batch if is_whole else f"*{batch}"
+        building, batch = _SETUP, batch if target is None or isinstance(inputs, Microbatches) else f"*{batch}"
     imported = "make" if function == "make" else f"{function} as make"
     names = {"file": model_file.name, "module": model_file.stem, "imported": imported, "script": script.name}
     write_text(script, _SCRIPT.format(building=building, batch=batch, **names), PenstockError)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from penstock.commands.command import Command, deliver, given
+from penstock.commands.command import Command, declare_progress, deliver, given
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +20,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="how long a rank waits for another one (default: 60)",
     )
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="a progress line on stderr (default: on a terminal)",
-    )
+    declare_progress(parser)
 
 
 def _run(arguments: argparse.Namespace) -> None:

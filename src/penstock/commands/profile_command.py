@@ -1,13 +1,9 @@
 """``penstock profile``: measure a model layer by layer."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from penstock.commands.command import Command, deliver, given
+from penstock.commands.command import Command, declare_progress, deliver, given
 from penstock.commands.quantities import parse_count
-
-if TYPE_CHECKING:
-    from penstock.training.wire_codecs import WireDtype
 
 _TYPES = {"bf16": "bfloat16", "fp16": "float16", "bfloat16": "bfloat16", "float16": "float16"}
 
@@ -31,12 +27,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         "--wire-dtype", choices=[*_TYPES, "int8"], help="count what links carry in this type, as the training will send"
     )
     parser.add_argument("--name", default="", help="of the profile (default: what the file says)")
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="a progress line on stderr (default: on a terminal)",
-    )
+    declare_progress(parser)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -45,30 +36,21 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.commands.descriptions import describe_profile
     from penstock.commands.subject_files import load_subject
     from penstock.profiling import profile
+    from penstock.training.wire_codecs import RowInt8
 
     subject = load_subject(arguments.subject)
+    types = {name: getattr(torch, full) for name, full in _TYPES.items()}
     measured = profile(
         subject.model,
         subject.sample,
         name=arguments.name or subject.name,
         loss_fn=subject.loss_fn,
         target=subject.target,
-        autocast=None if arguments.autocast is None else getattr(torch, _TYPES[arguments.autocast]),
-        wire_dtype=_wire_dtype(arguments.wire_dtype),
+        autocast=types.get(arguments.autocast),
+        wire_dtype=RowInt8() if arguments.wire_dtype == "int8" else types.get(arguments.wire_dtype),
         **given(arguments, "iterations", "warmup", "device", "progress"),
     )
     deliver(measured, describe_profile(measured), arguments)
-
-
-def _wire_dtype(name: str | None) -> "WireDtype | None":
-    """The value of ``Pipeline(wire_dtype=)`` that is called `name` here."""
-    import torch
-
-    from penstock.training.wire_codecs import RowInt8
-
-    if name is None:
-        return None
-    return RowInt8() if name == "int8" else getattr(torch, _TYPES[name])
 
 
 PROFILE = Command(
