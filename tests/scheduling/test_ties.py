@@ -209,8 +209,8 @@ def test_a_schedule_that_updates_behind_every_microbatch_refuses() -> None:
 
     assert str(caught.value) == (
         "schedule 'pipedream': stages 0, 2 share weights, and every stage updates at its own time, so that their "
-        "copies drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or 2bw, "
-        "untie the weights, or put the layers that share them into one stage"
+        "copies drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, v-half, "
+        "v-min) or 2bw, untie the weights, or put the layers that share them into one stage"
     )
 
 
