@@ -8,13 +8,15 @@ its rank did before. Measured timelines are read in the same way, although their
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 
 from penstock.arguments import integer
 from penstock.errors import PlanError
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
+
+_COPIES = ("offload", "reload")
 
 
 def critical_path(timeline: Timeline, server_ranks: int = 1) -> tuple[Span, ...]:
@@ -69,7 +71,7 @@ class _Index:
                     self._made[span.rank, stage, number, maker].append(span)
                 self._queued[id(span)] = links.queue(span)
                 continue
-            if kind in ("offload", "reload"):
+            if kind in _COPIES:
                 self._copies[span.rank].append(span)
                 continue
             row = self._rows[span.rank]
@@ -97,17 +99,10 @@ class _Index:
             case "reduce":
                 for other in self._reduces[span.stage, span.number]:
                     yield from self._previous(other)
-            case "offload" | "reload":
-                yield from self._ended(span, self._rows[span.rank])
-                yield from self._ended(span, self._copies[span.rank])
-            case _:
-                yield from self._previous(span)
-                yield from self._ended(span, self._copies[span.rank])
-
-    @staticmethod
-    def _ended(span: Span, others: Sequence[Span]) -> Iterator[Span]:
-        """The spans in `others` that have ended when `span` starts."""
-        return (other for other in others if other is not span and other.stop_seconds <= span.start_seconds)
+            case kind:
+                before = [*self._copies[span.rank], *(self._rows[span.rank] if kind in _COPIES else ())]
+                yield from (each for each in before if each is not span and each.stop_seconds <= span.start_seconds)
+                yield from self._previous(span) if kind not in _COPIES else ()
 
     def _before_send(self, span: Span) -> Iterator[Span]:
         kind = "forward" if span.reference > span.stage else "backward"

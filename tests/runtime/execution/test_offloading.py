@@ -140,6 +140,14 @@ def test_only_what_nothing_else_holds_is_moved_and_each_storage_once(name: str) 
     assert torch.equal(found, run(make(block()), received(), None))
 
 
+def test_tensors_on_other_devices_stay() -> None:
+    """A GPU's stages may save small tensors of the CPU, which would come back to the GPU."""
+    store = Watched()
+    run(block(), received(), Offloads(store, torch.device("cuda")))
+
+    assert store.sizes == []
+
+
 def test_what_two_microbatches_share_is_moved_by_neither() -> None:
     store, executor, shared = Watched(), StageExecutor(), []
     offloads = Offloads(store)
@@ -264,7 +272,8 @@ def test_a_directory_frees_the_memory(tmp_path: Path) -> None:
     (output,) = executor.forward(0, (x,), lambda given: (given[0].exp().sin().cos().sum(),), offloads=offloads)
     held = resident()
     executor.offload(0)
-    offloads.rest()
+    offloads.begin_forward()
+    offloads.begin_forward()
     after = resident()
     executor.reload(0)
     executor.backward(0, (torch.ones_like(output),))
@@ -285,7 +294,7 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
     executor.offload(0)
 
     with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for {ROW} bytes there, found"):
-        offloads.rest()
+        executor.reload(0)
     executor.discard()
     offloads.store.close()
 

@@ -60,8 +60,8 @@ LAWS = {
     "of another replica": (
         (TURNS, 1, ("0F0@0 0H0", "0F0@0 0H1")),
         "rank 0: 0F0@0 >>0H1<< 0D0 0B0@0 0A1 0U1<0",
-        "a microbatch of its rank",
-        "move it to the rank of the forward",
+        "a forward of microbatch 1",
+        "add it, or drop this one",
     ),
 }
 

@@ -3,7 +3,9 @@
     rank      what comes before its first forward, its work, and of what comes after its last input backward all that
               its weight parts cannot hide
     memory    each microbatch keeps its bytes at least from its forward to its backward, there and back through all
-              later stages; the bytes times the seconds of all microbatches, over the limit of the rank
+              later stages; the bytes times the seconds of all microbatches, over the limit of the rank. Offloads take
+              from that what a microbatch waits between its forward and its backward, and the link to the host passes
+              so many bytes per second
     link      what comes before the first activation, all messages of one direction one after another
 
 Where a step ends for every rank alone, nothing comes before or after.
@@ -75,13 +77,17 @@ def _of_memory(costs: OrderCosts) -> list[Bound]:
             loops[stage] += costs.activation[stage] + loops[stage + 1] + costs.gradient[stage]
     found = []
     for rank, held in enumerate(costs.held):
-        kept = 0.0
+        kept = moved = longest = 0.0
         for stage in held:
+            away = loops[stage] - costs.forward[stage] - backward[stage] if costs.host_bandwidth else 0.0
+            moved += costs.movable[stage] * away if away else 0.0
+            longest = max(longest, away)
             longer = 0.0 if stage in costs.whole else costs.weight[stage]
             kept += costs.saved[stage] * loops[stage] - kept_on[stage] * longer
         limit = costs.limits[rank]
         if 0 < limit < float("inf"):
-            seconds = heads[held[0]] + costs.microbatches * kept / limit
+            spread = kept / (limit + costs.host_bandwidth * longest)
+            seconds = heads[held[0]] + costs.microbatches * max(spread, (kept - moved) / limit)
             # A weight part may keep its bytes until the end of the step.
             whole = all(stage in costs.whole for stage in held)
             behind = min(tails[stage] for stage in held) if whole else 0.0

@@ -42,8 +42,10 @@ class OrderCosts:
     stage s + 1 has its activation, and from the end of stage s + 1 until stage s has its gradient. `saved`: the bytes
     that a microbatch keeps from its forward to the end of its backward; `freed`: those of them that the input part
     frees. `limits`: the most bytes of microbatches in flight on each rank. `whole`: the stages whose backwards are not
-    split. `barrier`: whether a step ends when all ranks are done; else each rank goes on with the next step at once, as
-    without norms, and the longest span of a rank counts [ZeroBubble 2024, section 4].
+    split. `movable`: the bytes of `saved` that an offload moves, where there is a `host_bandwidth`, in bytes per
+    second; rows have no offloads, and bounds hold with them. `barrier`: whether a step ends when all ranks are done;
+    else each rank goes on with the next step at once, as without norms, and the longest span of a rank counts
+    [ZeroBubble 2024, section 4].
     """
 
     ranks: tuple[int, ...]
@@ -57,6 +59,8 @@ class OrderCosts:
     limits: tuple[float, ...]
     freed: tuple[float, ...] = ()
     whole: frozenset[int] = frozenset()
+    movable: tuple[float, ...] = ()
+    host_bandwidth: float = 0.0
     barrier: bool = True
 
     @property

@@ -18,6 +18,7 @@ from penstock.arguments import FLAG, check_arguments, instance, number
 from penstock.errors import PlanError
 from penstock.planning.orders.bounds import Bound, bound_of
 from penstock.planning.orders.local_moves import improve
+from penstock.planning.orders.offloads import offload_order
 from penstock.planning.orders.rows import OrderCosts, Rows, TimedRows, repeated, rows_of, text_of_rows, time_rows
 from penstock.planning.orders.seeds import delay_rows, find_seeds, spread_weights
 from penstock.planning.planner_names import PlannerName
@@ -51,6 +52,8 @@ _LONG = 6, 64
 """An order of more microbatches than 6 times the ranks, and than 64, repeats its middle ..."""
 _SHORT = 3, 48
 """... and is found for 3 times the ranks, or for 48 if these are more."""
+_RELAXED = 1.5, 2.5
+"""How much more memory orders may take that are brought within their limits by offloads."""
 _MORE, _LOOKED_AT = 16, 24
 """How much longer rows are when they are compared, and how many are."""
 
@@ -200,6 +203,7 @@ class _Search:
         judged = [each for each in named if self._fits(each)] + [start.judged for start in starts]
         for start in sorted(starts, key=lambda start: start.judged.seconds)[:_IMPROVED]:
             judged += filter(self._fits, self._improved(start))
+        judged += filter(self._fits, self._offloaded(named, limits, whole_backwards=whole_backwards))
         if not judged:
             least = [bytes_text(min(max(each.peaks) for each in named))] if named else []
             raise PlanError(
@@ -258,6 +262,23 @@ class _Search:
                 yield _Start(costs, timed, judged)
                 return
             costs = replace(costs, limits=tuple(self._lowered(costs, judged, timed)))
+
+    def _offloaded(
+        self, named: Sequence[_Judged], limits: tuple[float, ...], *, whole_backwards: bool
+    ) -> Iterator[_Judged]:
+        """Orders that take too much memory, with what they have too much of offloaded."""
+        if self.cluster.host_bandwidth is None or self.plan.recompute:
+            return
+        over = [each.plan for each in named if not self._fits(each)]
+        for factor in _RELAXED if max(limits) < inf else ():
+            relaxed = replace(self, limits=tuple(factor * limit for limit in self.limits))
+            lower = tuple(factor * limit - limit + rest for limit, rest in zip(self.limits, limits, strict=True))
+            every = relaxed._all_costs(lower, whole_backwards=whole_backwards)
+            over += [start.judged.plan for costs in every if min(costs.limits) > 0 for start in relaxed._starts(costs)]
+        for plan in over:
+            made = offload_order(NAME, plan, self.profile, self.cluster, self.limits, **self.options)
+            if made is not None:
+                yield self._judge(made)
 
     def _judge(self, plan: Plan) -> _Judged:
         prediction = evaluate(plan, self.profile, self.cluster, **self.options)
@@ -376,6 +397,8 @@ class _Search:
             saved=tuple(inputs if plan.recompute else costs.saved_bytes),
             limits=limits,
             whole=whole,
+            movable=costs.offloaded_bytes,
+            host_bandwidth=0.0 if plan.recompute else self.cluster.host_bandwidth or 0.0,
         )
 
     def _route(self, size_bytes: float, here: int, there: int) -> Route | None:

@@ -18,14 +18,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.devices.host_copies import HostCopier
-from penstock.runtime.devices.staging import NOTHING_STAGED, HostStaging, Staged, Staging, contiguous_layout
+from penstock.runtime.devices.staging import NOTHING_STAGED, HostStaging, Staged, Staging, layout_of
 
 HOST = "host"
 """The value of ``offload_to=`` for host memory."""
@@ -33,25 +34,6 @@ Slot: TypeAlias = Any
 """Room for one tensor in a store."""
 Copying: TypeAlias = Any
 """Copies between a device and a store, on their way."""
-
-
-class HostStore(Protocol):
-    """Keeps flat tensors of bytes."""
-
-    def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Slot], Copying]:
-        """Starts to copy `tensors` of the device."""
-
-    def fetch(self, slots: Sequence[Slot]) -> tuple[Sequence[Tensor], Copying]:
-        """Starts to copy back what is in `slots`, into new memory of the device."""
-
-    def wait(self, copying: Copying) -> None:
-        """Has what the caller computes from now on come after these copies."""
-
-    def release(self, slots: Sequence[Slot], fetched: Copying | None) -> None:
-        """Lets others use `slots`, after they have been copied back, if they are: `fetched`."""
-
-    def close(self) -> None:
-        """Frees all that is kept."""
 
 
 class MemoryStore:
@@ -63,33 +45,33 @@ class MemoryStore:
         """By size, each with the last copy from it."""
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
-        slots = [self._slot(tensor) for tensor in tensors]
-        if self._staging.separate_memory:
-            places = iter(slots)
-            return slots, self._staging.to_host(tensors, lambda _: next(places), kept=True)
-        for slot, tensor in zip(slots, tensors, strict=True):
-            slot.copy_(tensor)
-        return slots, NOTHING_STAGED
+        """Starts to copy `tensors` of the device. Returns their slots."""
+        # All slots before the copies, which come after what this stream waits for now.
+        slots = iter([self._slot(layout_of(tensor)) for tensor in tensors])
+        staged = self._staging.to_host(tensors, lambda _: next(slots), kept=True)
+        return staged[0], staged
 
     def fetch(self, slots: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
-        if not self._staging.separate_memory:
-            return [slot.clone() for slot in slots], NOTHING_STAGED
+        """Starts to copy back what is in `slots`, into new memory of the device."""
         staged = self._staging.back_to_device(slots)
         return staged[0], staged
 
     def wait(self, copying: Staged) -> None:
+        """Has what the caller computes from now on come after these copies."""
         self._staging.follow(copying)
 
     def release(self, slots: Sequence[Tensor], fetched: Staged | None) -> None:
+        """Lets others use `slots`, after they have been copied back, if they are: `fetched`."""
         for slot in slots:
             self._free[slot.numel()].append((slot, NOTHING_STAGED if fetched is None else ((), fetched[1])))
 
     def close(self) -> None:
+        """Frees all that is kept."""
         self._free.clear()
 
-    def _slot(self, tensor: Tensor) -> Tensor:
-        if not (free := self._free[tensor.numel()]):
-            return self._staging.host_memory(contiguous_layout(tensor))
+    def _slot(self, layout: Layout) -> Tensor:
+        if not (free := self._free[layout[0].numel()]):
+            return self._staging.host_memory(layout)
         slot, fetched = free.pop()
         self.wait(fetched)
         return slot
@@ -100,7 +82,7 @@ _Span: TypeAlias = tuple[int, int]
 
 
 class FileStore:
-    """Keeps tensors of the CPU in a file without a name in `directory`."""
+    """Keeps tensors of the CPU in a file without a name in `directory`, by the methods of `MemoryStore`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -162,6 +144,9 @@ def _read(file: int, memory: memoryview, start: int) -> int:
     if not found:
         raise OSError(0, "the file ends too early")
     return found
+
+
+HostStore: TypeAlias = MemoryStore | FileStore
 
 
 def make_host_store(offload_to: str | Path, staging: Staging) -> HostStore:

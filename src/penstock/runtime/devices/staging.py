@@ -61,10 +61,11 @@ class HostStaging:
         return torch.empty_strided(shape, strides, dtype=dtype)
 
     def to_host(self, tensors: Sequence[Tensor], memory: Memory | None = None, *, kept: bool = False) -> Staged:
-        return on_host(tensors)
+        """With `memory` it copies."""
+        return on_host(tensors if memory is None else [memory(layout_of(each)).copy_(each) for each in tensors])
 
     def back_to_device(self, tensors: Sequence[Tensor]) -> Staged:
-        return on_host(tensors)
+        return on_host([each.clone() for each in tensors])
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
         return on_host(tensors)

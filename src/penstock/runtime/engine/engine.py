@@ -529,7 +529,7 @@ def make_workers(
                 coded=CodedMessages(transport, recipe.codec, context.device) if recipe.codec else None,
             ),
             inputs=chain.inputs,
-            forwards=Forwards(own, heads, autocast, Offloads(store)),
+            forwards=Forwards(own, heads, autocast, Offloads(store, context.device)),
             heads=heads,
             gradients=gradients,
             updater=updater,

@@ -133,7 +133,6 @@ class Worker:
         """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
         if not self._training:
             self._microbatches.clear()
-        self._forwards.offloads.rest()
         for stage in self.stages.values() if self._training else ():
             stage.weights.rest()
             if stage.reducer is not None:

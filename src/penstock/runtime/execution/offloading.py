@@ -32,6 +32,8 @@ from penstock.errors import PenstockError
 from penstock.runtime.devices.host_stores import Copying, HostStore, Slot
 from penstock.torch_internals.tensors import storage_key, storage_references, times_written
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Saved:
@@ -54,6 +56,20 @@ class _Saved:
                 "instead."
             )
         return tensor
+
+    def movable(self, device: torch.device) -> Tensor | None:
+        """The tensor, if it is nothing but elements in a storage on such a `device`, and is as it was saved."""
+        tensor = self.tensor
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != device.type:
+            return None
+        special = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+        empty = tensor.untyped_storage().nbytes() == 0
+        return None if special or empty or times_written(tensor) != self.times_written else tensor
+
+    def leave(self, tensor: Tensor) -> "_View":
+        """Drops `tensor`, its own. Returns what it is as a view of its storage."""
+        self.tensor = None
+        return _View(ref(self), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 class _View(NamedTuple):
@@ -91,10 +107,10 @@ class Offloads:
     """
 
     store: HostStore
+    device: torch.device = _CPU
+    """The device whose memory is to get free."""
     _leaving: tuple[list[_Leaving], ...] = field(default_factory=lambda: ([], []))
     """The memory that is copied: since the last forward, and since the one before."""
-    _coming: dict[int, Copying] = field(default_factory=dict)
-    """By its id."""
 
     def begin_forward(self) -> None:
         """Drops what was offloaded before the last forward."""
@@ -102,18 +118,12 @@ class Offloads:
         self._wait(old)
         self._leaving = [], young
 
-    def rest(self) -> None:
-        """Has all that is computed from now on come after the copies."""
-        for leaving in self._leaving:
-            self._wait(leaving)
-        while self._coming:
-            self.store.wait(self._coming.popitem()[1])
-
     def discard(self) -> None:
-        """Like `rest`, whether or not the copies went well."""
-        while self._coming or any(self._leaving):
+        """Drops all, when the copies have ended, whether or not they went well."""
+        while any(self._leaving):
             with suppress(PenstockError):
-                self.rest()
+                for leaving in self._leaving:
+                    self._wait(leaving)
 
     def send(self, memories: Sequence[Tensor]) -> Sequence[Slot]:
         """Starts to copy `memories` to the store, which then drops them."""
@@ -127,14 +137,12 @@ class Offloads:
             own = [each for each in leaving if each.slots is slots]
             leaving[:] = [each for each in leaving if each.slots is not slots]
             self._wait(own)
-        memories, copying = self.store.fetch(slots)
-        self._coming[id(copying)] = copying
-        return memories, copying
+        return self.store.fetch(slots)
 
-    def take(self, slots: Sequence[Slot], copying: Copying) -> None:
-        """Has what is computed from now on come after this copy back, and releases its slots."""
-        self._coming.pop(id(copying), None)
-        self.store.wait(copying)
+    def take(self, slots: Sequence[Slot], copying: Copying | None) -> None:
+        """Has what is computed from now on come after this copy back, if there is one, and releases its slots."""
+        if copying is not None:
+            self.store.wait(copying)
         self.store.release(slots, copying)
 
     def _wait(self, leaving: list[_Leaving]) -> None:
@@ -160,16 +168,19 @@ class SavedTensors:
 
     def offload(self) -> None:
         """Starts to move what only this microbatch holds to the store."""
+        groups: dict[int, list[tuple[_Saved, Tensor]]] = {}
+        for saved in filter(None, [each() for each in self._saved]):
+            tensor = saved.movable(self._offloads.device)
+            if tensor is not None:
+                groups.setdefault(storage_key(tensor.untyped_storage()), []).append((saved, tensor))
         memories = []
         with _outside_of_autograd():
-            for group in self._groups():
-                first = group[0][1]
-                storage = first.untyped_storage()
+            for group in groups.values():
+                _, tensor = group[0]
+                storage = tensor.untyped_storage()
                 if storage_references(storage) == len(group):
-                    memories.append(torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage))
-                    self._away.append([_view(saved, tensor) for saved, tensor in group])
-                    for saved, _ in group:
-                        saved.tensor = None
+                    memories.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+                    self._away.append([saved.leave(own) for saved, own in group])
             self._slots = self._offloads.send(memories)
 
     def reload(self) -> None:
@@ -178,9 +189,8 @@ class SavedTensors:
             self._coming = self._offloads.bring(self._slots)
 
     def discard(self) -> None:
-        """Gives back what this holds of the store, when no copy is on its way."""
-        self._offloads.store.release(self._slots, None if self._coming is None else self._coming[1])
-        self._away, self._slots, self._coming = [], (), None
+        """Gives back what this holds of the store, when the copies to it have ended."""
+        self._offloads.take(self._slots, None if self._coming is None else self._coming[1])
 
     def finish(self) -> None:
         """Has what is computed from now on find all of it. Raises `PenstockError` if it was not reloaded."""
@@ -200,15 +210,6 @@ class SavedTensors:
         self._saved.append(ref(saved))
         return saved
 
-    def _groups(self) -> list[list[tuple[_Saved, Tensor]]]:
-        """The saved tensors that can be moved, by their storage."""
-        groups: dict[int, list[tuple[_Saved, Tensor]]] = {}
-        for each in self._saved:
-            saved = each()
-            if saved is not None and saved.tensor is not None and _is_movable(saved.tensor, saved.times_written):
-                groups.setdefault(storage_key(saved.tensor.untyped_storage()), []).append((saved, saved.tensor))
-        return list(groups.values())
-
 
 @contextmanager
 def _outside_of_autograd() -> Iterator[None]:
@@ -217,20 +218,3 @@ def _outside_of_autograd() -> Iterator[None]:
     """
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _is_movable(tensor: Tensor, times: int) -> bool:
-    """Whether a saved tensor is nothing but elements in a storage, and is as it was saved."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        return False
-    return (
-        not tensor.requires_grad
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and tensor.untyped_storage().nbytes() > 0
-        and times_written(tensor) == times
-    )
-
-
-def _view(saved: _Saved, tensor: Tensor) -> _View:
-    return _View(ref(saved), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))

@@ -251,9 +251,8 @@ def _require_round_trips(proof: _Proof, turns: Turns) -> None:
         seen = np.unique(numbers, return_index=True)[1]
         if len(repeated := np.delete(places, seen)):
             row.fail(repeated.min(), invariant, "a microbatch for which it was not done yet", "drop the second one")
-        if (index := _first(~np.isin(numbers, row.mine))) is not None:
-            row.fail(places[index], invariant, "a microbatch of its rank", "move it to the rank of the forward")
     for places, others, missing in (
+        (turns.offloads, turns.forwards, "a forward"),
         (turns.offloads, turns.reloads, "a reload"),
         (turns.reloads, turns.offloads, "an offload"),
     ):
@@ -261,14 +260,12 @@ def _require_round_trips(proof: _Proof, turns: Turns) -> None:
             number = row.numbers[places[index]]
             row.fail(places[index], invariant, f"{missing} of microbatch {number}", "add it, or drop this one")
     # Forwards and backwards ascend, so that those of a microbatch have its place among the rank's own.
-    own = np.searchsorted(row.mine, row.numbers[turns.offloads])
-    back = np.searchsorted(row.mine, row.numbers[turns.reloads])
-    order = np.argsort(row.numbers[turns.reloads])
-    away = turns.offloads[np.argsort(row.numbers[turns.offloads])]
+    away, back = (places[np.argsort(row.numbers[places])] for places in (turns.offloads, turns.reloads))
+    own = np.searchsorted(row.mine, row.numbers[away])
     for before, after, expected in (
-        (turns.forwards[own], turns.offloads, "its forward before"),
-        (away, turns.reloads[order], "its offload before"),
-        (turns.reloads, turns.inputs[back], "its reload before"),
+        (turns.forwards[own], away, "its forward before"),
+        (away, back, "its offload before"),
+        (back, turns.inputs[own], "its reload before"),
     ):
         if (index := _first(before > after)) is not None:
             row.fail(after[index], invariant, expected, "order them so")

@@ -1,0 +1,98 @@
+"""Which microbatches are offloaded: by hand, never slower than without, within the limit, and above the bound."""
+
+from dataclasses import replace
+
+import pytest
+
+import penstock
+from penstock import Cluster, LayerProfile, Plan, PlanError, Profile
+from penstock.planning import find_order
+from penstock.planning.orders.bounds import bound_of
+from penstock.planning.orders.offloads import offload_order
+from penstock.planning.orders.rows import OrderCosts
+from penstock.simulating import evaluate
+from support.training import LAYERS, Case, assert_equal, run_pipeline, run_reference
+
+ALONE = Plan.uniform(1, 1, "gpipe", 4)
+PROFILE = Profile((LayerProfile("", 1.0, 2.0, 0.0, 12.0, 0.0),), 1)
+
+
+def offloaded(limit: float, bandwidth: float) -> str | None:
+    """The row of one rank, which takes 48 bytes without offloads."""
+    cluster = replace(Cluster.uniform(1, 1e9), host_bandwidth=bandwidth)
+    made = offload_order("found", ALONE, PROFILE, cluster, [limit], optimizer_copies=0)
+    if made is None:
+        return None
+    assert max(evaluate(made, PROFILE, cluster, optimizer_copies=0).peak_bytes) <= limit
+    assert evaluate(made, PROFILE, cluster, optimizer_copies=0).minibatch_seconds == 12
+    (row,) = made.definition.programs
+    return row.replace("@0", "")
+
+
+def test_the_longest_lived_leaves_and_is_back_in_time() -> None:
+    """At 3, microbatch 1 is the one that is away and lives longest. Between 4 and 6, it is microbatch 2."""
+    assert offloaded(48, 12.0) == "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U1<0"
+    assert offloaded(36, 12.0) == "0F0 0F1 0H1 0F2 0H2 0F3 0D1 0B0 0D2 0B1 0B2 0B3 0U1<0"
+
+
+def test_a_round_trip_that_would_end_too_late_is_not_made() -> None:
+    """A copy of 3 s would make the second forward after it wait, and one of 1 s cannot free the memory for 24 bytes."""
+    assert offloaded(36, 4.0) is None
+    assert offloaded(24, 12.0) is None
+
+
+def test_the_bound_has_the_bytes_per_second_of_the_host() -> None:
+    """By hand: a microbatch keeps rank 0 for 2 + 0.5 + 1 + 3 + 0.25 + 2 and 1 more, and waits 4.75 of it."""
+    times = {"forward": (2.0, 1.0), "backward": (2.0, 3.0), "weight": (1.0, 2.0), "activation": (0.5,)}
+    costs = OrderCosts((0, 1), 8, gradient=(0.25,), saved=(1.0, 1.0), limits=(1.0, 9.0), **times)  # type: ignore[arg-type]
+
+    assert bound_of(costs).seconds == 8 * 9.75
+    assert bound_of(replace(costs, movable=(0.5, 0.5), host_bandwidth=1.0)).seconds == 8 * (9.75 - 0.5 * 4.75)
+    assert bound_of(replace(costs, movable=(1.0, 1.0), host_bandwidth=0.1)).seconds == 8 * 9.75 / (1 + 0.1 * 4.75)
+    assert bound_of(replace(costs, movable=(1.0, 1.0), host_bandwidth=9.0)).reason == "rank 1's work"
+
+
+GPT = Profile(
+    (
+        *(LayerProfile(str(index), 1e-2, 2e-2, 16e6, 0.4e9, 1e8) for index in range(16)),
+        LayerProfile("head", 0.6e-2, 1.2e-2, 0, 1e9, 4e8),
+    ),
+    1,
+)
+PLAN = Plan.balanced([layer.forward_seconds for layer in GPT.layers], 4, microbatches=8)
+
+
+@pytest.mark.parametrize("times", [0.8, 1.0])
+def test_no_order_without_offloads_is_faster(times: float) -> None:
+    slow, fast = (replace(Cluster.uniform(4, 12e9), host_bandwidth=bandwidth) for bandwidth in (2e9, 60e9))
+    limit = times * max(evaluate(PLAN, GPT, slow).peak_bytes)
+    without = find_order(PLAN, GPT, replace(slow, host_bandwidth=None), memory_bytes=limit)
+    for cluster in (slow, fast):
+        found = find_order(PLAN, GPT, cluster, memory_bytes=limit)
+        plan = found.plan
+        assert plan.predicted == evaluate(plan, GPT, cluster)
+        assert max(plan.predicted.peak_bytes) <= limit
+        assert found.bound.seconds <= without.bound.seconds * (1 + 1e-9)
+        assert plan.predicted.minibatch_seconds <= without.plan.predicted.minibatch_seconds  # type: ignore[union-attr]
+        penstock.verify(penstock.schedule(plan))
+    offloads = sum(row.count("H") for row in plan.definition.programs)
+    gain = 1 - plan.predicted.minibatch_seconds / without.plan.predicted.minibatch_seconds  # type: ignore[union-attr]
+    assert (offloads > 0, gain > 0.1) == ((True, True) if times == 0.8 else (False, False))
+
+
+def test_a_plan_that_recomputes_has_no_offloads() -> None:
+    cluster = replace(Cluster.uniform(4, 12e9), host_bandwidth=60e9)
+    with pytest.raises(PlanError, match="expected an order that takes at most"):
+        find_order(replace(PLAN, recompute=True), GPT, cluster, memory_bytes=1e9)
+
+
+def test_what_was_found_equals_the_oracle() -> None:
+    layers = tuple(LayerProfile(str(index), 1e-3, 2e-3, 1e3, 1e6, 1e3) for index in range(LAYERS))
+    cluster = replace(Cluster.uniform(2, 1e9), host_bandwidth=1e10)
+    plan = Plan.uniform(LAYERS, 2, microbatches=6)
+    limit = 0.75 * max(evaluate(replace(plan, schedule="gpipe"), Profile(layers, 2), cluster).peak_bytes)
+    found = offload_order("found", replace(plan, schedule="gpipe"), Profile(layers, 2), cluster, [limit] * 2)
+
+    assert found is not None
+    case = Case("layered", "gpipe", 2, 6, "adamw")
+    assert_equal(run_reference(case, plan=found), run_pipeline(case, plan=found))
