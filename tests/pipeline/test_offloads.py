@@ -15,6 +15,8 @@ from penstock import Plan
 from penstock.errors import PenstockError
 from penstock.scheduling import define_by_programs, verify
 from penstock.values.plans import schedule
+from support.jobs.peak_jobs import Training, fused, held_by_counter, loss_fn, make_model, peaks_by_counter, run
+from support.live_tensors import forget_what_is_there
 from support.own_schedules import offloading
 from support.processes import Pool
 from support.training import LAYERS, Case, Outcome, assert_equal, run_pipeline, run_reference, train
@@ -151,3 +153,38 @@ def test_a_wrong_place_is_refused(tmp_path: Path) -> None:
         run_offloaded(case, offload_to=3)
     with pytest.raises(PenstockError, match="expected a directory that this process can write in"):
         run_offloaded(case, offload_to=tmp_path / "none")
+
+
+ROWS = (
+    "0F0@0 0H0 0F1@0 0H1 0F2@0 0F3@0 0D0 0B0@0 0D1 0B1@0 0B2@0 0B3@0 0U1<0",
+    "0F0@0 0H0 0F1@0 0H1 0F2@0 0H2 0F3@0 0H3 0D0 0B0@0 0D1 0B1@0 0D2 0B2@0 0D3 0B3@0 0U1<0",
+)
+
+
+def measure_rows(directory: Path) -> list[tuple[float, float]]:
+    """The bytes at the peak of each of `ROWS`, predicted and measured."""
+    training = Training("gpipe")
+    profile, (tokens, target) = training.profile(), training.batch()
+    found: list[tuple[float, float]] = []
+    cluster = replace(penstock.Cluster.uniform(1, 1e9), host_bandwidth=1e13)
+    for row in ROWS:
+        plan = Plan.uniform(len(profile.layers), 1, define_by_programs("by hand", row), 4)
+        forget_what_is_there()
+        before = held_by_counter(training.place)["allocated"]
+        sample = (training.batch(1)[0],)
+        pipe = penstock.Pipeline(
+            make_model(training.form), sample, loss_fn, fused, plan=plan, offload_to=directory, check="off"
+        )
+        run(pipe, tokens, target, 1)
+        peaks = peaks_by_counter(training.place, partial(run, pipe, tokens, target, 1))
+        predicted = penstock.simulate(plan, profile, cluster).memory[0].peak_bytes
+        found.append((predicted, peaks["allocated"] - before))
+        pipe.close()
+        del pipe
+    return found
+
+
+def test_peaks_are_as_predicted(pool: Pool, tmp_path: Path) -> None:
+    (found,) = pool.run(1, measure_rows, tmp_path)
+    for predicted, measured in found:
+        assert predicted == pytest.approx(measured, rel=0.02)

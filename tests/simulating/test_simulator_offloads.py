@@ -41,7 +41,7 @@ def test_copies_run_beside_the_computation_each_direction_one_at_a_time() -> Non
     assert [found["0D1"], found["0B1@0"]] == [(7, 8), (8, 10)]
 
 
-def test_a_forward_waits_for_what_was_offloaded_before_the_last_one() -> None:
+def test_an_action_waits_for_what_was_offloaded_before_the_last_one() -> None:
     """12 bytes take 4 s. The first copy ends at 5: the third forward waits for it, and the fourth for the second copy,
     which ends at 9. The first reload has the other direction for itself.
     """
@@ -53,9 +53,10 @@ def test_a_forward_waits_for_what_was_offloaded_before_the_last_one() -> None:
 
 
 def test_a_reload_begins_when_its_offload_has_ended() -> None:
+    """So does what the rank computes next."""
     found = times(run(3.0, "0F0@0 0H0 0D0 0F1@0 0B0@0 0B1@0 0F2@0 0B2@0 0F3@0 0B3@0 0U1<0"))
 
-    assert [found["0H0"], found["0D0"], found["0F1@0"], found["0B0@0"]] == [(1, 5), (5, 9), (1, 2), (9, 11)]
+    assert [found["0H0"], found["0D0"], found["0F1@0"], found["0B0@0"]] == [(1, 5), (5, 9), (5, 6), (9, 11)]
 
 
 def test_what_shares_a_host_waits_alike() -> None:
@@ -77,13 +78,13 @@ def test_memory_is_free_when_a_copy_has_ended_and_taken_when_it_comes_back() -> 
 def test_what_a_stage_received_stays() -> None:
     """The second stage received 5 of its 12 bytes."""
     layer = LayerProfile("", 1.0, 2.0, 5.0, 12.0, 0.0)
-    row = "0F0@0 0F1@0 0B0@0 0B1@0 0U1<0\n1F0@0 1H0 1F1@0 1D0 1B0@0 1B1@0 1U1<0"
-    plan = Plan.uniform(2, 2, define_by_programs("by hand", row), 2)
+    row = "0F0@0 0F1@0 0F2@0 0B0@0 0B1@0 0B2@0 0U1<0\n1F0@0 1H0 1F1@0 1F2@0 1D0 1B0@0 1B1@0 1B2@0 1U1<0"
+    plan = Plan.uniform(2, 2, define_by_programs("by hand", row), 3)
     timeline = simulate(plan, Profile((layer, layer), 1), replace(Cluster.uniform(2, 1e9), host_bandwidth=14.0))
     (copy,) = (span for span in timeline.spans if span.action == "1H0")
 
     assert copy.seconds == pytest.approx(0.5)
-    assert [size for _, size in timeline.memory[1].activations] == [12, 24, 17, 24, 12, 0]
+    assert [size for _, size in timeline.memory[1].activations] == [12, 24, 29, 36, 24, 12, 0]
 
 
 def test_a_cluster_without_the_bandwidth_and_a_plan_that_recomputes_are_refused() -> None:
@@ -91,6 +92,13 @@ def test_a_cluster_without_the_bandwidth_and_a_plan_that_recomputes_are_refused(
         simulate(plan_of(), PROFILE, Cluster.uniform(1, 1e9))
     with pytest.raises(PlanError, match="0H0: the schedule offloads what stage 0 saves, and the plan recomputes"):
         simulate(plan_of(recompute=True), PROFILE, CLUSTER)
+
+
+def test_the_bytes_on_the_host_stay_within_their_limit() -> None:
+    """At most two microbatches of 12 bytes are there at once."""
+    simulate(plan_of(), PROFILE, replace(CLUSTER, host_bytes=24.0))
+    with pytest.raises(PlanError, match="0H1 of rank 0: expected at most 23 bytes on the host, host_bytes"):
+        simulate(plan_of(), PROFILE, replace(CLUSTER, host_bytes=23.0))
 
 
 def test_the_critical_path_leads_over_copies_that_are_waited_for() -> None:

@@ -192,7 +192,7 @@ def test_costs_of_messages_are_found_by_level_and_by_link(tmp_path):
 
 def test_the_bandwidth_to_the_host_is_in_the_file_if_it_is_known(tmp_path):
     plain = Cluster.uniform(2, 1e9)
-    known = replace(plain, host_bandwidth=25e9)
+    known = replace(plain, host_bandwidth=25e9, host_bytes=1e9)
     for cluster in (plain, known):
         cluster.save(tmp_path / "cluster.yaml")
         assert Cluster.load(tmp_path / "cluster.yaml") == cluster

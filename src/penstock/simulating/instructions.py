@@ -214,6 +214,7 @@ class Writer:
                 effects.append(effect + stage)
         if HOST_COPY in kinds:
             _await_copies(written, row)
+            self._require_room(rank, row)
         return written
 
     def _seconds_on(self, rank: int) -> list[float]:
@@ -253,6 +254,23 @@ class Writer:
             )
         key = action.stage, action.microbatch, isinstance(action, Offload)
         return Copy(key, costs.offloaded_bytes[action.stage] / bandwidth)
+
+    def _require_room(self, rank: int, row: Iterable[Action]) -> None:
+        """Raises `PlanError` if more is on the host at once than it has room for. A slot is free at the backward."""
+        held, away = 0.0, set[tuple[int, int]]()
+        most = inf if self._costs.cluster is None else self._costs.cluster.host_bytes
+        for action in row:
+            size = self._costs.offloaded_bytes[action.stage]
+            if isinstance(action, Offload):
+                held += size
+                away.add((action.stage, action.microbatch))
+            elif isinstance(action, InputGradients) and (action.stage, action.microbatch) in away:
+                held -= size
+            if held > most:
+                raise PlanError(
+                    f"{action} of rank {rank}: expected at most {most:.4g} bytes on the host, host_bytes of the "
+                    f"cluster, found {held:.4g}: offload fewer microbatches at once"
+                )
 
     def _write_exchange(
         self, written: Instructions, rank: int, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms | HostCopy
@@ -341,25 +359,24 @@ class Writer:
 
 
 def _await_copies(written: Instructions, row: Iterable[Action]) -> None:
-    """Has the backwards of `row` wait for their reloads, and each forward for what was offloaded before the last one:
-    so long the memory of an offload is not free, at most.
+    """Has each forward and backward wait for what was offloaded before the last one, whose memory is free then, or has
+    been reloaded since; and each backward for its reload.
     """
     young: list[CopyKey] = []
     old: list[CopyKey] = []
+    due: list[CopyKey] = []
     for index, action in enumerate(row):
-        awaited: list[CopyKey] = []
         if isinstance(action, Offload):
             young.append((action.stage, action.microbatch, True))
         elif isinstance(action, Reload):
             leaving = action.stage, action.microbatch, True
+            due += [leaving] if leaving in (*young, *old) else []
             young, old = ([key for key in keys if key != leaving] for keys in (young, old))
-        elif isinstance(action, Forward):
-            awaited, old, young = old, young, []
-        elif isinstance(action, InputGradients):
-            awaited = [(action.stage, action.microbatch, False)]
-        if awaited:
+        elif isinstance(action, Forward | InputGradients | BackwardWeight):
+            due += [*old, (action.stage, action.microbatch, False)]
             written.kinds[index] = AWAITING_COMPUTE
-            written.details[index] = written.details[index], tuple(awaited)
+            written.details[index] = written.details[index], tuple(due)
+            young, old, due = [], young, []
 
 
 def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbers, _Numbers]:

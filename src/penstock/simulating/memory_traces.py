@@ -18,8 +18,8 @@ An input backward keeps all this for the weight backward: what it could free (wh
 room for the gradients of their outputs, which the weight backward reads. With recomputation the input backward
 recomputes, and all of that is held until the end of the weight backward.
 
-An offload frees what it moves when its copy has ended, and a reload takes as much from its start on. What the stage
-received stays.
+An offload frees what it moves when what waits for its copy begins, and a reload takes as much from its start on. What
+the stage received stays.
 
 With recomputation a microbatch keeps its stage's input, and everything that the stage saves only during its backward. A
 backward that directly follows its forward recomputes nothing, and keeps everything in between. With tensor parallelism
@@ -36,7 +36,7 @@ from penstock.scheduling.placements import Placement, Skip
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.action_costs import Costs
 from penstock.simulating.event_simulation import Track
-from penstock.simulating.instructions import RECEIVE, SEND, Instructions, MemoryEffect, content_stages
+from penstock.simulating.instructions import AWAITING_COMPUTE, RECEIVE, SEND, Instructions, MemoryEffect, content_stages
 from penstock.timelines.memories import MemoryCurve, RankMemory
 
 _Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -159,13 +159,17 @@ def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, 
     freed = stops.copy()
     instant = (stops[updates] == stops[last_backwards]) & (weights[updates] > 0)
     freed[last_backwards[instant]] = np.nextafter(stops[updates[instant]], -np.inf)
+    kinds, details = np.array(track.instructions.kinds), track.instructions.details
+    waiting = np.flatnonzero(kinds == AWAITING_COMPUTE).tolist()
+    ends = {key: starts[index] for index in waiting for key in details[index][1]}
+    for index in np.flatnonzero(effects // len(sizes.saved) == MemoryEffect.OFFLOAD).tolist():
+        freed[index] = ends.get(details[index].key, stops[index])
 
     more, fewer = (held[effects] for held in sizes.held())
     if not backward.any():  # an evaluation keeps nothing
         more = fewer = np.zeros_like(more)
     kept = _without_zeros(np.stack([starts, freed], axis=1).ravel(), np.stack([more, -fewer], axis=1).ravel())
 
-    kinds = np.array(track.instructions.kinds)
     passed = sizes.message_bytes(track.instructions)
     transfers = np.flatnonzero((kinds == SEND) | (kinds == RECEIVE))
     # Messages that updates wait for are not counted: a profile has no tied weights, and norms are small.

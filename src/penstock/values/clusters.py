@@ -32,7 +32,7 @@ from penstock.values.link_tables import (
 from penstock.values.quantities import MOST
 
 _FORMAT = "penstock-cluster/1"
-_NUMBERS = ("memory_bytes", "action_seconds", "host_bandwidth")
+_NUMBERS = ("memory_bytes", "action_seconds", "host_bandwidth", "host_bytes")
 
 _RULES: FieldRules = {
     "links": instance(
@@ -44,6 +44,7 @@ _RULES: FieldRules = {
     .but("give the memory of one device in bytes, or leave it out if it is no limit")
     .optional,
     "host_bandwidth": number(above=0).but("give the bytes per second between a device and its host").optional,
+    "host_bytes": number(0, infinite=True).but("give the bytes of the host for what a rank offloads"),
     "action_seconds": number(0, most=MOST).but("give the seconds of an action beside its layers (`penstock probe`)"),
     "kinds": Entries(instance(DeviceKind, "a penstock.DeviceKind", "build it: penstock.DeviceKind(name, speed=0.5)")),
 }
@@ -63,6 +64,8 @@ class Cluster:
     host_bandwidth: float | None = None
     """The bytes per second from each device to the memory of its host, and as many back at the same time, for what a
     schedule offloads. On a CPU: to a directory. None: it is not known."""
+    host_bytes: float = math.inf
+    """The most bytes of the host that each rank may take for what it offloads."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError)
@@ -263,6 +266,8 @@ class Cluster:
             lines.append(f"action_seconds: {number_text(self.action_seconds)}")
         if self.host_bandwidth is not None:
             lines.append(f"host_bandwidth: {number_text(self.host_bandwidth)}")
+        if self.host_bytes < math.inf:
+            lines.append(f"host_bytes: {number_text(self.host_bytes)}")
         # A file that was cut off after a level would be a smaller cluster.
         lines.append(f"devices: {self.devices}")
         lines += write_kinds(self.kinds) if self.kinds else []

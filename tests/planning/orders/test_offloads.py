@@ -1,6 +1,7 @@
 """Which microbatches are offloaded: by hand, never slower than without, within the limit, and above the bound."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -17,9 +18,9 @@ ALONE = Plan.uniform(1, 1, "gpipe", 4)
 PROFILE = Profile((LayerProfile("", 1.0, 2.0, 0.0, 12.0, 0.0),), 1)
 
 
-def offloaded(limit: float, bandwidth: float) -> str | None:
+def offloaded(limit: float, bandwidth: float, host_bytes: float = inf) -> str | None:
     """The row of one rank, which takes 48 bytes without offloads."""
-    cluster = replace(Cluster.uniform(1, 1e9), host_bandwidth=bandwidth)
+    cluster = replace(Cluster.uniform(1, 1e9), host_bandwidth=bandwidth, host_bytes=host_bytes)
     made = offload_order("found", ALONE, PROFILE, cluster, [limit], optimizer_copies=0)
     if made is None:
         return None
@@ -36,9 +37,14 @@ def test_the_longest_lived_leaves_and_is_back_in_time() -> None:
 
 
 def test_a_round_trip_that_would_end_too_late_is_not_made() -> None:
-    """A copy of 3 s would make the second forward after it wait, and one of 1 s cannot free the memory for 24 bytes."""
+    """A copy of 3 s would make the second action after it wait, and one of 1 s cannot free the memory for 24 bytes."""
     assert offloaded(36, 4.0) is None
     assert offloaded(24, 12.0) is None
+
+
+def test_the_host_has_room_for_what_leaves() -> None:
+    assert offloaded(36, 12.0, host_bytes=24) == offloaded(36, 12.0)
+    assert offloaded(36, 12.0, host_bytes=23) is None
 
 
 def test_the_bound_has_the_bytes_per_second_of_the_host() -> None:

@@ -60,10 +60,10 @@ def run(compute: Callable[..., Tensor], x: Tensor, offloads: Offloads | None) ->
     executor = StageExecutor()
     (output,) = executor.forward(0, (x,), lambda received: (compute(*received),), offloads=offloads)
     if offloads is not None:
-        executor.offload(0)
-        offloads.begin_forward()
-        offloads.begin_forward()
-        executor.reload(0)
+        executor.saved_tensors(0).offload()
+        offloads.begin_computation()
+        offloads.begin_computation()
+        executor.saved_tensors(0).reload()
     (gradient,) = executor.backward(0, (torch.ones_like(output),))
     assert gradient is not None
     return gradient
@@ -95,13 +95,13 @@ def test_several_microbatches_have_slots_of_their_own(offloads: Offloads) -> Non
         expected.append(run(block(), received(k), None))
     for turn in range(6):
         if turn < 4:
-            offloads.begin_forward()
+            offloads.begin_computation()
             torch.manual_seed(turn)
             x = torch.randn(8, SIZE, dtype=torch.float64).requires_grad_()
             (outputs[turn],) = executor.forward(turn, (x,), lambda received: (model(*received),), offloads=offloads)
-            executor.offload(turn)
+            executor.saved_tensors(turn).offload()
         if (due := turn - 1) in range(4):
-            executor.reload(due)
+            executor.saved_tensors(due).reload()
         if (due := turn - 2) in range(4):
             (gradient,) = executor.backward(due, (torch.ones_like(outputs[due]),))
             assert torch.equal(gradient, expected[due])  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def test_what_two_microbatches_share_is_moved_by_neither() -> None:
         executor.forward(k, (received(),), compute, offloads=offloads)
     shared.clear()
     for k in range(2):
-        executor.offload(k)
+        executor.saved_tensors(k).offload()
 
     assert store.sizes == []
 
@@ -200,7 +200,7 @@ def test_views_come_back_as_they_were(offloads: Offloads) -> None:
 def write(block: Block, executor: StageExecutor, *, first: bool, lets_go: bool) -> None:
     for step in (True, False):
         if step is not first:
-            executor.offload(0)
+            executor.saved_tensors(0).offload()
             continue
         assert block.cache is not None
         block.cache.add_(1)
@@ -220,7 +220,7 @@ def test_a_write_after_the_forward_is_autograds_error(*, first: bool, lets_go: b
 
     (output,) = executor.forward(0, (received(),), compute, offloads=offloads)
     write(model, executor, first=first, lets_go=lets_go)
-    executor.reload(0)
+    executor.saved_tensors(0).reload()
 
     with pytest.raises(PenstockError, match=r"after its forward: one of the variables.*is at version 1"):
         executor.backward(0, (torch.ones_like(output),))
@@ -254,7 +254,7 @@ class Writes(torch.autograd.Function):
 def test_a_backward_without_a_reload_is_an_error(offloads: Offloads) -> None:
     executor = StageExecutor()
     (output,) = executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-    executor.offload(0)
+    executor.saved_tensors(0).offload()
 
     with pytest.raises(PenstockError, match="reads a tensor that is offloaded: expected that its microbatch is rel"):
         executor.backward(0, (torch.ones_like(output),))
@@ -271,11 +271,11 @@ def test_a_directory_frees_the_memory(tmp_path: Path) -> None:
     before = resident()
     (output,) = executor.forward(0, (x,), lambda given: (given[0].exp().sin().cos().sum(),), offloads=offloads)
     held = resident()
-    executor.offload(0)
-    offloads.begin_forward()
-    offloads.begin_forward()
+    executor.saved_tensors(0).offload()
+    offloads.begin_computation()
+    offloads.begin_computation()
     after = resident()
-    executor.reload(0)
+    executor.saved_tensors(0).reload()
     executor.backward(0, (torch.ones_like(output),))
 
     assert held - before > 30e6
@@ -291,10 +291,10 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
     monkeypatch.setattr(os, "pwrite", refuse)
     offloads, executor = Offloads(make_host_store(tmp_path, HostStaging())), StageExecutor()
     executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-    executor.offload(0)
+    executor.saved_tensors(0).offload()
 
     with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for {ROW} bytes there, found"):
-        executor.reload(0)
+        executor.saved_tensors(0).reload()
     executor.discard()
     offloads.store.close()
 
@@ -311,9 +311,9 @@ def test_what_is_discarded_leaves_its_slots_to_others() -> None:
     offloads, executor = Offloads(MemoryStore(staging)), StageExecutor()
     for turn in range(3):
         executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-        executor.offload(0)
+        executor.saved_tensors(0).offload()
         if turn:
-            executor.reload(0)
+            executor.saved_tensors(0).reload()
         offloads.discard()
         executor.discard()
 

@@ -2,8 +2,9 @@
 
 An order is first simulated without offloads. Wherever a rank holds more than its limit, the microbatch that is in
 flight longest leaves, of those that are away by then; and so on, until the limit holds. A copy is planned where the
-link to the host is free and nothing waits for it: it has left before the second forward after its own, and is back
-before its backward. So the times stay as they are, and the simulator judges the result.
+link to the host is free and nothing waits for it: it has left when the second action after its forward begins, at
+which its memory is free, and is back before its backward. So the times stay as they are, and the simulator judges the
+result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +62,7 @@ def offload_order(
             tuple(action for action in program if isinstance(action, Compute)),
             tuple(span.start_seconds for span in spans),
             tuple(span.stop_seconds for span in spans),
+            cluster.host_bytes,
         )
         lives = row.lives(costs.offloaded_bytes, copies)
         trips = row.trips_within(limits[rank], list(timeline.memory[rank * width].total_curve()), lives)
@@ -77,6 +79,7 @@ class _Row:
     actions: tuple[Compute, ...]
     starts: tuple[float, ...]
     stops: tuple[float, ...]
+    host_bytes: float
 
     def lives(self, sizes: Sequence[float], copies: Sequence[float]) -> list[_Life]:
         """The longest-lived first. `sizes` and `copies`: bytes and seconds, by stage."""
@@ -118,14 +121,14 @@ class _Row:
                 return None
 
     def _trips(self, lives: Sequence[_Life]) -> dict[_Life, _Trip] | None:
-        """When each of `lives` is away; None if one would have to be waited for."""
-        forwards = [place for place, action in enumerate(self.actions) if isinstance(action, Forward)]
+        """When each of `lives` is away; None if one would have to be waited for, or finds no room on the host."""
         gone: dict[_Life, float] = {}
         free, due = 0.0, inf
         for life in sorted(lives, key=lambda life: life.forward):
-            free = gone[life] = max(free, self.stops[life.forward]) + life.copy_seconds
-            second = forwards[forwards.index(life.forward) + 1 :][1:2]
-            if second and free > self.starts[second[0]]:
+            free = max(free, self.stops[life.forward]) + life.copy_seconds
+            gone[life] = self.starts[min(life.forward + 2, life.backward)]
+            there = sum(each.moved_bytes for each in lives if each.forward <= life.forward < each.backward)
+            if free > gone[life] or there > self.host_bytes:
                 return None
         trips: dict[_Life, _Trip] = {}
         for life in sorted(lives, key=lambda life: life.backward, reverse=True):

@@ -95,7 +95,6 @@ class Forwards:
             return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
         within = compute if self._autocast is None else self._autocast()(compute)
-        self.offloads.begin_forward()
         offloads = self.offloads if (index, k) in self._offloaded else None
         outputs = stage.executor.forward(k, received, within, context, offloads=offloads)
         if head is not None:

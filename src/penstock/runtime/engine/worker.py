@@ -175,7 +175,7 @@ class Worker:
         row = self.row
         row.starts.append(perf_counter())
         try:
-            self._call_hooks(action)
+            self._begin_action(action)
             match action:
                 case Forward():
                     self._forward(action)
@@ -188,8 +188,8 @@ class Worker:
                 case Update():
                     update = self._update(action)
                 case Offload(stage, microbatch) | Reload(stage, microbatch):
-                    executor = self.stages[stage].executor
-                    (executor.offload if isinstance(action, Offload) else executor.reload)(microbatch)
+                    saved = self.stages[stage].executor.saved_tensors(microbatch)
+                    (saved.offload if isinstance(action, Offload) else saved.reload)()
                 case Send():
                     self._mailbox.send(action)
                 case Receive():
@@ -225,10 +225,12 @@ class Worker:
             raise error from found
         raise found
 
-    def _call_hooks(self, action: Action) -> None:
+    def _begin_action(self, action: Action) -> None:
         if self._training:
             for hook in ACTION_HOOKS:
                 hook(self.rank, self._batch, action)
+        if isinstance(action, Forward | InputGradients | BackwardWeight):
+            self._forwards.offloads.begin_computation()
 
     def _forward(self, action: Forward) -> None:
         index, k = action.stage, action.microbatch

@@ -63,7 +63,7 @@ class StageExecutor:
 
         `received` are leaves: those that require a gradient get it in `backward`. With `recompute_context` nothing that
         autograd saves is kept, and the backward computes a second time, within ``recompute_context()``. `offloads`: of
-        a microbatch that `offload` will be called for.
+        a microbatch that will be offloaded.
         """
         leaves = tuple(received)
         if offloads is not None:
@@ -81,13 +81,12 @@ class StageExecutor:
             self.in_flight[microbatch] = _SavedForward(leaves, lambda: _repeat(compute, leaves, recompute_context))
         return tuple([output.detach().requires_grad_(output.requires_grad) for output in outputs])
 
-    def offload(self, microbatch: int) -> None:
-        """Starts to move what autograd saved of `microbatch` out of the device's memory."""
-        self._offloaded(microbatch).offload()
-
-    def reload(self, microbatch: int) -> None:
-        """Starts to bring back what `offload` moved."""
-        self._offloaded(microbatch).reload()
+    def saved_tensors(self, microbatch: int) -> SavedTensors:
+        """What autograd saved of `microbatch`, whose forward had `offloads` and whose backward has not begun."""
+        saved = self.in_flight[microbatch]
+        assert isinstance(saved, _SavedForward), "an offload and a reload come before the backward"
+        assert saved.tensors is not None, "the forward of such a microbatch has `offloads`"
+        return saved.tensors
 
     def discard(self) -> None:
         """Drops the microbatches in flight, when no copy of them is on its way."""
@@ -148,12 +147,6 @@ class StageExecutor:
         if saved.tensors is not None:
             saved.tensors.finish()
         return saved
-
-    def _offloaded(self, microbatch: int) -> SavedTensors:
-        saved = self.in_flight[microbatch]
-        assert isinstance(saved, _SavedForward), "an offload and a reload come before the backward"
-        assert saved.tensors is not None, "the forward of such a microbatch has `offloads`"
-        return saved.tensors
 
 
 def _keep_strides(strided: dict[int, Tensor], index: int, strides: tuple[int, ...], gradient: Tensor) -> None:

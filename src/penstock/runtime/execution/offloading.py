@@ -102,18 +102,18 @@ class _Leaving(NamedTuple):
 class Offloads:
     """The copies of one rank to and from `store`, on their way.
 
-    The memory of a microbatch is dropped when the second forward after its `offload` begins: its copy has the time of
-    one forward. What is computed after that comes after the copy, so that it can reuse the memory.
+    The memory of a microbatch is dropped when the second forward or backward after its `offload` begins: its copy has
+    the time of one. What is computed from then on comes after the copy, so that it can reuse the memory.
     """
 
     store: HostStore
     device: torch.device = _CPU
     """The device whose memory is to get free."""
     _leaving: tuple[list[_Leaving], ...] = field(default_factory=lambda: ([], []))
-    """The memory that is copied: since the last forward, and since the one before."""
+    """The memory that is copied: since the last forward or backward, and since the one before."""
 
-    def begin_forward(self) -> None:
-        """Drops what was offloaded before the last forward."""
+    def begin_computation(self) -> None:
+        """Drops what was offloaded before the last forward or backward."""
         young, old = self._leaving
         self._wait(old)
         self._leaving = [], young
