@@ -24,6 +24,7 @@ from support.jobs.gpu_jobs import (
 )
 from support.jobs.hook_jobs import HOOKED, run_hooked
 from support.outcome_comparisons import assert_close, assert_same
+from support.own_schedules import offloading
 from support.processes import Pool
 from support.training import Case, run_pipeline, run_reference, stages_on_a_rank
 
@@ -58,6 +59,15 @@ def test_one_process(schedule: str, ranks: int) -> None:
     if ranks == 1 and schedule in ("interleaved", "zb-v"):
         pytest.skip("has two stages on a rank, of several ranks")
     assert_same(run_reference(tried), run_pipeline(tried))
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b-flush", 1), ("1f1b-flush", 2), ("zb-v", 2), ("pipedream", 2)])
+def test_what_is_offloaded_comes_back(schedule: str, ranks: int) -> None:
+    """From pinned memory, whose slots the ranks share."""
+    tried = replace(case(schedule), ranks=ranks)
+    plan: penstock.Plan = tried.options["plan"]
+    offloaded = replace(plan, schedule=offloading(plan.definition))
+    assert_same(run_reference(tried), run_pipeline(tried, plan=offloaded))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])

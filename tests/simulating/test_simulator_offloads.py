@@ -95,8 +95,10 @@ def test_a_cluster_without_the_bandwidth_and_a_plan_that_recomputes_are_refused(
 
 
 def test_the_bytes_on_the_host_stay_within_their_limit() -> None:
-    """At most two microbatches of 12 bytes are there at once."""
+    """At most two microbatches of 12 bytes are there at once; or one, which leaves room for another one."""
     simulate(plan_of(), PROFILE, replace(CLUSTER, host_bytes=24.0))
+    row = "0F0@0 0H0 0F1@0 0D0 0B0@0 0F2@0 0H2 0F3@0 0B1@0 0D2 0B2@0 0B3@0 0U1<0"
+    simulate(plan_of(row), PROFILE, replace(CLUSTER, host_bytes=12.0))
     with pytest.raises(PlanError, match="0H1 of rank 0: expected at most 23 bytes on the host, host_bytes"):
         simulate(plan_of(), PROFILE, replace(CLUSTER, host_bytes=23.0))
 

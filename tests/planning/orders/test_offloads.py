@@ -14,18 +14,19 @@ from penstock.planning.orders.rows import OrderCosts
 from penstock.simulating import evaluate
 from support.training import LAYERS, Case, assert_equal, run_pipeline, run_reference
 
-ALONE = Plan.uniform(1, 1, "gpipe", 4)
 PROFILE = Profile((LayerProfile("", 1.0, 2.0, 0.0, 12.0, 0.0),), 1)
 
 
-def offloaded(limit: float, bandwidth: float, host_bytes: float = inf) -> str | None:
-    """The row of one rank, which takes 48 bytes without offloads."""
+def offloaded(limit: float, bandwidth: float, host_bytes: float = inf, microbatches: int = 4) -> str | None:
+    """The row of one rank, which takes 12 bytes for each microbatch without offloads."""
     cluster = replace(Cluster.uniform(1, 1e9), host_bandwidth=bandwidth, host_bytes=host_bytes)
-    made = offload_order("found", ALONE, PROFILE, cluster, [limit], optimizer_copies=0)
+    made = offload_order(
+        "found", Plan.uniform(1, 1, "gpipe", microbatches), PROFILE, cluster, [limit], optimizer_copies=0
+    )
     if made is None:
         return None
     assert max(evaluate(made, PROFILE, cluster, optimizer_copies=0).peak_bytes) <= limit
-    assert evaluate(made, PROFILE, cluster, optimizer_copies=0).minibatch_seconds == 12
+    assert evaluate(made, PROFILE, cluster, optimizer_copies=0).minibatch_seconds == 3 * microbatches
     (row,) = made.definition.programs
     return row.replace("@0", "")
 
@@ -34,11 +35,13 @@ def test_the_longest_lived_leaves_and_is_back_in_time() -> None:
     """At 3, microbatch 1 is the one that is away and lives longest. Between 4 and 6, it is microbatch 2."""
     assert offloaded(48, 12.0) == "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U1<0"
     assert offloaded(36, 12.0) == "0F0 0F1 0H1 0F2 0H2 0F3 0D1 0B0 0D2 0B1 0B2 0B3 0U1<0"
+    row = "0F0 0F1 0F2 0F3 0H3 0F4 0F5 0B0 0B1 0D3 0B2 0B3 0B4 0B5 0U1<0"
+    assert offloaded(60, 12.0, microbatches=6) == row, "microbatch 3 alone, which has left at 5 and is away longest"
 
 
 def test_a_round_trip_that_would_end_too_late_is_not_made() -> None:
-    """A copy of 3 s would make the second action after it wait, and one of 1 s cannot free the memory for 24 bytes."""
-    assert offloaded(36, 4.0) is None
+    """A copy of 1.5 s would make the second action after it wait, and one of 1 s cannot free the memory for 24 bytes."""
+    assert offloaded(36, 8.0) is None
     assert offloaded(24, 12.0) is None
 
 

@@ -43,6 +43,8 @@ class MemoryStore:
         self._staging = staging
         self._free: defaultdict[int, list[tuple[Tensor, Staged]]] = defaultdict(list)
         """By size, each with the last copy from it."""
+        self._last = NOTHING_STAGED
+        """The last copy back."""
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
         """Starts to copy `tensors` of the device. Returns their slots."""
@@ -54,6 +56,7 @@ class MemoryStore:
     def fetch(self, slots: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
         """Starts to copy back what is in `slots`, into new memory of the device."""
         staged = self._staging.back_to_device(slots)
+        self._last = (), staged[1]
         return staged[0], staged
 
     def wait(self, copying: Staged) -> None:
@@ -66,7 +69,8 @@ class MemoryStore:
             self._free[slot.numel()].append((slot, NOTHING_STAGED if fetched is None else ((), fetched[1])))
 
     def close(self) -> None:
-        """Frees all that is kept."""
+        """Frees all that is kept. Later work of the caller comes after all copies, so that it may have their memory."""
+        self.wait(self._last)
         self._free.clear()
 
     def _slot(self, layout: Layout) -> Tensor:
