@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import penstock
-from penstock.cli import _COMMANDS
+from penstock.cli import COMMANDS
 from support.fork_server import ForkServer
 from support.paths import ROOT
 
@@ -36,7 +36,7 @@ def test_every_public_name_and_command_is_on_the_site() -> None:
     commands = re.findall(r"^\| `penstock (\w+)` \|", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE)
 
     assert sorted(names) == sorted(penstock.__all__)
-    assert commands == [command.name for command in _COMMANDS]
+    assert commands == [command.name for command in COMMANDS]
 
 
 @pytest.mark.parametrize(
