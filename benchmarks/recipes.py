@@ -97,8 +97,8 @@ def page() -> str:
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument(
         "--page", type=Path, help="write the differences below the introduction of this page; run nothing"
     )
