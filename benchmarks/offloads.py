@@ -41,7 +41,7 @@ class Blocks(nn.Module):
 
 
 def order(in_flight: int, away: Sequence[int], ahead: int) -> ScheduleDefinition:
-    """1F1B's order of a rank, with the microbatches `away` on the host, and back `ahead` actions before they are due."""
+    """1F1B's order of a rank, the microbatches `away` on the host, and back `ahead` actions before they are due."""
     actions = [("F", k) for k in range(in_flight)]
     for k in range(MICROBATCHES):
         actions.append(("B", k))
@@ -62,7 +62,8 @@ def run(options: argparse.Namespace, definition: ScheduleDefinition) -> tuple[fl
     """The seconds of a step, the bytes that it takes at most, and the losses of the first steps."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    model = Blocks(options.width).to(options.device, dtype)
+    with torch.device(options.device):
+        model = Blocks(options.width).to(dtype)
     x = torch.randn(2 * MICROBATCHES, options.tokens // 2, options.width, device=options.device, dtype=dtype)
     y, loss_fn = torch.zeros_like(x), F.mse_loss
     pipe = penstock.Pipeline(
@@ -89,11 +90,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[4, 8])
     options = parser.parse_args()
     shown = Report(options.save)
     shown.add(conditions("benchmarks/offloads.py"))
     rows = []
-    for in_flight in (4, 8):
+    for in_flight in options.in_flight:
         away = range(in_flight, MICROBATCHES, 2)
         plain, most, expected = run(options, order(in_flight, (), 0))
         rows.append([str(in_flight), "", f"{plain:.3f} s", "", f"{most / 1e9:.2f} GB", ""])
