@@ -266,6 +266,7 @@ _RULES: FieldRules = {
     "updates_per_microbatch": FLAG,
     "has_vertical_sync": FLAG,
     "defers_updates": FLAG,
+    "saves_memory": FLAG,
     "programs": Entries(TEXT),
 }
 
@@ -294,6 +295,8 @@ class ScheduleDefinition:
     """Whether the schedule accepts `vertical_sync`: all stages read the version that the input stage read."""
     defers_updates: bool = False
     """Whether updates of waiting stages, in a schedule without a flush, come after the data that they need arrives."""
+    saves_memory: bool = False
+    """Whether it keeps less than others of its layout and takes longer: sought by name and where memory is limited."""
     programs: tuple[str, ...] = ()
     """What each rank computes in a step, where `define_by_programs` made the schedule; the file of a plan has it."""
 

@@ -154,6 +154,8 @@ class PlanConstraints:
     def _trials(self, profiles: Sequence[Profile], cluster: Cluster, devices: int) -> Iterator[PlannerQuery]:
         for planner in self._planners(cluster):
             for schedule in self._definitions:
+                if schedule.saves_memory and self.schedule is None and cluster.least_memory_bytes is None:
+                    continue
                 if plans_for(planner, schedule):
                     for profile in profiles:
                         microbatches = self.count_microbatches(profile, profiles[0], devices, schedule)
@@ -163,13 +165,16 @@ class PlanConstraints:
     def opened(self) -> "PlanConstraints":
         """These constraints without those that only choose among plans: `accepts` applies them to the proposals.
 
-        So a wish cannot lead the search to a plan that it would not find without the wish. A named planner and a
-        schedule of the user's own remain.
+        So a wish cannot lead the search to a plan that it would not find without the wish. A named planner, a schedule
+        of the user's own, and one that is only sought by name where memory is free, remain.
         """
         if self.planner is not None:
             return self
-        own = self.schedule if find_definition(self.schedule) not in METHODS else None
-        return replace(self, schedule=own, straight=False, synchronous=False, whole_backwards=False)
+        definition = find_definition(self.schedule)
+        remains = definition is not None and (definition.saves_memory or definition not in METHODS)
+        return replace(
+            self, schedule=self.schedule if remains else None, straight=False, synchronous=False, whole_backwards=False
+        )
 
     def accepts(self, plan: Plan) -> bool:
         """Whether `plan` has what is fixed."""

@@ -33,4 +33,12 @@ def guarantees(shape: PipelineShape) -> Guarantees:
     return count_in_flight(order, shape)
 
 
-V_HALF = ScheduleDefinition("v-half", order, guarantees, check_folded, layout=StageLayout.V_SHAPE, splits_backward=True)
+V_HALF = ScheduleDefinition(
+    "v-half",
+    order,
+    guarantees,
+    check_folded,
+    layout=StageLayout.V_SHAPE,
+    splits_backward=True,
+    saves_memory=True,
+)
