@@ -40,7 +40,7 @@ def test_the_longest_lived_leaves_and_is_back_in_time() -> None:
 
 
 def test_a_round_trip_that_would_end_too_late_is_not_made() -> None:
-    """A copy of 1.5 s would make the second action after it wait, and one of 1 s cannot free the memory for 24 bytes."""
+    """The second action would wait for a copy of 1.5 s, and one of 1 s cannot free the memory for 24 bytes."""
     assert offloaded(36, 8.0) is None
     assert offloaded(24, 12.0) is None
 

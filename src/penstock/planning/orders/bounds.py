@@ -5,7 +5,7 @@
     memory    each microbatch keeps its bytes at least from its forward to its backward, there and back through all
               later stages; the bytes times the seconds of all microbatches, over the limit of the rank. Offloads take
               from that what a microbatch waits between its forward and its backward, and the link to the host passes
-              so many bytes per second
+              a number of bytes per second
     link      what comes before the first activation, all messages of one direction one after another
 
 Where a step ends for every rank alone, nothing comes before or after.

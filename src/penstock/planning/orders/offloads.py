@@ -91,7 +91,8 @@ class _Row:
                 begun[stage, action.microbatch] = place
             elif isinstance(action, InputGradients) and sizes[stage] > 0:
                 forward = begun[stage, action.microbatch]
-                found.append(_Life(stage, action.microbatch, forward, place, sizes[stage], copies[stage]))
+                copied = {"moved_bytes": sizes[stage], "copy_seconds": copies[stage]}
+                found.append(_Life(stage, action.microbatch, forward, place, **copied))
         return sorted(found, key=lambda life: self.stops[life.forward] - self.starts[life.backward])
 
     def trips_within(
