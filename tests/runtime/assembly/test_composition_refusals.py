@@ -563,7 +563,7 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     "a `DTensor` over `dp` that `fully_shard` did not make": ("DTensor over replicas",),
     '`fully_shard` over other processes than `mesh["dp"]`': ("sharded over tensor-parallel ranks", "sharded over all"),
     "`fully_shard` with `pipedream` or `2bw`": ("sharded with versions",),
-    "`fully_shard` with `zb-h1` or `zb-v`": ("sharded, divided backwards",),
+    "`fully_shard` with split backwards": ("sharded, divided backwards",),
     "`fully_shard` with `version_dtype`, or with update hooks that predict under a flush": (
         "sharded, in low precision",
         "sharded and predicted",
@@ -580,8 +580,8 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
         test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks,
     ),
     "`Pipeline.measure` after a hook, with several stages or replicas": (test_spread_layers_are_not_measured,),
-    "`compile=` with `zb-h1` or `zb-v`": ("compiled zb-h1",),
-    '`recompute="layers"` with `zb-h1` or `zb-v`': ("layers of zb-h1",),
+    "`compile=` with split backwards": ("compiled zb-h1",),
+    '`recompute="layers"` with split backwards': ("layers of zb-h1",),
     '`compile=` with CUDA graphs (`"reduce-overhead"`, `"max-autotune"`)': ("compiled with graphs",),
 }
 

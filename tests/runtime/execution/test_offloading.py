@@ -267,7 +267,8 @@ def resident() -> int:
 
 def test_a_directory_frees_the_memory(tmp_path: Path) -> None:
     offloads, executor = Offloads(make_host_store(tmp_path, HostStaging())), StageExecutor()
-    x = torch.ones(1 << 22, requires_grad=True)
+    # The C library gives back at once what takes more than 32 MB, whatever the process did before.
+    x = torch.ones(1 << 24, requires_grad=True)
     before = resident()
     (output,) = executor.forward(0, (x,), lambda given: (given[0].exp().sin().cos().sum(),), offloads=offloads)
     held = resident()
@@ -278,8 +279,8 @@ def test_a_directory_frees_the_memory(tmp_path: Path) -> None:
     executor.saved_tensors(0).reload()
     executor.backward(0, (torch.ones_like(output),))
 
-    assert held - before > 30e6
-    assert after - before < 5e6, "two activations of 16 MB are in the file"
+    assert held - before > 120e6
+    assert after - before < 20e6, "two activations of 64 MB are in the file"
     assert list(tmp_path.iterdir()) == [], "the file has no name"
     offloads.store.close()
 
