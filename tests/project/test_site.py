@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import penstock
-from penstock.cli import COMMANDS
+from penstock.commands import COMMANDS
 from support.fork_server import ForkServer
 from support.paths import ROOT
 
