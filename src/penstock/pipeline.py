@@ -149,7 +149,7 @@ class Pipeline(Advised):
         resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
             there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
         offload_to: where a schedule with offloads moves what forwards save: ``"host"`` (memory, pinned beside a GPU),
-            or on a CPU a directory: docs/recompute.md.
+            or on a CPU a directory: docs/memory.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
