@@ -45,6 +45,7 @@ def test_throughput(pool: Pool, tmp_path: Path) -> None:
     assert len(reported["slowdowns"]) == 1
 
 
+@pytest.mark.sampled(0)
 def test_overhead(pool: Pool, tmp_path: Path) -> None:
     report = tmp_path / "tables.json"
     options = Namespace(sizes=["nano"], microbatches=2, rounds=1, turn_seconds=QUICK, repeats=1, worker=report)

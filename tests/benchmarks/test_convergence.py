@@ -56,6 +56,7 @@ def test_every_method_learns(results: Path) -> None:
     assert not [one["key"] for one in records if one["diverged"] or not one["final"] < one["validation"][0][1]]
 
 
+@pytest.mark.sampled(0)
 def test_flush_has_the_bits_of_data_parallelism(results: Path) -> None:
     for task, stages in (("gpt", 4), ("digits", 4), ("digits", 1)):
         found = digests(results, task, stages)

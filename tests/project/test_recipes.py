@@ -25,7 +25,7 @@ def test_few_lines_are_added(name: str) -> None:
     assert 0 < len(added) <= 8
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_losses_are_those_of_the_plain_script(fork_server: ForkServer, name: str) -> None:

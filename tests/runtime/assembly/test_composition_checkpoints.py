@@ -65,6 +65,7 @@ def test_a_checkpoint_of_one_process_loads_into_shards(pool: Pool, tmp_path: Pat
     assert pool.run(4, jobs.load, run, str(tmp_path / "saved"))[0] == pytest.approx(expected, abs=ROUNDING, rel=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", CHECKPOINTED, ids=str)
 def test_weights_of_shards_are_exported_whole_and_once(saved: Saves, run: Run) -> None:

@@ -83,6 +83,7 @@ def network() -> Iterator[Network]:
         yield made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("named", [True, False], ids=["interface named", "interface chosen"])
 def test_hosts_meet_and_train_over_their_link(network: Network, named: bool) -> None:
     """The losses have the bits of one process. Without a word about it, Gloo would take the loopback interface."""
