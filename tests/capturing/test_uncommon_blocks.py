@@ -51,7 +51,7 @@ def sequential(kind: Callable[[], nn.Module]) -> nn.Module:
 
 @pytest.mark.slow
 # Dynamo's own, where it looks at what a block is given.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", [Branching, BranchingLater])
 @pytest.mark.parametrize("around", [of_blocks, sequential])

@@ -58,6 +58,7 @@ def test_one_process(schedule: str, ranks: int) -> None:
     assert set(share_reference(tried).state) == set(actual.state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_several_processes(pool: Pool, ranks: int) -> None:
     cases = [case(in_turn(schedule, ranks, 1), schedule, ranks) for schedule in SCHEDULES]

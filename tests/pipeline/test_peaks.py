@@ -17,6 +17,7 @@ PREDICTED = [
 """Every schedule and choice is tried on a GPU: test_gpu_memory.py."""
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_peaks_are_as_predicted(pool: Pool) -> None:
     outcomes = pool.run(2, measure_peaks, PREDICTED)

@@ -135,7 +135,7 @@ def take_turns(counts: tuple[int, ...], split: bool) -> tuple[list[Case], list[C
     return tried[turn::2], tried[1 - turn :: 2]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("counts", SMALL, ids=str)
 @pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
 def test_several_processes(pool: Pool, counts: tuple[int, ...], split: bool) -> None:

@@ -29,7 +29,7 @@ def digest_of(job: Job, directory: Path) -> str:
     return training.read_result(directory)["digest"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "kills"),
     [

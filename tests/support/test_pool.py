@@ -99,7 +99,7 @@ def is_alive(process: int) -> bool:
     return True
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "argument", "words"),
     [

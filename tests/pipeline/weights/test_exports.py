@@ -52,7 +52,7 @@ def names_in(directory: Path) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "sharded"), [("llama", False), ("llama-tied", True), ("gpt2", True), ("bert", False)])
 def test_transformers_loads_an_export_and_we_load_its_own(tmp_path: Path, kind: str, sharded: bool) -> None:
     source, target = tmp_path / "source", tmp_path / "target"

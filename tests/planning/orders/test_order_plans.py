@@ -48,6 +48,7 @@ def test_order_leaves_what_is_fixed() -> None:
         penstock.plan(PROFILE, Cluster.uniform(1, GB), planner="order", microbatches=6)
 
 
+@pytest.mark.sampled(0)
 def test_a_frontier_gets_faster_with_memory() -> None:
     found = penstock.frontier(PROFILE, CLUSTER, microbatches=6, limits=(0.8, 1.1))
     named = [

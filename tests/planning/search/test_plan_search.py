@@ -75,6 +75,7 @@ def test_what_is_ranked_verifies_and_is_predicted_as_simulated_and_nothing_by_ha
             assert best[0].predicted.samples_per_second >= 0.999 * outcome.samples_per_second
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(profiles(), clusters(), st.data())

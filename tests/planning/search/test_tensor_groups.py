@@ -143,6 +143,7 @@ def test_a_plan_is_simulated_with_a_profile_of_its_groups_only() -> None:
         replace(blocks(), device="a").joined(replace(blocks(degree=2), device="b"))
 
 
+@pytest.mark.sampled(0)
 @settings(max_examples=4, deadline=None)
 @given(
     count=st.integers(1, 5),

@@ -54,7 +54,7 @@ SPLIT = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", SPLIT, ids=str)
 def test_two_by_two_stages_and_tp_ranks_are_one_device(pool: Pool, run: Run) -> None:
     outcomes = train(pool, run)
@@ -98,7 +98,7 @@ LANES_AND_REPLICAS = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", LANES_AND_REPLICAS, ids=str)
 def test_replicas_of_several_tp_ranks_sum_their_shards(pool: Pool, run: Run) -> None:
     assert farthest(run, train(pool, run)) < ROUNDING
@@ -174,7 +174,7 @@ CLIPPED = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", CLIPPED, ids=str)
 def test_norms_are_those_of_whole_gradients(pool: Pool, run: Run) -> None:
     """A norm of parts is rounded otherwise than the norm of the whole."""

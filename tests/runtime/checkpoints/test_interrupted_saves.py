@@ -63,7 +63,7 @@ def kill_at(number: int, below: Path) -> None:
     sys.addaudithook(count)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["a new step", "a step again", "the only step again", "an older one is removed"])
 def test_a_kill_at_every_operation(tmp_path: Path, kind: str) -> None:
     pipe = make()

@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_schedules(name: str) -> None:
     device = RacingDevice()
