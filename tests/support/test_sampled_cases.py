@@ -27,9 +27,7 @@ def test_all_values_of_a_parameter_are_taken_equally_often(outer: int, inner: in
         assert len(often) == values and max(often.values()) - min(often.values()) <= 1
 
 
-def test_the_suite_leaves_cases_out_and_a_node_id_does_not(
-    pytestconfig: pytest.Config, request: pytest.FixtureRequest
-) -> None:
+def test_the_suite_leaves_cases_out(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> None:
     """Looks at the items of this very run."""
     items = [item for item in request.session.items if item.get_closest_marker("sampled") is not None]
     if not pytestconfig.getoption("all_cases") and not any("::" in argument for argument in pytestconfig.args):

@@ -49,9 +49,7 @@ def label_spans(timeline: Timeline) -> tuple[LabeledSpan, ...]:
     newest: dict[tuple[int, int], int] = {}
     entries = []
     own = (
-        span
-        for span in timeline.spans
-        if span.computes or span.kind in COPIES or (span.kind == "reduce" and span.seconds > 0)
+        span for span in timeline.spans if span.computes or span.copies or (span.kind == "reduce" and span.seconds > 0)
     )
     for span in sorted(own, key=lambda span: (span.rank, span.start_seconds, span.stop_seconds)):
         held = span.rank, span.stage  # replicas update one by one
@@ -60,7 +58,7 @@ def label_spans(timeline: Timeline) -> tuple[LabeledSpan, ...]:
             entries.append(LabeledSpan(span, "U"))
         elif span.kind == "reduce":
             entries.append(LabeledSpan(span, ""))
-        elif span.kind in COPIES:
+        elif span.copies:
             entries.append(LabeledSpan(span, str(span.number)))
         else:
             # A measurement may begin in the middle of a run: assume that the version that ran first was the newest.
@@ -91,12 +89,12 @@ def draw_strips(
     for rank, own in enumerate(rows):
         # A long run has far more entries than are drawn.
         near = [entry for entry in own if entry.span.start_seconds - origin <= (columns + 1) * column_seconds]
-        copies = [entry for entry in near if entry.span.kind in COPIES]
+        copies = [entry for entry in near if entry.span.copies]
         held: list[int | None] = [*sorted({entry.span.stage for entry in own})]
         for stage in held or [None]:
             row = ["." if column % dot_columns == 1 else " " for column in range(columns)] + [" "]
             # Later entries are drawn on top: the row's own stage over the blanks, updates over everything.
-            rest = (entry for entry in near if entry.span.kind not in COPIES)
+            rest = (entry for entry in near if not entry.span.copies)
             for entry in sorted(rest, key=lambda entry: (_HEIGHTS.get(entry.span.kind, 1), entry.span.stage == stage)):
                 start = _column(entry.span.start_seconds - origin, column_seconds)
                 stop = min(_column(entry.span.stop_seconds - origin, column_seconds), columns)
@@ -111,7 +109,7 @@ def draw_strips(
                 else:
                     row[start:stop] = _cell(entry, stop - start)
             strips.append(Strip(rank, stage, "".join(row)))
-        if any(entry.span.kind in COPIES for entry in own):
+        if any(entry.span.copies for entry in own):
             row = [" "] * (columns + 1)
             for entry in copies:
                 text = COPIES[entry.span.kind] + entry.label

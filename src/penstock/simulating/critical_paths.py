@@ -16,8 +16,6 @@ from penstock.errors import PlanError
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-_COPIES = ("offload", "reload")
-
 
 def critical_path(timeline: Timeline, server_ranks: int = 1) -> tuple[Span, ...]:
     """The spans of the critical path, first to last; each is one of ``timeline.spans``. Empty if there are no spans.
@@ -71,7 +69,7 @@ class _Index:
                     self._made[span.rank, stage, number, maker].append(span)
                 self._queued[id(span)] = links.queue(span)
                 continue
-            if kind in _COPIES:
+            if span.copies:
                 self._copies[span.rank].append(span)
                 continue
             row = self._rows[span.rank]
@@ -99,10 +97,10 @@ class _Index:
             case "reduce":
                 for other in self._reduces[span.stage, span.number]:
                     yield from self._previous(other)
-            case kind:
-                before = [*self._copies[span.rank], *(self._rows[span.rank] if kind in _COPIES else ())]
+            case _:
+                before = [*self._copies[span.rank], *(self._rows[span.rank] if span.copies else ())]
                 yield from (each for each in before if each is not span and each.stop_seconds <= span.start_seconds)
-                yield from self._previous(span) if kind not in _COPIES else ()
+                yield from self._previous(span) if not span.copies else ()
 
     def _before_send(self, span: Span) -> Iterator[Span]:
         kind = "forward" if span.reference > span.stage else "backward"

@@ -7,7 +7,8 @@
   const pen = canvas.getContext("2d");
   const AXIS = 24, HEAD = 26, LEFT = 76, RIGHT = 92;
   const BARS = [5, 7, 9, 12, 16, 20, 26, 34, 46, 62, 84];
-  const NAMES = { F: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send" };
+  const NAMES = { F: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send", H: "send", D: "send" };
+  const SENDS = Object.keys(NAMES).filter((kind) => NAMES[kind] === "send").join("");
   const end = Math.max(1, ...data.panels.map((panel) => panel.length));
   const peak = Math.max(0, ...data.panels.flatMap((panel) => panel.memory.map((memory) => memory.peak)));
   let remembered = true, view = { from: 0, to: end }, size = BARS.indexOf(26), bands = [], height = 0;
@@ -33,7 +34,7 @@
       }));
       row.stage = stages.length === 1 && row.spans.length ? `stage ${stages[0]}` : "";
       row.busy = sorted(row, "FBIWUA");
-      row.sends = sorted(row, "STNHD");
+      row.sends = sorted(row, SENDS);
       row.waits = sorted(row, "Rtn");
     });
     for (const memory of panel.memory)
@@ -170,7 +171,7 @@
     for (let i = first(list.reach, view.from); i < list.spans.length && list.spans[i].start <= view.to; i++) act(list.spans[i]);
   }
   function outline(band, span) {
-    const start = x(span.start), sends = "STNHD".includes(span.kind);
+    const start = x(span.start), sends = SENDS.includes(span.kind);
     pen.strokeStyle = colors.ink; pen.lineWidth = 2;
     pen.strokeRect(start, sends ? band.top + band.bar : band.top, Math.max(2, x(span.stop) - start), sends ? band.strip + 2 : band.bar);
   }
@@ -203,7 +204,7 @@
   function drawPath(panel) {
     if (!panel.path.length) return;
     const band = bands.find((band) => band.panel === panel);
-    const foot = (span) => band.top + span.rank * band.pitch + band.bar + ("STNHD".includes(span.kind) ? band.strip + 1 : -1);
+    const foot = (span) => band.top + span.rank * band.pitch + band.bar + (SENDS.includes(span.kind) ? band.strip + 1 : -1);
     pen.beginPath();
     panel.path.forEach((span, index) => {
       // A wait counts from the end of what it waits for, not from when its rank began to wait.

@@ -91,7 +91,12 @@ class Span:
     @property
     def computes(self) -> bool:
         """Whether it is computation (forward, backward, update) and not communication."""
-        return self.kind not in ("send", "receive", "reduce", "offload", "reload")
+        return self.kind not in ("send", "receive", "reduce") and not self.copies
+
+    @property
+    def copies(self) -> bool:
+        """Whether it is a copy between a device and its host (offload, reload)."""
+        return self.kind in ("offload", "reload")
 
     @property
     def stage(self) -> int:
