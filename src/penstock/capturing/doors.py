@@ -5,16 +5,15 @@ a list, tuple or ModuleList      the user's own layers, run as they are
 any other nn.Module              traced with torch.export and cut between its own blocks
 """
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.export.exported import capture_exported
+from penstock.capturing.drafts import Draft, without_garbage_collection
+from penstock.capturing.export.exported import draft_exported
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.samples import read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
@@ -42,28 +41,27 @@ def capture(
     The model's training flags, buffers and the random generators are left as they were.
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
+    return draft(model, sample, microbatch_size=microbatch_size, check=check).alone()
+
+
+def draft(
+    model: nn.Module | Sequence[nn.Module | Callable[..., Any]],
+    sample: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    *,
+    microbatch_size: int | None = None,
+    check: bool = True,
+) -> Draft:
+    """What `capture` makes before it compares the trace with the model."""
     check_model(model)
     microbatch_size = integer(1).optional.check("capture(microbatch_size=)", microbatch_size, CaptureError)
     call, inputs = read_sample(sample, microbatch_size)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         match model:
             case nn.ModuleList() | list() | tuple():
-                return capture_list(list(model), call, inputs)
+                return Draft(capture_list(list(model), call, inputs))
             case nn.Sequential() if is_plain_sequential(model):
-                return capture_sequential(model, call, inputs)
+                return Draft(capture_sequential(model, call, inputs))
             case nn.Module():
-                return capture_exported(model, call, inputs, check)
+                return draft_exported(model, call, inputs, check)
             case _:
                 raise AssertionError("check_model refuses anything else")
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Looking for garbage among the objects of a trace takes a fifth of the time of a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -79,7 +79,10 @@ def with_evaluation(chain: LayerChain, model: nn.Module, name: str, capture: Cal
             "expected the same blocks, in the same order. Pass it as a list of layers that run in both modes"
         )
 
-    return replace(chain, evaluation=evaluation) if any(inner.training for inner in model.modules()) else chain
+    if any(inner.training for inner in model.modules()):
+        return replace(chain, evaluation=evaluation)
+    alone = replace(chain, evaluation=lambda: alone)
+    return alone
 
 
 def _needed(layers: Sequence[Layer], returned: tuple[str, ...]) -> list[frozenset[str]]:

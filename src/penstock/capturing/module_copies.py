@@ -25,6 +25,8 @@ from penstock.torch_internals.modules import tensor_tables
 _Copied = TypeVar("_Copied")
 _Make = Callable[[], Any]
 _EMPTY = object()
+_TABLES = frozenset(name for name, table in vars(nn.Module()).items() if isinstance(table, dict | set))
+"""Where every module keeps its tensors, submodules and hooks."""
 _RULES = ("__new__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
 """What says how a module is made and copied."""
 _RULES_OF_OBJECTS = (*_RULES, "__setattr__", "__getnewargs__", "__getnewargs_ex__", "__setstate__")
@@ -70,9 +72,14 @@ class Copies:
                 held = nn.Module.__getstate__(value) if ordinary else vars(value)  # type: ignore[no-untyped-call]
                 others = {name: each for name, each in held.items() if type(each) not in FIXED_TYPES}
                 if ordinary:
+                    # Most tables of most modules are empty.
+                    empty = {name: type(each)() for name, each in others.items() if name in _TABLES and not each}
+                    others = {name: each for name, each in others.items() if name not in empty}
                     modules.append((value, others))
                     made: Any = object.__new__(kind)
-                    vars(made).update({name: each for name, each in held.items() if name not in others})
+                    vars(made).update(
+                        {name: empty.get(name, each) for name, each in held.items() if name not in others}
+                    )
                     self._enter(value, made)
                     if isinstance(value, GraphModule):
                         self._memo[id(value.graph)] = value.graph

@@ -50,23 +50,28 @@ def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:
     return replace(chain, layers=tuple(replace(layer, module=copies.of(layer.module)) for layer in chain.layers))
 
 
-def note_gradients(sampled: SampledModel, chain: LayerChain) -> LayerChain:
-    """`chain` with the values noted that require a gradient in a pass on the sample."""
-    found: list[frozenset[str]] = []
+def gradients_of(sampled: SampledModel, chain: LayerChain) -> list[list[str]]:
+    """The values that require a gradient in a pass on the sample, of the results of each layer."""
+    found: list[list[str]] = []
 
     def run(module: nn.Module | None, compute: Results, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Detached, so that one layer's activations are held at a time.
         results = compute(*map(_detached, arguments))
         outputs = chain.layers[len(found)].outputs
-        found.append(frozenset(name for name, result in zip(outputs, results, strict=False) if result.requires_grad))
+        found.append([name for name, result in zip(outputs, results, strict=False) if result.requires_grad])
         return tuple(map(_detached, results))
 
     with sampled.copied(chain.layers) as copies, torch.enable_grad():
         own = sampled.call.copied()
         stage = chain_of_copies(chain, copies).stage(0, len(chain.layers))
         stage((), chain.inputs.bind(own.args, own.kwargs), layer_runner=run)
+    return found
+
+
+def with_gradients(chain: LayerChain, found: Sequence[Sequence[str]]) -> LayerChain:
+    """`chain` with the values noted that `gradients_of` found."""
     layers = zip(chain.layers, found, strict=True)
-    return replace(chain, layers=tuple(replace(layer, differentiable=names) for layer, names in layers))
+    return replace(chain, layers=tuple(replace(layer, differentiable=frozenset(names)) for layer, names in layers))
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from penstock.capturing.observation import Observation, SharedObjects, keep_last
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.read_names import FunctionModule
-from penstock.capturing.sampled_models import SampledModel, note_gradients
+from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -232,7 +232,7 @@ def _capture(
         evaluation=lambda: chain,
     )
     if trained is None:
-        chain = note_gradients(sampled, chain)
+        chain = with_gradients(chain, gradients_of(sampled, chain))
     return with_evaluation(
         chain, model, "the list of layers", lambda: _capture(named, spread, call, inputs, model, trained=chain)
     )

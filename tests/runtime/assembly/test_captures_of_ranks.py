@@ -1,4 +1,4 @@
-"""Every rank captures and checks the model; an error of one ends all."""
+"""Every rank captures the model, and one of them compares a capture with the model; an error of one ends all."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.doors import capture
+from penstock.capturing.doors import capture, draft
 from penstock.errors import PenstockError
 from support.processes import Pool
 
@@ -87,6 +87,13 @@ class Stateful(Model):
         return super().forward(x, weights) * len(RUNS)
 
 
+class Doubled(Model):
+    """Has the same layers, and twice as large numbers between them."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, 2 * weights)
+
+
 class Undifferentiable(Model):
     """Leaves PyTorch between its blocks, which is refused before anything is checked."""
 
@@ -109,24 +116,35 @@ def sample() -> tuple[Tensor, Tensor]:
     return torch.ones(2, 5, WIDTH), torch.ones(2, 5)
 
 
-def inputs_of(kind: str) -> tuple[Any, Any]:
-    """What a capture finds of the inputs of a model: the sizes that it holds for, and those that must be equal."""
-    inputs = capture(KINDS[kind](), sample()).inputs
-    return inputs.sizes, inputs.equal
+def inputs_of(kind: str) -> tuple[Any, Any, Any]:
+    """What a capture finds: the sizes of inputs that it holds for, those that must be equal, and the values that have a
+    gradient. In the other processes, that of a pipeline.
+    """
+    if dist.is_initialized():
+        with pipeline_of(kind) as pipe:
+            chain = pipe._chain
+    else:
+        chain = capture(KINDS[kind](), sample())
+    return chain.inputs.sizes, chain.inputs.equal, [layer.differentiable for layer in chain.layers]
+
+
+def pipeline_of(kind: str) -> penstock.Pipeline:
+    """In two processes."""
+    return penstock.Pipeline(
+        KINDS[kind](),
+        sample(),
+        F.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        plan=penstock.Plan.uniform(2, 2, "1f1b-flush", 2),
+        timeout_seconds=60.0,
+    )
 
 
 def error_of(*kinds: str) -> str:
     """The error of a pipeline of the model of this rank's kind."""
     RUNS.clear()
     try:
-        penstock.Pipeline(
-            KINDS[kinds[dist.get_rank()]](),
-            sample(),
-            F.mse_loss,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            plan=penstock.Plan.uniform(2, 2, "1f1b-flush", 2),
-            timeout_seconds=60.0,
-        )
+        pipeline_of(kinds[dist.get_rank()])
     except PenstockError as error:
         return f"{type(error).__name__}: {error}"
     except ArithmeticError as error:
@@ -143,19 +161,46 @@ def error_of(*kinds: str) -> str:
     ],
 )
 def test_every_rank_finds_what_one_process_does(pool: Pool, kind: str) -> None:
-    sizes, equal = inputs_of("plain")
+    sizes, equal, gradients = inputs_of("plain")
 
-    assert pool.run(2, inputs_of, kind) == [(sizes, equal)] * 2
+    assert pool.run(2, inputs_of, kind) == [(sizes, equal, gradients)] * 2
     # What the checks find is not trivial.
     assert any(least == 2 for bounds in sizes.values() for least, _ in bounds)
     assert equal
+    assert all(gradients)
 
 
-def test_all_ranks_raise_what_each_finds(pool: Pool) -> None:
+def shares(kind: str) -> tuple[bool, list[set[int]], int]:
+    """Whether the text of a model's capture is that of another capture of it; the questions that each of three ranks
+    asks; and how many there are.
+    """
+    made, again = (draft(KINDS[kind](), sample()) for _ in range(2))
+    return made.text == again.text, [set(made.share_of(rank, 3)) for rank in range(3)], len(made.questions)
+
+
+def test_one_rank_asks_for_all() -> None:
+    same, found, questions = shares("plain")
+
+    assert same
+    # The comparison, a single sample, a single step, and the gradients.
+    assert questions == 4
+    assert found == [{0}, {1, 3}, {2}]
+    assert shares("joined")[1] == [{0, 1, 2, 3}] * 3
+
+
+def test_another_model_has_another_text() -> None:
+    made = draft(Model(), sample())
+    others = [Doubled(), Model(Joined), Model()]
+    others[1].last = nn.Linear(WIDTH, WIDTH, bias=False)
+    assert [draft(other, sample()).text == made.text for other in others] == [False, False, True]
+
+
+def test_all_ranks_raise_what_one_finds(pool: Pool) -> None:
     first, last = pool.run(2, error_of, "stateful", "stateful")
+    text = "the trace of Stateful differs from the model in output 0"
 
-    assert first.startswith("CaptureError: the trace of Stateful differs from the model in output 0")
-    assert last.startswith("CaptureError: the trace of Stateful differs from the model in output 0")
+    assert first.startswith(f"CaptureError: {text}")
+    assert last.startswith(f"CaptureError: rank 0, while it compared its capture with the model: {text}")
 
 
 @pytest.mark.parametrize("kinds", [("plain", "refused"), ("refused", "plain"), ("plain", "stateful")])
@@ -171,5 +216,5 @@ def test_an_error_of_the_model_in_a_check_ends_all(pool: Pool) -> None:
     first, last = pool.run(2, error_of, "failing", "plain")
 
     assert first == "its own: no gradients here"
-    assert last.startswith("TransportError: rank 0 failed while it captured the model")
+    assert last.startswith("TransportError: rank 0 failed while it compared its capture with the model")
     assert "no gradients here" in last

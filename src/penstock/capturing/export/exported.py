@@ -3,8 +3,9 @@
 The training and the evaluation mode are two traces over the same parameters and buffers, cut at the same blocks.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import Node
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import agrees, check_chain
+from penstock.capturing.drafts import Draft, Question
 from penstock.capturing.export.block_calls import (
     Dimension,
     RecordedCalls,
@@ -33,7 +35,7 @@ from penstock.capturing.module_copies import Copies
 from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers
-from penstock.capturing.sampled_models import SampledModel, note_gradients
+from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call
 from penstock.capturing.sequential import Flag, bodies_of
 from penstock.errors import CaptureError
@@ -42,14 +44,18 @@ from penstock.torch_internals.dispatch import schema_of
 _FREE: tuple[Literal["sizes", "samples", "nothing"], ...] = ("sizes", "samples", "nothing")
 
 
-def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> LayerChain:
+def draft_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> Draft:
     """`model` traced by `torch.export` and cut between its blocks, in the mode that it is in.
 
     `check`: whether to check that it computes what the model does.
     """
-    chain, partition = _capture(model, call, inputs, None, check)
-    trained = partition, chain.layers
-    return with_evaluation(chain, model, type(model).__name__, lambda: _capture(model, call, inputs, trained, check)[0])
+    draft, partition = _capture(model, call, inputs, None, check)
+    trained = partition, draft.chain.layers
+
+    def evaluation() -> LayerChain:
+        return _capture(model, call, inputs, trained, check)[0].alone()
+
+    return replace(draft, finish=lambda chain: with_evaluation(chain, model, type(model).__name__, evaluation))
 
 
 def _capture(
@@ -58,8 +64,8 @@ def _capture(
     inputs: ModelInputs,
     trained: tuple[Partition, Sequence[Layer]] | None,
     check: bool,
-) -> tuple[LayerChain, Partition]:
-    """The chain, and what it was cut into before layers were joined. `trained`: the same of the training, if this trace
+) -> tuple[Draft, Partition]:
+    """The draft, and what it was cut into before layers were joined. `trained`: the same of the training, if this trace
     is for evaluation.
     """
     trains = trained is None
@@ -97,19 +103,24 @@ def _capture(
         evaluation=lambda: chain,
         communicates=run.communicates,
     )
-    checked = chain.inputs
+    return Draft(chain, tuple(_questions(sampled, chain, recorded, check=check, trains=trains))), partition
+
+
+def _questions(
+    sampled: SampledModel, chain: LayerChain, recorded: RecordedCalls, *, check: bool, trains: bool
+) -> Iterator[Question]:
+    """What runs of the model and of `chain` have to show. The first one takes the longest."""
+    inputs, tensors = chain.inputs, sampled.inputs.bind(sampled.call.args, sampled.call.kwargs)
     if check:
-        check_chain(sampled, chain, trains=trains)
-        for places in _free_groups(sampled, chain.inputs, tensors):
-            if not agrees(sampled, chain, resized(sampled, places, lambda tensor, index: tensor.narrow(index, 0, 1))):
-                checked = _at_least_two(places, checked)
-    for group in _not_only_samples(recorded.together, inputs):
-        if group not in chain.inputs.equal and not may_differ(sampled, group):
-            checked = replace(checked, equal=(*checked.equal, group))
-    chain = replace(chain, inputs=checked)
+        yield Question(partial(check_chain, sampled, chain, trains=trains))
+        for places in _free_groups(sampled, inputs, tensors):
+            single = resized(sampled, places, lambda tensor, index: tensor.narrow(index, 0, 1))
+            yield Question(partial(agrees, sampled, chain, single), partial(_at_least_two, places))
+    for group in _not_only_samples(recorded.together, sampled.inputs):
+        if group not in inputs.equal:
+            yield Question(partial(may_differ, sampled, group), partial(_equal, group))
     if trains:
-        chain = note_gradients(sampled, chain)
-    return chain, partition
+        yield Question(partial(gradients_of, sampled, chain), with_gradients)
 
 
 def _trace(
@@ -251,17 +262,24 @@ def _of_sizes(node: Node) -> bool:
     return schema is not None and schema.name in _SIZES
 
 
-def _at_least_two(group: frozenset[Dimension], inputs: ModelInputs) -> ModelInputs:
-    """The inputs of a chain that differs from the model for a single entry of the dimensions `group`.
+def _at_least_two(group: frozenset[Dimension], chain: LayerChain, agreed: bool) -> LayerChain:
+    """Without sizes of one, if `chain` differs from the model for a single entry of the dimensions `group`.
 
     Export takes it for granted that a free size is at least two, and drops what the model's code would do for a single
     sample, or a sequence of a single token: ``if length == 1``, or a `squeeze`. Most models do nothing of that kind,
     and a prediction is often of one sample. So the first sample, or the first steps, of the sample are tried.
     """
-    sizes = {name: list(bounds) for name, bounds in inputs.sizes.items()}
+    if agreed:
+        return chain
+    sizes = {name: list(bounds) for name, bounds in chain.inputs.sizes.items()}
     for name, index in group:
         sizes[name][index] = (2, sizes[name][index][1])
-    return replace(inputs, sizes={name: tuple(bounds) for name, bounds in sizes.items()})
+    return replace(chain, inputs=replace(chain.inputs, sizes={name: tuple(each) for name, each in sizes.items()}))
+
+
+def _equal(group: tuple[Dimension, ...], chain: LayerChain, differ: bool) -> LayerChain:
+    """The chain with sizes of `group` that must be equal, unless they may `differ`."""
+    return chain if differ else replace(chain, inputs=replace(chain.inputs, equal=(*chain.inputs.equal, group)))
 
 
 def _free_groups(

@@ -67,17 +67,18 @@ def run_on_sample(sampled: SampledModel) -> ModelRun:
     """Runs the model on the sample. Raises `CaptureError` if it fails on it."""
     found = _run_twice(sampled)
     uncalled = frozenset(path for path in found.blocks if not found.calls[0][path])
-    if uncalled:
-        # Hooks do not see a call of a forward. So it is noted in a run of its own, for the few models that do this.
-        found = _run_twice(sampled, uncalled)
+    if uncalled or found.drawing_elsewhere:
+        # Hooks do not see a call of a forward, and to look at generators in every call takes long. So these are noted
+        # in runs of their own, for the few models that do this.
+        found = _run_twice(sampled, uncalled, closely=True)
     return found
 
 
-def _run_twice(sampled: SampledModel, by_forward: frozenset[str] = frozenset()) -> ModelRun:
-    """`by_forward`: the modules of which calls of the forward are noted, too."""
+def _run_twice(sampled: SampledModel, by_forward: frozenset[str] = frozenset(), *, closely: bool = False) -> ModelRun:
+    """`by_forward` and `closely`: as for `Watch`."""
     model, call = sampled.model, sampled.call
     with sampled.copied() as copies, torch.no_grad():
-        watch = Watch(model, copies, by_forward=by_forward)
+        watch = Watch(model, copies, by_forward=by_forward, closely=closely)
         with _failures_explained(model):
             names = {id(parameter): name for name, parameter in watch.model.named_parameters()}
             dependence = _Dependence(list(watch.model.parameters()), watch, sampled.save_parameter)

@@ -90,8 +90,9 @@ class TensorOwners:
 class Watch:
     """Watches one run of a copy of `model`, which is one of `copies`.
 
-    `paths`: the modules whose calls are noted; None for all, and then also who uses the generators of Python and NumPy.
-    `by_forward`: the modules of which calls of ``module.forward(x)`` are noted, too.
+    `paths`: the modules whose calls are noted; None for all, and then also whether the model uses the generators of
+    Python and NumPy. `by_forward`: the modules of which calls of ``module.forward(x)`` are noted, too. `closely`: looks
+    at these generators in every call of a module.
     """
 
     def __init__(
@@ -101,11 +102,13 @@ class Watch:
         paths: Collection[str] | None = None,
         *,
         by_forward: Collection[str] = (),
+        closely: bool = False,
     ) -> None:
         self.model = copies.of(model)
         self._copies = copies
         self.paths = paths
         self.by_forward = by_forward
+        self.closely = closely
         self.calls: ModuleCalls = defaultdict(list)
         self.working: set[str] = set()
         self.drawing: set[str] = set()
@@ -136,11 +139,13 @@ class Watch:
                 if path in self.by_forward:
                     hooks.enter_context(replaced_forward(module, self._watched_forward(path, module), hooks=True))
             result = self.model(*call.args, **call.kwargs)
-            self._note_draws()
+            if self.paths is None:
+                self._note_draws()
         return result
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._note_draws()
+        if self.closely:
+            self._note_draws()
         if not kwargs and all(type(argument) is Tensor for argument in args):
             made = ModuleCall([argument.shape for argument in args], [], [Tensor] * len(args))
         else:
@@ -169,7 +174,8 @@ class Watch:
         return forward
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        self._note_draws()
+        if self.closely:
+            self._note_draws()
         path, made = self._stack.pop()
         leaves, made.structure = ([result], _LEAF) if type(result) is Tensor else flatten(result)
         if self.paths is None:
@@ -205,8 +211,6 @@ class Watch:
 
     def _note_draws(self) -> None:
         """Notes whether Python's or NumPy's generator was used by the innermost module since the last look."""
-        if self.paths is not None:
-            return
         now = python_generators()
         if now != self._generators:
             path = self._path

@@ -5,17 +5,19 @@ A model on the meta device gets its weights later, and stages may be compiled la
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.doors import capture
+from penstock.capturing.doors import draft
+from penstock.capturing.drafts import Draft
 from penstock.capturing.model_kinds import first_device
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.execution.compilation import read_compilation
-from penstock.runtime.transport.worlds import World, agreed
+from penstock.runtime.transport.worlds import World, agreed, gather_results
 from penstock.training.losses import model_loss
 
 
@@ -43,16 +45,29 @@ def capture_for_training(world: World, options: PipelineOptions) -> CapturedMode
         compilation = read_compilation(options.run.compile, parallelized=options.run.parallelize is not None)
         if asks_for_weights(model, init_fn):
             weightless = capture_weightless(model, sample)
-            device, chain = weightless.device, weightless.chain
+            device, made = weightless.device, Draft(weightless.chain)
         else:
             device = first_device(model)
             # Code of the model that branches on types must see the types of autocast.
             with recipe.autocast_context(device):
-                chain = capture(model, sample)
+                made = draft(model, sample)
         if recipe.reads_model_loss:
             # It raises if the output has none.
-            model_loss(chain.output.build([torch.empty(()) for _ in chain.output.values]))
+            model_loss(made.chain.output.build([torch.empty(()) for _ in made.chain.output.values]))
+    with recipe.autocast_context(device):
+        chain = _settled(world, made)
     if device.type == "cuda":
         # Ranks compute on streams of their own, which cannot use what the allocator keeps for this thread's stream.
         torch.cuda.empty_cache()
     return CapturedModel(chain, device, weightless, compilation)
+
+
+def _settled(world: World, made: Draft) -> LayerChain:
+    """The chain of `made`; each question is asked on one of the processes, if all have captured the same model."""
+    context = "while it compared its capture with the model"
+    ask = partial(made.share_of, world.rank, world.processes)
+    found = gather_results(world, context, lambda: (made.text, ask()))
+    if any(text != made.text for text, _ in found):
+        with agreed(world, context):
+            return made.alone()
+    return made.settled({number: answer for _, own in found for number, answer in own.items()})
