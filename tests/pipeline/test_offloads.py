@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock
 from penstock import Plan
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PlanError
 from penstock.scheduling import define_by_programs, verify
 from penstock.values.plans import schedule
 from support.jobs.peak_jobs import Training, fused, held_by_counter, loss_fn, make_model, peaks_by_counter, run
@@ -85,8 +85,8 @@ def test_recomputation_of_other_stages_equals_the_oracle() -> None:
     plan = Plan.uniform(LAYERS, 2, define_by_programs("by hand", text), 4)
 
     assert_equal(run_reference(case), run_pipeline(case, plan=plan, recompute={0}))
-    with pytest.raises(PenstockError, match=r"stage 1 is to be recomputed, and the schedule offloads.*1H\.\.\."):
-        run_pipeline(case, plan=plan, recompute=True)
+    with pytest.raises(PlanError, match=r"stage 1 is to be recomputed, and the schedule offloads.*1H\.\.\."):
+        penstock.Pipeline(case.build(), **{**case.options, "plan": plan}, recompute=True)
 
 
 class Watching(nn.Module):

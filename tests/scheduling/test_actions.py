@@ -84,5 +84,5 @@ def test_text_that_is_no_action(text: str) -> None:
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
         "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 (offload to the host), 2D0 "
-        "(reload to the device)"
+        "(reload to the device), 2C0@1 (recomputation)"
     )

@@ -13,9 +13,7 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    InputGradients,
-    Receive,
-    Send,
+    Recompute,
     WeightGradients,
 )
 from penstock.scheduling.schedules import Schedule, inference
@@ -160,26 +158,20 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], ex
         stays: list[tuple[float, float, float]] = []
         forwards: dict[tuple[int, int], float] = {}
         kept: dict[tuple[int, int], float] = {}
-        before = None
         for action, span in zip(row, own, strict=True):
-            if isinstance(action, Forward | Backward | BackwardInput | BackwardWeight):
+            if isinstance(action, Forward | Recompute | Backward | BackwardInput | BackwardWeight):
                 stays.append((span.start_seconds, span.stop_seconds, most[action.stage] / share[action.stage]))
             if isinstance(action, Forward):
                 forwards[action.stage, action.microbatch] = span.start_seconds
-            if isinstance(action, InputGradients):
-                begin = forwards[action.stage, action.microbatch]
-                direct = isinstance(before, Forward) and before.microbatch == action.microbatch
-                at_once = not plan.recompute or (direct and before.stage == action.stage)  # type: ignore[attr-defined]
-                kept[action.stage, action.microbatch] = begin if at_once else span.start_seconds
+            if isinstance(action, Recompute):
+                kept[action.stage, action.microbatch] = span.start_seconds
             if isinstance(action, WeightGradients):
                 size = whole[action.stage] / share[action.stage]
                 begin = forwards[action.stage, action.microbatch]
-                stays.append((kept[action.stage, action.microbatch], span.stop_seconds, size))
+                stays.append((kept.get((action.stage, action.microbatch), begin), span.stop_seconds, size))
                 if plan.recompute and action.stage:
                     cut = profile.layers[plan.stages[action.stage].start - 1].cut_bytes / share[action.stage]
                     stays.append((begin, span.stop_seconds, cut))
-            if not isinstance(action, Send | Receive):
-                before = action
         check_course(timeline.memory[rank], stays)
 
 

@@ -14,9 +14,9 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Compute,
     Forward,
     Receive,
+    Recompute,
     Reduce,
     Send,
     Update,
@@ -103,13 +103,12 @@ class Oracle:
             changed = False
             for rank, row in enumerate(self.programs):
                 clock, ring_free = 0.0, 0.0
-                compute: Compute | None = None
                 backward: dict[int, int] = {}
                 for index, action in enumerate(row):
                     spot, begin, end = (rank, index), clock, clock
                     layers = self.layers(action.stage)
                     share = self.share(action.stage) / self.pace(action.stage, rank)
-                    if isinstance(action, Forward):
+                    if isinstance(action, Forward | Recompute):
                         end = clock = clock + sum(layer.forward_seconds for layer in layers) / share
                     elif isinstance(action, BackwardWeight):
                         end = clock = clock + self.weight_part(action.stage) / share + 0.5
@@ -118,9 +117,6 @@ class Oracle:
                         seconds = sum(layer.backward_seconds for layer in layers) / share
                         if isinstance(action, BackwardInput):
                             seconds -= self.weight_part(action.stage) / share
-                        follows = isinstance(compute, Forward) and compute.stage == action.stage
-                        if self.plan.recompute and not (follows and compute.microbatch == action.microbatch):
-                            seconds += sum(layer.forward_seconds for layer in layers) / share
                         end = clock = clock + seconds
                         if isinstance(action, Backward):
                             backward[action.stage] = index
@@ -150,8 +146,6 @@ class Oracle:
                         self.left[spot] = max(begun if self.overlap_reduce else clock, ring_free)
                         end = max(come, max(self.left[other] for other in places) + self.ring(action.stage))
                         clock = ring_free = end
-                    if isinstance(action, Compute):
-                        compute = action
                     changed |= (begin, end) != (self.start[spot], self.stop[spot])
                     self.start[spot], self.stop[spot] = begin, end
 

@@ -6,6 +6,7 @@ from penstock.scheduling.schedules import Schedule
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan, Stage
+from penstock.values.plans import schedule as schedule_of
 from penstock.values.profiles import LayerProfile, Profile
 from support.schedule_strategies import replicated_schedules, schedules
 
@@ -58,4 +59,5 @@ def problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, int]:
     if draw(st.booleans()):
         rates = st.sampled_from([0.5, 1.0, 2.0])
         cluster = cluster.with_kinds([DeviceKind(speed=draw(rates)) for _ in range(schedule.ranks)])
-    return schedule, make_plan(draw, schedule, len(layers)), profile, cluster, draw(st.integers(1, 3))
+    plan = make_plan(draw, schedule, len(layers))
+    return schedule_of(plan), plan, profile, cluster, draw(st.integers(1, 3))

@@ -23,6 +23,7 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     2A3      the replicas of stage 2 sum their gradients for the update to version 3: an all-reduce
     2H0      what stage 2 saved of microbatch 0 for its backward starts to move to the host, out of the device's memory
     2D0      it starts to move back to the device
+    2C0@1    stage 2 computes its forward of microbatch 0 again, of which it has kept its input alone
 
 Version 0 is the one that a run begins with. A run that continues another one also reads older versions: 0F0@-1.
 """
@@ -84,6 +85,18 @@ class BackwardWeight:
 
     def __str__(self) -> str:
         return f"{self.stage}W{self.microbatch}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Stage `stage` computes its forward of `microbatch` with weights of `version` again, for its backward."""
+
+    stage: int
+    microbatch: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}C{self.microbatch}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +225,14 @@ HostCopy: TypeAlias = Offload | Reload
 Sending: TypeAlias = Send | SendTied | SendNorms
 Receiving: TypeAlias = Receive | ReceiveTied | ReceiveNorms
 Message: TypeAlias = Sending | Receiving
-Action: TypeAlias = Compute | HostCopy | Message | Reduce
+Action: TypeAlias = Compute | Recompute | HostCopy | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)F(\d+)@(-?\d+)"), Forward),
     (re.compile(r"(\d+)B(\d+)@(-?\d+)"), Backward),
     (re.compile(r"(\d+)I(\d+)@(-?\d+)"), BackwardInput),
     (re.compile(r"(\d+)W(\d+)@(-?\d+)"), BackwardWeight),
+    (re.compile(r"(\d+)C(\d+)@(-?\d+)"), Recompute),
     (re.compile(r"(\d+)U(\d+)<(-?\d+)"), Update),
     (re.compile(r"(\d+)S(\d+)>(\d+)"), Send),
     (re.compile(r"(\d+)R(\d+)<(\d+)"), Receive),
@@ -241,7 +255,7 @@ def parse(text: str) -> Action:
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
         "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 (offload to the host), 2D0 "
-        "(reload to the device)"
+        "(reload to the device), 2C0@1 (recomputation)"
     )
 
 

@@ -2,7 +2,8 @@
 
 In a split backward only the input backward recomputes; the weight backward uses what that kept.
 
-The simulator, which predicts time and memory, and the worker, which computes, both use this one rule.
+The simulator, which predicts time and memory, and the worker, which computes, both use this one rule. Lowering has
+the same one.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from penstock.scheduling.actions import (
     Forward,
     HostCopy,
     Message,
+    Recompute,
     Reduce,
     Update,
 )
@@ -40,7 +42,7 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
                 if latest == (action.stage, action.microbatch):
                     direct.append(latest)
                 latest = None
-            case BackwardWeight() | Update():
+            case BackwardWeight() | Update() | Recompute():
                 latest = None
             case _:
                 assert_never(action)

@@ -3,7 +3,7 @@
 Orders contain no communication, so an order cannot get it wrong: this one pass derives all of it.
 
 Rules of this file:
-  1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
+  1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives), `Reduce` and `Recompute`.
   2. A receive is directly before the action that uses it, and a send is directly after the action that makes its value.
      The gradient of a split backward is sent after the input backward; the weight backward has no messages.
   3. Only adjacent stages and the two stages of a skip exchange activations and gradients. Stages of one rank send each
@@ -16,7 +16,9 @@ Rules of this file:
      received before the update, except between neighbors (and over a skip): there they share queues with activations
      and gradients and must keep their place. A message to an earlier stage is received when that stage's own gradients
      are complete, and a message to a later stage is sent just before the update.
-  7. The pass looks at one action, mark, or run of updates at a time, so that lowering step by step gives the same as
+  7. A recomputation is before the receives of its backward, so that it fills the wait for them. A backward that
+     directly follows its forward has none: what the forward made is still there.
+  8. The pass looks at one action, mark, or run of updates at a time, so that lowering step by step gives the same as
      lowering a whole program.
 """
 
@@ -30,12 +32,15 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    HostCopy,
+    InputGradients,
     Message,
     Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
     Receiving,
+    Recompute,
     Reduce,
     Reload,
     Send,
@@ -56,15 +61,17 @@ def lower(
     norms: NormRule = NormRule.NONE,
     deferred: frozenset[int] = frozenset(),
     skips: Sequence[Skip] = (),
+    recomputed: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs (one row of actions per rank) with their messages.
 
     `ties`: groups of stages that share weights. `norms`: the norms of gradients that an update needs. `deferred`: the
     stages whose updates come later than their gradients; a mark shows when the gradients are complete. `skips`: the
-    pairs of stages that are not adjacent and exchange activations and gradients directly.
+    pairs of stages that are not adjacent and exchange activations and gradients directly. `recomputed`: the stages that
+    keep nothing but their input.
     """
     return tuple(
-        tuple(Lowering(rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips).lower(row))
+        tuple(Lowering(rank, placement, ties, norms, deferred, skips, recomputed).lower(row))
         for rank, row in enumerate(programs)
     )
 
@@ -137,6 +144,7 @@ class Lowering:
     norms: NormRule
     deferred: frozenset[int]
     skips: Sequence[Skip]
+    recomputed: frozenset[int]
     known: dict[tuple[type[Entry], int], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """The results of `_ends`, by kind of entry and stage."""
 
@@ -144,7 +152,8 @@ class Lowering:
         made: list[Action] = []
         append = made.append
         updates: list[Update] = []
-        known = self.known
+        known, recomputed = self.known, self.recomputed
+        latest: tuple[int, int] | None = None
         for entry in row:
             # A worker lowers every step again, and nearly all entries are forwards and backwards.
             kind, stage = type(entry), entry.stage
@@ -157,12 +166,18 @@ class Lowering:
             match entry:
                 case Forward() | Backward() | BackwardInput() | BackwardWeight() | Offload() | Reload():
                     sources, targets = ends
+                    if recomputed and not isinstance(entry, HostCopy):
+                        number = entry.microbatch
+                        if isinstance(entry, InputGradients) and stage in recomputed and latest != (stage, number):
+                            append(Recompute(stage, number, entry.version))
+                        latest = (stage, number) if kind is Forward else None
                     for source in sources:
                         append(Receive(stage, entry.microbatch, source))
                     append(entry)
                     for target in targets:
                         append(Send(stage, entry.microbatch, target))
                 case Update():
+                    latest = None
                     updates.append(entry)
                 case Summed(stage, version):
                     made.extend(self._leave(stage, version))

@@ -24,6 +24,7 @@ from penstock.scheduling.actions import (
     Forward,
     HostCopy,
     Message,
+    Recompute,
     Reduce,
     Update,
     format_programs,
@@ -53,7 +54,7 @@ def continued_action(action: Action, guarantees: Guarantees) -> Action:
     if isinstance(action, Message | Reduce | HostCopy):
         return action
     match action:
-        case Forward(stage, microbatch) | Backward(stage, microbatch):
+        case Forward(stage, microbatch) | Backward(stage, microbatch) | Recompute(stage, microbatch):
             return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
         case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
             return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
@@ -88,6 +89,7 @@ class Schedule:
     `replicated`: the ranks of the stages, if they differ from the schedule's layout; see `Schedule.placed`.
     `norms`: whether stages send each other the norms of their gradients, see `known_norms`; an inference has none.
     `skips`: pairs of stages that are not adjacent and send each other values directly; see `choose_skips`.
+    `recomputed`: the stages that compute their forwards again before their backwards, as a whole.
     `continued`: whether the run goes on where another one was cut, and reads its last versions; see `continue_run`.
 
     Raises `ScheduleError` if the arguments do not fit together.
@@ -102,6 +104,7 @@ class Schedule:
     replicated: Placement | None = field(default=None, compare=False)
     norms: bool = False
     skips: tuple[Skip, ...] = ()
+    recomputed: frozenset[int] = frozenset()
     continued: bool = False
     definition: ScheduleDefinition = field(init=False, repr=False)
     shape: PipelineShape = field(init=False, repr=False)
@@ -134,6 +137,7 @@ class Schedule:
         vertical_sync: bool = False,
         ties: Ties = (),
         norms: bool = False,
+        recomputed: frozenset[int] = frozenset(),
     ) -> "Schedule":
         """The schedule of stages whose ranks differ from the schedule's layout, or that have replicas."""
         per_rank = len(placement.stages) // placement.length
@@ -146,6 +150,7 @@ class Schedule:
             ties=ties,
             replicated=placement,
             norms=norms,
+            recomputed=recomputed,
         )
 
     @property
@@ -248,9 +253,7 @@ class Schedule:
         return next(self._lower(rank, (segment,)))
 
     def _lower(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
-        lowering = Lowering(
-            rank, self.placement, ties=self.ties, norms=self.norm_rule, deferred=self.deferred, skips=self.skips
-        )
+        lowering = Lowering(rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips, self.recomputed)
         for segment in segments:
             row = lowering.lower(self.definition.order(self.shape, rank, segment))
             yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else tuple(row)

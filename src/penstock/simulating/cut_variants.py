@@ -58,6 +58,7 @@ _UNIT = {
     MemoryEffect.BACKWARD_INPUT_KEPT: 1.0,
     MemoryEffect.BACKWARD_WEIGHT: 1.0,
     MemoryEffect.UPDATE: 1.0,
+    MemoryEffect.RECOMPUTE: 1.0,
 }
 """The seconds of an action of a stage whose forward, input backward, weight backward and update take one each."""
 
@@ -272,6 +273,7 @@ class PlanVariants:
         return {
             MemoryEffect.FORWARD: forward,
             MemoryEffect.FORWARD_KEPT: forward,
+            MemoryEffect.RECOMPUTE: forward,
             MemoryEffect.BACKWARD: backward + again,
             MemoryEffect.BACKWARD_KEPT: backward,
             MemoryEffect.BACKWARD_INPUT: inputs + again,

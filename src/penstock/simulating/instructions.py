@@ -25,6 +25,7 @@ from penstock.scheduling.actions import (
     Receive,
     ReceiveNorms,
     ReceiveTied,
+    Recompute,
     Reduce,
     Reload,
     Send,
@@ -93,7 +94,8 @@ class Instructions:
 
 
 class MemoryEffect(IntEnum):
-    """How an action changes the memory of its rank. KEPT: the backward directly follows the forward."""
+    """How an action changes the memory of its rank. KEPT: nothing is recomputed between forward
+    and backward, or in the backward."""
 
     FORWARD = 0
     FORWARD_KEPT = 1
@@ -111,6 +113,7 @@ class MemoryEffect(IntEnum):
     OTHER = 13
     OFFLOAD = 14
     RELOAD = 15
+    RECOMPUTE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +167,10 @@ class Writer:
         seconds = self._seconds_on(rank)
         forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight = self._effects[:7]
         send_activation, send_gradient, receive_activation, receive_gradient, reduce, update = self._effects[7:13]
+        recompute = self._effects[MemoryEffect.RECOMPUTE]
         paths: dict[int, list[MessagePath]] = {}
         last: dict[int, int] = {}
-        direct = find_direct(row)
+        kept = set(find_direct(row))
         written = Instructions([], [], [], [])
         kinds, details, effects, contents = written.kinds, written.details, written.effects, written.contents
         for action in row:
@@ -195,17 +199,20 @@ class Writer:
                 effects.append(reduce + stage)
             else:
                 if isinstance(action, Forward):
-                    effect = forward_kept if (stage, action.microbatch) in direct else forward
+                    effect = forward_kept if (stage, action.microbatch) in kept else forward
                 elif isinstance(action, Backward):
                     last[stage] = len(kinds)
-                    effect = backward_kept if (stage, action.microbatch) in direct else backward
+                    effect = backward_kept if (stage, action.microbatch) in kept else backward
                 elif isinstance(action, BackwardInput):
-                    effect = input_kept if (stage, action.microbatch) in direct else backward_input
+                    effect = input_kept if (stage, action.microbatch) in kept else backward_input
                 elif isinstance(action, BackwardWeight):
                     last[stage] = len(kinds)
                     effect = backward_weight
                 elif isinstance(action, Update):
                     effect = update
+                elif isinstance(action, Recompute):
+                    effect = recompute
+                    kept.add((stage, action.microbatch))
                 else:
                     effects.append(self._effects[self._write_exchange(written, rank, action)] + stage)
                     continue
@@ -233,6 +240,7 @@ class Writer:
                 MemoryEffect.BACKWARD_INPUT_KEPT: (times.input_seconds, none),
                 MemoryEffect.BACKWARD_WEIGHT: (times.weight_seconds, split),
                 MemoryEffect.UPDATE: (costs.update_seconds, none),
+                MemoryEffect.RECOMPUTE: (times.forward_seconds, none),
             }
             action = 0.0 if costs.cluster is None else costs.cluster.action_seconds
             found = [map(sum, zip(*parts.get(effect, (none, none)), strict=True)) for effect in MemoryEffect]

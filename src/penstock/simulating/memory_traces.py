@@ -21,9 +21,9 @@ recomputes, and all of that is held until the end of the weight backward.
 An offload frees what it moves when what waits for its copy begins, and a reload takes as much from its start on. What
 the stage received stays.
 
-With recomputation a microbatch keeps its stage's input, and everything that the stage saves only during its backward. A
-backward that directly follows its forward recomputes nothing, and keeps everything in between. With tensor parallelism
-the numbers are those of each rank of a group, as in the profile.
+With recomputation a microbatch keeps its stage's input, and everything that the stage saves only from its recomputation
+on. A backward that directly follows its forward recomputes nothing, and keeps everything in between. With tensor
+parallelism the numbers are those of each rank of a group, as in the profile.
 """
 
 from dataclasses import dataclass
@@ -110,6 +110,7 @@ class Sizes:
             MemoryEffect.BACKWARD_INPUT: (recomputed, work),
             MemoryEffect.BACKWARD_INPUT_KEPT: (work, work),
             MemoryEffect.BACKWARD_WEIGHT: (work, _sums(whole, work)),
+            MemoryEffect.RECOMPUTE: (recomputed, work),
             MemoryEffect.OFFLOAD: (none, self.offloaded),
             MemoryEffect.RELOAD: (self.offloaded, none),
         }

@@ -17,7 +17,10 @@ ROOMY = 16
 _LETTER = 7
 _ORDER = ("wait", "forward", "backward", "weight", "reduce", "update", "send")
 """From bottom to top."""
-_COLORS = {"forward": "forward", "backward": "backward", "backward input": "backward", "backward weight": "weight"}
+_COLORS = {
+    **{"forward": "forward", "recompute": "forward"},
+    **{"backward": "backward", "backward input": "backward", "backward weight": "weight"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def _paths(named: Sequence[tuple[Span, str]], origin: float, geometry: Geometry,
 def _tooltip(span: Span) -> str:
     size = "" if span.size_bytes is None else f", {bytes_text(span.size_bytes)}"
     match span.kind:
-        case "forward" | "backward" | "backward input" | "backward weight":
+        case "forward" | "backward" | "backward input" | "backward weight" | "recompute":
             what = f"{span.words} of stage {span.stage} with version {span.reference}"
         case "update":
             what = f"stage {span.stage}: version {span.number} from gradients at version {span.reference}"

@@ -25,6 +25,7 @@ _WORDS = {
     "B": ("backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "I": ("input backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "W": ("weight backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
+    "C": ("forward of microbatch {number} again", "stage {stage}, weights of version {reference}"),
     "U": ("update to version {number}", "stage {stage}, from gradients at version {reference}"),
     "A": ("sum of gradients for version {number}", "over the replicas of stage {stage}"),
     "S": ("send microbatch {number} to stage {reference}", "from stage {stage}"),
@@ -97,7 +98,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
     letters = {_letter(span) for panel in panels for row in panel.rows for span in row}
     yield '<div class="bar"><ul class="legend">'
     for word, kinds in (
-        ("forward", "F"),
+        ("forward", "FC"),
         ("backward", "BI"),
         ("weight", "W"),
         ("update", "U"),

@@ -12,14 +12,15 @@ from functools import lru_cache
 from penstock.errors import ScheduleError
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
-# 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0.
-_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIW][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|[AHD][0-9]+)")
-_SEPARATORS = re.compile(r"[FBIWUASRTNHD@<>]")
+# 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0, 2C0@1.
+_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIWC][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|[AHD][0-9]+)")
+_SEPARATORS = re.compile(r"[FBIWCUASRTNHD@<>]")
 _KINDS = {
     "F": "forward",
     "B": "backward",
     "I": "backward input",
     "W": "backward weight",
+    "C": "recompute",
     "U": "update",
     "A": "reduce",
     "S": "send",
@@ -52,7 +53,7 @@ class Span:
         if _ACTION_TEXT.fullmatch(self.action) is None:
             raise ScheduleError(
                 f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, "
-                f"3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2, 2H0 or 2D0, found {self.action!r}: pass str(action)"
+                f"3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0 or 2C0@1, found {self.action!r}: pass str(action)"
             )
         if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
             raise ScheduleError(
@@ -79,7 +80,7 @@ class Span:
     @property
     def kind(self) -> str:
         """``forward``, ``backward``, ``backward input``, ``backward weight``, ``update``, ``reduce``, ``send``,
-        ``receive``, ``offload`` or ``reload``.
+        ``receive``, ``offload``, ``reload`` or ``recompute``.
         """
         return _read(self.action)[0]
 
@@ -139,7 +140,7 @@ class Span:
                 return {"action": self.action, "stage": self.stage, "version": self.number}
             case "offload" | "reload":
                 return {"action": self.action, "stage": self.stage, "microbatch": self.number}
-            case "forward" | "backward" | "backward input" | "backward weight":
+            case "forward" | "backward" | "backward input" | "backward weight" | "recompute":
                 names = ("microbatch", "version")
             case "update":
                 names = ("version", "gradient_version")

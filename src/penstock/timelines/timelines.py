@@ -216,7 +216,7 @@ def explain_spans(spans: Sequence[Span], ranks: int, seconds: float) -> str:
         if span.computes:
             busy[span.rank] += span.seconds
             held[span.rank].add(span.stage)
-            if span.kind.startswith(("forward", "backward")):
+            if span.kind.startswith(("forward", "backward", "recompute")):
                 stages[span.stage][0] += span.seconds
                 stages[span.stage][1] += span.kind == "forward"
         elif span.kind == "receive":

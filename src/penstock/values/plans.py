@@ -437,7 +437,10 @@ def _place(stages: tuple[tuple[int, ...], ...], size: int, split: bool) -> Place
 def schedule(plan: Plan) -> Schedule:
     """The schedule of `plan`; `ScheduleError` if its numbers do not fit the schedule's definition."""
     _PLAN.check("schedule(plan=)", plan, PlanError)
-    return Schedule.placed(plan.schedule, plan.placement, plan.microbatches, vertical_sync=plan.vertical_sync)
+    recomputed = frozenset(range(len(plan.stages)) if plan.recompute else ())
+    return Schedule.placed(
+        plan.schedule, plan.placement, plan.microbatches, vertical_sync=plan.vertical_sync, recomputed=recomputed
+    )
 
 
 def _check_devices(devices: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from penstock.scheduling.actions import (
     Forward,
     HostCopy,
     Message,
+    Recompute,
     Reduce,
     Update,
 )
@@ -218,7 +219,7 @@ def rows_of(schedule: Schedule, whole: frozenset[int]) -> Rows | None:
     for actions in schedule.step(0):
         row: Row = []
         for action in actions:
-            if isinstance(action, Message | Reduce | Update | HostCopy):
+            if isinstance(action, Message | Reduce | Update | HostCopy | Recompute):
                 continue
             match action:
                 case Forward(stage, microbatch):

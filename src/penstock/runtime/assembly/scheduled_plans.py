@@ -15,11 +15,12 @@ from penstock.errors import PlanError
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, Recompute
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.actions import Offload
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedule_names import identify, names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice, choose_skips
-from penstock.scheduling.verification.verifier import verify
+from penstock.scheduling.verification.verifier import enough_minibatches, verify
 from penstock.training.recipes import Recipe
 from penstock.training.wire_codecs import sent_bytes
 from penstock.values.crossings import find_hops, find_stops
@@ -167,8 +168,11 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
         plan = replace(plan, recompute=bool(granularities), predicted=None)
     check_plan(plan, chain)
     schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
+    whole = frozenset(stage for stage, granularity in granularities.items() if granularity == "stage")
+    schedule = replace(schedule, recomputed=whole)
     verify(schedule)
     _check_split_backwards(schedule, bool(options.run.compile), granularities)
+    _check_offloads(schedule, granularities)
     _check_wire_dtype(options.recipe, plan, chain)
     return ScheduledPlan(plan, schedule, granularities, world.local(schedule.ranks, plan.tensor_parallel))
 
@@ -237,6 +241,18 @@ def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Ma
         raise PlanError(
             f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
             f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
+        )
+
+
+def _check_offloads(schedule: Schedule, granularities: Mapping[int, Granularity]) -> None:
+    """Raises `PlanError` if a stage that recomputes offloads."""
+    programs = schedule.program(enough_minibatches(schedule)) if granularities else ()
+    offloading = {action.stage for row in programs for action in row if isinstance(action, Offload)}
+    for index in sorted(offloading & granularities.keys()):
+        raise PlanError(
+            f"stage {index} is to be recomputed, and the schedule offloads what it saves: expected one of both, since "
+            "a recomputed stage saves nothing that could be moved. Leave the stage out of recompute=, or its "
+            f"offloads ({index}H...) and reloads ({index}D...) out of the order"
         )
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.randomness import microbatch_seed, part_seed
-from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
@@ -54,14 +53,8 @@ class Forwards:
         self._batch = BatchRun(training=True)
 
     def begin(self, batch: BatchRun, program: Sequence[Action], offloaded: Collection[tuple[int, int]]) -> None:
-        """`offloaded`: the stages and microbatches that `program` offloads. `PenstockError` if one recomputes."""
+        """`offloaded`: the stages and microbatches that `program` offloads."""
         self._batch, self._offloaded = batch, offloaded
-        for index in sorted({index for index, _ in offloaded} & {*self._recomputations}):
-            raise PenstockError(
-                f"stage {index} is to be recomputed, and the schedule offloads what it saves: expected one of both, "
-                "since a recomputed stage saves nothing that could be moved. Leave the stage out of recompute=, or its "
-                f"offloads ({index}H...) and reloads ({index}D...) out of the order"
-            )
         for head in self._heads.values():
             head.begin(batch)
         self._direct = find_direct(program) if self._recomputations else frozenset()

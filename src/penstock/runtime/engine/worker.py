@@ -38,11 +38,13 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    HostCopy,
     InputGradients,
     Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
+    Recompute,
     Reduce,
     Reload,
     Send,
@@ -187,9 +189,8 @@ class Worker:
                     self._backward_weight(action)
                 case Update():
                     update = self._update(action)
-                case Offload(stage, microbatch) | Reload(stage, microbatch):
-                    saved = self.stages[stage].executor.saved_tensors(microbatch)
-                    (saved.offload if isinstance(action, Offload) else saved.reload)()
+                case Offload() | Reload() | Recompute():
+                    self._change_saved(action)
                 case Send():
                     self._mailbox.send(action)
                 case Receive():
@@ -212,6 +213,19 @@ class Worker:
             self._raise(found, action)
         self._timings.append((self.rank, action, *(update or (start, self._now()))))
         row.stops.append(perf_counter())
+
+    def _change_saved(self, action: HostCopy | Recompute) -> None:
+        """Moves, or computes again, what the forward of a microbatch saved for its backward."""
+        executor = self.stages[action.stage].executor
+        match action:
+            case Offload():
+                executor.saved_tensors(action.microbatch).offload()
+            case Reload():
+                executor.saved_tensors(action.microbatch).reload()
+            case Recompute():
+                executor.recompute(action.microbatch)
+            case _:
+                assert_never(action)
 
     def _raise(self, found: BaseException, action: Action) -> NoReturn:
         """Raises `found`, with what `action` was and where."""

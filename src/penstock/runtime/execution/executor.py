@@ -5,8 +5,8 @@ A backward runs as a whole, or is split: `backward_input`, and later `backward_w
 Laws of this file:
   1. It depends on no schedule, version or peer: the caller says what to compute, on what, for which microbatch.
   2. Tensors that it returns carry no autograd history: a cut between stages is a cut in the graph.
-  3. For a microbatch that is to be recomputed it keeps what the stage received and nothing that autograd saved. The
-     backward recomputes it once, the input backward if it is split.
+  3. For a microbatch that is to be recomputed it keeps what the stage received and nothing that autograd saved, until
+     it is recomputed, once.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class StageExecutor:
         """``compute(received)``, detached; each result requires a gradient if the computed one does.
 
         `received` are leaves: those that require a gradient get it in `backward`. With `recompute_context` nothing that
-        autograd saves is kept, and the backward computes a second time, within ``recompute_context()``. `offloads`: of
+        autograd saves is kept, and `recompute` computes a second time, within ``recompute_context()``. `offloads`: of
         a microbatch that will be offloaded.
         """
         leaves = tuple(received)
@@ -80,6 +80,13 @@ class StageExecutor:
                 outputs = compute(leaves)
             self.in_flight[microbatch] = _SavedForward(leaves, lambda: _repeat(compute, leaves, recompute_context))
         return tuple([output.detach().requires_grad_(output.requires_grad) for output in outputs])
+
+    def recompute(self, microbatch: int) -> None:
+        """Computes the forward of `microbatch`, which had a `recompute_context`, again."""
+        saved = self.in_flight[microbatch]
+        assert isinstance(saved, _SavedForward), "a recomputation comes before the backward"
+        outputs = saved.compute()
+        self.in_flight[microbatch] = saved._replace(compute=lambda: outputs)
 
     def saved_tensors(self, microbatch: int) -> SavedTensors:
         """What autograd saved of `microbatch`, whose forward had `offloads` and whose backward has not begun."""

@@ -29,6 +29,7 @@ from penstock.scheduling.actions import (
     ReceiveNorms,
     ReceiveTied,
     Receiving,
+    Recompute,
     Reduce,
     Reload,
     Send,
@@ -158,7 +159,7 @@ def _deeds(action: Action, row: Row, done: Mapping[Deed, set[int]]) -> Iterator[
                 yield ("R", stage, -1), version
         case Update(stage, version):
             yield ("U", stage, -1), version
-        case Send() | SendTied() | SendNorms() | Offload() | Reload():
+        case Send() | SendTied() | SendNorms() | Offload() | Reload() | Recompute():
             pass
         case _:
             assert_never(action)
@@ -204,7 +205,7 @@ def _needs(action: Action, row: Row) -> Iterator[Need]:
                 yield ("R", stage, -1), version
             for norm in known_norms(schedule, stage, version):
                 yield from _norm_sources(norm, row)
-        case Receive() | ReceiveTied() | ReceiveNorms() | Reduce() | Offload() | Reload():
+        case Receive() | ReceiveTied() | ReceiveNorms() | Reduce() | Offload() | Reload() | Recompute():
             pass
         case _:
             assert_never(action)

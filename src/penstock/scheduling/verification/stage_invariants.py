@@ -29,6 +29,7 @@ from penstock.scheduling.actions import (
     Receive,
     ReceiveNorms,
     ReceiveTied,
+    Recompute,
     Reduce,
     Reload,
     Send,
@@ -45,14 +46,14 @@ KINDS: Final[dict[type[Action], int]] = {
     kind: number
     for number, kind in enumerate(
         (
-            *(Forward, Backward, BackwardInput, BackwardWeight, Offload, Reload, Send, Receive, Update, Reduce),
-            *(SendTied, ReceiveTied, SendNorms, ReceiveNorms),
+            *(Forward, Backward, BackwardInput, BackwardWeight, Recompute, Offload, Reload, Send, Receive),
+            *(Update, Reduce, SendTied, ReceiveTied, SendNorms, ReceiveNorms),
         )
     )
 }
 """Of each kind of action its number in a column; the kinds of microbatches come before those of updates."""
 _F, _B, _I, _W = (KINDS[kind] for kind in (Forward, Backward, BackwardInput, BackwardWeight))
-_U, _OFFLOAD, _RELOAD = (KINDS[kind] for kind in (Update, Offload, Reload))
+_U, _C, _OFFLOAD, _RELOAD = (KINDS[kind] for kind in (Update, Recompute, Offload, Reload))
 _NAMES = {kind: [field.name for field in fields(kind)] for kind in KINDS}
 _FIELDS = {kind: attrgetter(*(names + names[1:])[:3]) for kind, names in _NAMES.items()}
 """Of each kind, what reads its three fields; the last of those that have two, as an all-reduce has, counts twice."""
@@ -84,7 +85,7 @@ class Row:
 
 class Turns:
     """Where a stage computes in the `row` of its rank: forwards, input and weight backwards, and updates; and where it
-    offloads and reloads.
+    offloads, reloads and recomputes.
     """
 
     def __init__(self, row: Row, stage: int) -> None:
@@ -94,7 +95,9 @@ class Turns:
         self.forwards, self.inputs, self.weights, self.updates = map(
             np.flatnonzero, (forwards, backwards | inputs, backwards | weights, updates)
         )
-        self.offloads, self.reloads = (np.flatnonzero(here & (row.kinds == kind)) for kind in (_OFFLOAD, _RELOAD))
+        self.offloads, self.reloads, self.recomputations = (
+            np.flatnonzero(here & (row.kinds == kind)) for kind in (_OFFLOAD, _RELOAD, _C)
+        )
         self.size = self.guarantees.microbatches_per_update[stage]
 
     @property
@@ -188,7 +191,7 @@ def _require_segments(row: Row) -> None:
 
 
 def _require_training(proof: _Proof, turns: Turns) -> None:
-    others = np.concatenate((*turns.backwards, turns.updates, turns.offloads, turns.reloads))
+    others = np.concatenate((*turns.backwards, turns.updates, turns.offloads, turns.reloads, turns.recomputations))
     if len(others) and not turns.guarantees.trains:
         turns.row.fail(others.min(), "an inference has forwards only", "no backward and no update", "drop it, or train")
 
@@ -269,6 +272,24 @@ def _require_round_trips(proof: _Proof, turns: Turns) -> None:
     ):
         if (index := _first(before > after)) is not None:
             row.fail(after[index], invariant, expected, "order them so")
+
+
+def _require_recomputations(proof: _Proof, turns: Turns) -> None:
+    """What is recomputed is whole before its backward, and is of the version that its forward read."""
+    row, places = turns.row, turns.recomputations
+    invariant = f"stage {turns.stage} recomputes a microbatch once, between its forward and its backward"
+    numbers = row.numbers[places]
+    if len(repeated := np.delete(places, np.unique(numbers, return_index=True)[1])):
+        row.fail(repeated.min(), invariant, "a microbatch that it has not recomputed yet", "drop the second one")
+    if (index := _first(~np.isin(numbers, row.numbers[turns.inputs]))) is not None:
+        row.fail(places[index], invariant, f"a backward of microbatch {numbers[index]}", "add it, or drop this one")
+    own = np.searchsorted(row.mine, numbers)
+    forwards, backwards = turns.forwards[own], turns.inputs[own]
+    if (index := _first((places < forwards) | (places > backwards))) is not None:
+        row.fail(places[index], invariant, "its forward before it and its backward after it", "order them so")
+    if (index := _first(row.others[places] != row.others[forwards])) is not None:
+        expected = f"version {row.others[forwards[index]]}, which {row.actions[forwards[index]]} read"
+        row.fail(places[index], invariant, expected, "give both the same version")
 
 
 def _require_version(proof: _Proof, turns: Turns) -> None:
@@ -406,6 +427,7 @@ _INVARIANTS: Final[Sequence[Callable[[_Proof, Turns], None]]] = (
     _require_ascending,
     _require_stash,
     _require_round_trips,
+    _require_recomputations,
     _require_version,
     _require_updates,
     _require_pending_updates,
