@@ -88,7 +88,7 @@ def test_every_action_takes_the_seconds_of_an_action_more() -> None:
         update_seconds=(2.0,),
         split_seconds=0.125,
         split_share=0.03125,
-        recompute=True,
+        recomputed=frozenset({0}),
         cluster=Cluster.uniform(1, 1.0).with_costs(action_seconds=0.5),
     )
     timeline = execute(programs, Placement.straight(1), costs)

@@ -151,7 +151,10 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], ex
     programs = played.program(minibatches)
     share = [len(stage.ranks) if plan.routing == "split" else 1 for stage in plan.stages]
     whole = [sum(layer.saved_bytes for layer in profile.layers[stage.start : stage.stop]) for stage in plan.stages]
-    most = [momentary(profile.layers[stage.start : stage.stop], plan.recompute) for stage in plan.stages]
+    most = [
+        momentary(profile.layers[stage.start : stage.stop], index in plan.recomputed)
+        for index, stage in enumerate(plan.stages)
+    ]
     spans = iter(timeline.spans)
     for rank, row in enumerate(programs):
         own = [next(spans) for _ in row]
@@ -169,7 +172,7 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], ex
                 size = whole[action.stage] / share[action.stage]
                 begin = forwards[action.stage, action.microbatch]
                 stays.append((kept.get((action.stage, action.microbatch), begin), span.stop_seconds, size))
-                if plan.recompute and action.stage:
+                if action.stage and action.stage in plan.recomputed:
                     cut = profile.layers[plan.stages[action.stage].start - 1].cut_bytes / share[action.stage]
                     stays.append((begin, span.stop_seconds, cut))
         check_course(timeline.memory[rank], stays)

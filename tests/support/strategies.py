@@ -137,7 +137,7 @@ def plans(draw):
         draw(st.integers(1, 64)),
         draw(st.one_of(st.none(), st.integers(1, 64))),
         draw(st.booleans()),
-        draw(st.booleans()),
+        draw(st.booleans() | st.sets(st.integers(0, len(stages) - 1)).map(tuple)),
         draw(st.one_of(st.none(), predictions(groups * parallel))),
         draw(st.sampled_from(["round-robin", "split"])),
         parallel,

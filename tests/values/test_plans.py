@@ -136,7 +136,11 @@ def stages(*triples):
             "microbatches: expected a whole number from 1 to 65536, found 0",
         ),
         (lambda: Plan(stages((0, 3, (0,))), microbatch_size=2.5), "microbatch_size: expected a whole number"),
-        (lambda: Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected True or False, found 1"),
+        (
+            lambda: Plan(stages((0, 3, (0,))), recompute=1),
+            "recompute: expected True or False, or the numbers of the stages to recompute, found 1",
+        ),
+        (lambda: Plan.uniform(3, 3, recompute=(0, 3)), "recompute: expected stages 0 to 2, found 3"),
         (
             lambda: Prediction(1.0, math.nan, 1.0, (), 0.0),
             "samples_per_second: expected a number, 0 or more, found nan",
@@ -152,6 +156,15 @@ def stages(*triples):
 def test_a_wrong_plan_shows_the_offending_stage(make, message):
     with pytest.raises(PlanError, match=message):
         make()
+
+
+def test_the_stages_that_recompute_are_named_unless_they_are_all_or_none():
+    found = Plan.uniform(3, 3, recompute=(2, 0))
+
+    assert (found.recompute, found.recomputed) == ((0, 2), frozenset({0, 2}))
+    assert str(found).startswith("1f1b-flush, recompute [0, 2]: ")
+    assert "recompute: [0, 2]\n" in found.to_yaml()
+    assert [Plan.uniform(2, 2, recompute=given).recompute for given in ((), (1, 0))] == [False, True]
 
 
 HEAD = "format: penstock-plan/1\n"

@@ -180,7 +180,7 @@ class StatsSource:
     @cached_property
     def _predicted_bubble(self) -> float:
         predicted = self._plan.predicted
-        return balanced_bubble(self._schedule, self._plan.recompute) if predicted is None else predicted.bubble
+        return balanced_bubble(self._schedule, self._plan.recomputed) if predicted is None else predicted.bubble
 
 
 def _product(number: float | None, factor: float) -> float | None:

@@ -45,12 +45,12 @@ class Costs:
     `split_seconds`, and `split_share` of the whole backward, are added to every weight backward. `update_seconds` and
     `reduce_seconds` are those of one update and of its all-reduce, and `reduce_handling_seconds` what the all-reduce
     takes from the computation of each replica. `cut_bytes[s]` is what a whole microbatch sends each way between stages
-    s and s + 1; cuts within a rank are not used. With `recompute` a backward takes one forward more, unless it directly
-    follows its forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank where
-    devices differ; those of the stages are then the longest of their replicas. `skips` holds what a whole microbatch
+    s and s + 1; cuts within a rank are not used. A backward of a stage in `recomputed` takes one forward more, unless
+    it directly follows its forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank
+    where devices differ; those of the stages are then the longest of their replicas. `skips` holds what a whole microbatch
     sends each way directly between two stages that are not neighbours; it is in no cut. `wire_bytes` and `wire_skips`
     are what links carry of these, by default all. `offloaded_bytes` is what an offload moves of `saved_bytes`: all but
-    what the stage received, which stays. Everything else is zero by default.
+    what the stage received, which stays, and nothing of a stage that recomputes. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]
@@ -69,7 +69,7 @@ class Costs:
     offloaded_bytes: tuple[float, ...] = ()
     workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
-    recompute: bool = False
+    recomputed: frozenset[int] = frozenset()
     cluster: Cluster | None = None
     tensor_parallel: int = 1
     assumptions: Assumptions = _DEFAULT
@@ -150,7 +150,8 @@ def plan_costs(
     traffic = find_traffic(profile.crossings, starts, skips)
     wire_traffic = find_traffic(profile.on_wire.crossings, starts, skips)
     # With recomputation the relayed tensors are part of the stage's input, which is kept anyway.
-    relayed = [0.0 if plan.recompute else traffic.relayed.get(stage, 0.0) for stage in range(len(layers))]
+    again = plan.recomputed
+    relayed = [0.0 if stage in again else traffic.relayed.get(stage, 0.0) for stage in range(len(layers))]
     sharers = plan.replicas if placement.split else (1,) * len(layers)
     rank_times = _rank_times(plan, profile, cluster, sharers)
     longest = _longest(plan, rank_times)
@@ -183,12 +184,16 @@ def plan_costs(
         wire_bytes=_cut_bytes(plan, profile.on_wire, wire_traffic),
         wire_skips=tuple(wire_traffic.direct.items()),
         saved_bytes=saved,
-        offloaded_bytes=tuple(max(0.0, size - sum(received) / count) for size, *received, count in staying),
+        offloaded_bytes=tuple(
+            0.0 if stage in again else max(0.0, size - sum(received) / count)
+            for stage, (size, *received, count) in enumerate(staying)
+        ),
         workspace_bytes=tuple(
-            _workspace(own, plan.recompute) / count for own, count in zip(layers, sharers, strict=True)
+            _workspace(own, stage in again) / count
+            for stage, (own, count) in enumerate(zip(layers, sharers, strict=True))
         ),
         parameter_bytes=parameters,
-        recompute=plan.recompute,
+        recomputed=again,
         cluster=cluster,
         tensor_parallel=parallel,
         assumptions=assumptions,

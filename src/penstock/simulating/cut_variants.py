@@ -266,7 +266,7 @@ class PlanVariants:
             np.maximum.reduce([_between(getattr(own, name), cuts) / self._sharers[:, None] for own in sums])
             for name in ("forward", "backward", "weight")
         )
-        again = forward if self._plan.recompute else np.zeros_like(forward)
+        again = forward * np.array([[stage in self._plan.recomputed] for stage in range(len(forward))])
         inputs = backward - weight
         share = sums[0].split_share
         split = self._assumptions.split_seconds if share is None else share * backward

@@ -229,7 +229,8 @@ class Writer:
         costs, times = self._costs, self._costs.times_of(rank)
         if times not in self._seconds:
             none = (0.0,) * self._stages
-            more = times.forward_seconds if costs.recompute else none
+            seconds = enumerate(times.forward_seconds)
+            more = tuple(each if stage in costs.recomputed else 0.0 for stage, each in seconds)
             split = tuple(costs.split_seconds + costs.split_share * seconds for seconds in times.backward_seconds)
             parts = {
                 MemoryEffect.FORWARD: (times.forward_seconds, none),
@@ -249,10 +250,10 @@ class Writer:
 
     def _copy(self, action: HostCopy) -> Copy:
         costs = self._costs
-        if costs.recompute:
+        if action.stage in costs.recomputed:
             raise PlanError(
-                f"{action}: the schedule offloads what stage {action.stage} saves, and the plan recomputes: expected "
-                "one of both. Set recompute to false, or leave offloads out of the order"
+                f"{action}: the schedule offloads what stage {action.stage} saves, and the plan recomputes it: "
+                "expected one of both. Leave the stage out of recompute, or its offloads out of the order"
             )
         bandwidth = inf if costs.cluster is None else costs.cluster.host_bandwidth
         if bandwidth is None:

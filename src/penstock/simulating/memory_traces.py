@@ -58,7 +58,7 @@ class Sizes:
     input: tuple[float, ...]
     output: tuple[float, ...]
     parameters: tuple[float, ...]
-    recompute: bool
+    recomputed: frozenset[int]
     offloaded: tuple[float, ...]
     """What an offload moves of `saved`."""
     skips: tuple[tuple[Skip, float], ...] = ()
@@ -72,7 +72,7 @@ class Sizes:
         behind = tuple(size / share for size, share in zip((*costs.cut_bytes, 0.0), shares, strict=True))
         skips = tuple((skip, size / shares[skip[0]]) for skip, size in costs.skips)
         return cls(
-            *(costs.saved_bytes, costs.workspace_bytes, before, behind, costs.parameter_bytes, costs.recompute),
+            *(costs.saved_bytes, costs.workspace_bytes, before, behind, costs.parameter_bytes, costs.recomputed),
             costs.offloaded_bytes,
             skips,
         )
@@ -98,10 +98,12 @@ class Sizes:
         """By effect: how many bytes more are held from the start of an action on, and how many fewer from its stop."""
         direct = [sum(size for (_, there), size in self.skips if there == stage) for stage in range(len(self.saved))]
         # What a microbatch keeps in flight, and when its backward can start.
-        kept = _sums(self.input, tuple(direct)) if self.recompute else self.saved
-        whole = _sums(self.saved, kept) if self.recompute else self.saved
         none = (0.0,) * len(self.saved)
-        work, recomputed = self.workspace, _sums(self.saved, self.workspace) if self.recompute else self.workspace
+        again = tuple(size if stage in self.recomputed else 0.0 for stage, size in enumerate(self.saved))
+        inputs = enumerate(_sums(self.input, tuple(direct)))
+        kept = tuple(size if stage in self.recomputed else self.saved[stage] for stage, size in inputs)
+        whole, work = _sums(again, kept), self.workspace
+        recomputed = _sums(again, work)
         changes = {
             MemoryEffect.FORWARD: (_sums(kept, work), work),
             MemoryEffect.FORWARD_KEPT: (_sums(whole, work), work),

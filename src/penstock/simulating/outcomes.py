@@ -158,8 +158,8 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
         bottleneck_seconds=longest / plan.microbatches,
         limit=_limit(made, loads, last),
         stage_seconds=tuple(
-            (1 + plan.recompute) * forward + backward
-            for forward, backward in zip(costs.forward_seconds, costs.backward_seconds, strict=True)
+            (1 + (stage in costs.recomputed)) * forward + backward
+            for stage, (forward, backward) in enumerate(zip(costs.forward_seconds, costs.backward_seconds, strict=True))
         ),
     )
 

@@ -232,15 +232,15 @@ def _uniform(schedule: Schedule, layers: int) -> Plan:
     )
 
 
-def balanced_bubble(schedule: Schedule, recompute: bool = False) -> float:
+def balanced_bubble(schedule: Schedule, recomputed: frozenset[int] = frozenset()) -> float:
     """The idle share of all ranks, where a backward takes twice as long as a forward.
 
     A stage of r replicas that take turns takes r times as long for a microbatch as one of a single rank, so that all
-    ranks have as much to do. Under an asynchronous schedule it is the share without fill and drain. `recompute`: every
-    backward computes its forward again.
+    ranks have as much to do. Under an asynchronous schedule it is the share without fill and drain. `recomputed`: the
+    stages whose backwards compute their forwards again.
     """
     placement = schedule.placement
     forwards = tuple(1.0 if placement.split else float(len(ranks)) for ranks in placement.stages)
-    costs = Costs(forwards, tuple(2 * seconds for seconds in forwards), recompute=recompute)
+    costs = Costs(forwards, tuple(2 * seconds for seconds in forwards), recomputed=recomputed)
     timeline = execute(schedule.program(default_minibatches(schedule)), placement, costs)
     return timeline.bubble if schedule.flushes else timeline.steady_bubble

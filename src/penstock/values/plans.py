@@ -4,7 +4,7 @@ A planner, `Plan.uniform`, or a person with a YAML file makes a plan. The schedu
 built from it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -16,6 +16,7 @@ from penstock.arguments import (
     TEXT,
     Entries,
     FieldRules,
+    Rule,
     check_fields,
     choice,
     entries,
@@ -92,6 +93,15 @@ class Prediction:
 _MOST = 2**16
 MICROBATCHES = integer(1, _MOST)
 """No training has more in a minibatch, and a schedule of more takes minutes to make and to verify."""
+_RECOMPUTED = FLAG | Rule(
+    "the numbers of the stages to recompute",
+    lambda value: (
+        isinstance(value, Collection)
+        and not isinstance(value, str)
+        and all(is_count(stage, least=0) for stage in value)
+    ),
+    lambda stages: tuple(sorted({*map(int, stages)})),
+)
 _RULES: FieldRules = {
     "stages": STAGES,
     "devices": Entries(integer(0).but("give the number of a device of the cluster")),
@@ -100,7 +110,7 @@ _RULES: FieldRules = {
     "microbatch_size": integer(1).optional,
     "tensor_parallel": integer(1),
     "vertical_sync": FLAG,
-    "recompute": FLAG,
+    "recompute": _RECOMPUTED,
     "predicted": instance(
         Prediction, "a Prediction", "leave it out of a plan made by hand; penstock.simulate predicts one"
     ).optional,
@@ -121,7 +131,9 @@ class Plan:
     microbatch_size: int | None = None
     """Samples in one microbatch; None leaves it to the batch that is passed to the pipeline."""
     vertical_sync: bool = False
-    recompute: bool = False
+    recompute: bool | tuple[int, ...] = False
+    """Whether stages keep their input alone of a microbatch in flight, and compute again in its backward; or the
+    numbers of the stages that do."""
     predicted: Prediction | None = None
     routing: Routing = "round-robin"
     tensor_parallel: int = 1
@@ -142,6 +154,7 @@ class Plan:
         object.__setattr__(self, "schedule", identify(definition))
         check_fields(self, _RULES, PlanError)
         check_stages(self.stages, self.tensor_parallel, definition)
+        object.__setattr__(self, "recompute", _check_recomputed(self.recompute, len(self.stages)))
         object.__setattr__(self, "devices", _check_devices(self.devices, self.ranks))
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
@@ -164,7 +177,7 @@ class Plan:
         stages_per_rank: int = 1,
         microbatch_size: int | None = None,
         vertical_sync: bool = False,
-        recompute: bool = False,
+        recompute: bool | tuple[int, ...] = False,
     ) -> "Plan":
         """`layers` layers in `stages` stages of equal length; the earlier ones take the remainder.
 
@@ -236,7 +249,7 @@ class Plan:
         microbatches: int = 1,
         microbatch_size: int | None = None,
         vertical_sync: bool = False,
-        recompute: bool = False,
+        recompute: bool | tuple[int, ...] = False,
     ) -> "Plan":
         """A plan whose stage s holds layers ``[cuts[s], cuts[s + 1])``. Raises `PlanError`.
 
@@ -266,6 +279,12 @@ class Plan:
         `penstock.scheduling.define_by_programs`. Empty for a schedule that a function defines.
         """
         return self.definition.programs
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that recompute."""
+        every = range(len(self.stages)) if self.recompute else ()
+        return frozenset(every if isinstance(self.recompute, bool) else self.recompute)
 
     @property
     def ranks(self) -> int:
@@ -309,7 +328,9 @@ class Plan:
 
     def __str__(self) -> str:
         size = "" if self.microbatch_size is None else f" of {self.microbatch_size}"
-        options = "".join(f", {name}" for name in ("vertical_sync", "recompute") if getattr(self, name))
+        options = ", vertical_sync" if self.vertical_sync else ""
+        again = "" if isinstance(self.recompute, bool) else f" {list(self.recompute)}"
+        options += f", recompute{again}" if self.recompute else ""
         options += ", split microbatches" if self.routing == "split" else ""
         options += f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         used = f", on {ranks_text(self.devices).replace('rank', 'device')}" if self.devices else ""
@@ -347,7 +368,8 @@ class Plan:
         lines = [f"format: {_FORMAT}", f"schedule: {name}", f"microbatches: {self.microbatches}"]
         if self.microbatch_size is not None:
             lines.append(f"microbatch_size: {self.microbatch_size}")
-        lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {str(self.recompute).lower()}"]
+        again = self.recompute if isinstance(self.recompute, bool) else list(self.recompute)
+        lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {str(again).lower()}"]
         lines += [f"routing: {self.routing}"] if self.routing != "round-robin" else []
         lines += [f"tensor_parallel: {self.tensor_parallel}"] if self.tensor_parallel != 1 else []
         lines += [f"devices: {list(self.devices)} # of the cluster, by rank"] if self.devices else []
@@ -437,10 +459,22 @@ def _place(stages: tuple[tuple[int, ...], ...], size: int, split: bool) -> Place
 def schedule(plan: Plan) -> Schedule:
     """The schedule of `plan`; `ScheduleError` if its numbers do not fit the schedule's definition."""
     _PLAN.check("schedule(plan=)", plan, PlanError)
-    recomputed = frozenset(range(len(plan.stages)) if plan.recompute else ())
     return Schedule.placed(
-        plan.schedule, plan.placement, plan.microbatches, vertical_sync=plan.vertical_sync, recomputed=recomputed
+        plan.schedule,
+        plan.placement,
+        plan.microbatches,
+        vertical_sync=plan.vertical_sync,
+        recomputed=plan.recomputed,
     )
+
+
+def _check_recomputed(recompute: bool | tuple[int, ...], stages: int) -> bool | tuple[int, ...]:
+    """The stages that recompute; True or False if these are all or none."""
+    if isinstance(recompute, bool):
+        return recompute
+    if recompute and recompute[-1] >= stages:
+        raise PlanError(f"recompute: expected stages 0 to {stages - 1}, found {recompute[-1]}: give stages of the plan")
+    return len(recompute) == stages if len(recompute) in (0, stages) else recompute
 
 
 def _check_devices(devices: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -504,7 +538,8 @@ def _read_prediction(node: YamlNode) -> Prediction:
 
 _READERS = {
     **dict.fromkeys(("microbatches", "microbatch_size", "tensor_parallel"), YamlNode.integer),
-    **dict.fromkeys(("vertical_sync", "recompute"), YamlNode.boolean),
+    "vertical_sync": YamlNode.boolean,
+    "recompute": lambda node: node.integers() if isinstance(node.value, list) else node.boolean(),
     **dict.fromkeys(("routing", "planner"), YamlNode.text),
     "devices": YamlNode.integers,
     "predicted": _read_prediction,

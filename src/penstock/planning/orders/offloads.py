@@ -46,7 +46,7 @@ class _Trip(NamedTuple):
 def offload_order(
     name: str, plan: Plan, profile: Profile, cluster: Cluster, limits: Sequence[float], **options: Unpack[Options]
 ) -> Plan | None:
-    """`plan`, which flushes and does not recompute, with the offloads that keep each rank within its limit, as schedule
+    """`plan`, which flushes, with the offloads that keep each rank within its limit, as schedule
     `name`; None if there are none. `cluster` has a `host_bandwidth`. `limits`: the most bytes of each rank.
     """
     made, width = planned_schedule(plan, profile), plan.tensor_parallel

@@ -267,7 +267,7 @@ class _Search:
         self, named: Sequence[_Judged], limits: tuple[float, ...], *, whole_backwards: bool
     ) -> Iterator[_Judged]:
         """Orders that take too much memory, with what they have too much of offloaded."""
-        if self.cluster.host_bandwidth is None or self.plan.recompute:
+        if self.cluster.host_bandwidth is None or len(self.plan.recomputed) == len(self.plan.stages):
             return
         over = [each.plan for each in named if not self._fits(each)]
         for factor in _RELAXED if max(limits) < inf else ():
@@ -380,8 +380,8 @@ class _Search:
         times = [costs.times_of(rank) for rank in ranks]
         weight = [own.weight_seconds[stage] for stage, own in zip(stages, times, strict=True)]
         # The backward of the last stage can directly follow its forward, and then recomputes nothing.
-        recomputes = recomputes and plan.recompute
-        again = [times[stage].forward_seconds[stage] if recomputes else 0.0 for stage in stages[:-1]] + [0.0]
+        recomputed = plan.recomputed if recomputes else frozenset()
+        again = [times[stage].forward_seconds[stage] if stage in recomputed else 0.0 for stage in stages[:-1]] + [0.0]
         added = [costs.split_seconds + costs.split_share * times[stage].backward_seconds[stage] for stage in stages]
         inputs = (0.0, *costs.cut_bytes)
         routes = [self._route(costs.wire_bytes[stage], ranks[stage], ranks[stage + 1]) for stage in stages[:-1]]
@@ -394,11 +394,11 @@ class _Search:
             weight=tuple(weight[stage] + (0.0 if stage in whole else added[stage]) for stage in stages),
             activation=late,
             gradient=late,
-            saved=tuple(inputs if plan.recompute else costs.saved_bytes),
+            saved=tuple((inputs if stage in plan.recomputed else costs.saved_bytes)[stage] for stage in stages),
             limits=limits,
             whole=whole,
             movable=costs.offloaded_bytes,
-            host_bandwidth=0.0 if plan.recompute else self.cluster.host_bandwidth or 0.0,
+            host_bandwidth=self.cluster.host_bandwidth or 0.0,
         )
 
     def _route(self, size_bytes: float, here: int, there: int) -> Route | None:

@@ -60,7 +60,7 @@ class Structure:
             tuple(stage.ranks for stage in stages_on_devices(plan)),
             plan.microbatches,
             split=plan.routing == "split",
-            recompute=plan.recompute,
+            recompute=bool(plan.recompute),
             flushes=definition.flushes,
             splits_backward=definition.splits_backward,
             updates_per_microbatch=definition.updates_per_microbatch,

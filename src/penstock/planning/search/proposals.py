@@ -219,7 +219,7 @@ class Proposer:
             return
         yield plan
         if self._limit is not None:
-            buffered = chain_costs(profile, recompute=plan.recompute, buffers=_BUFFERS)
+            buffered = chain_costs(profile, recompute=bool(plan.recompute), buffers=_BUFFERS)
             if max(peak_bytes(plan, buffered, request.optimizer_copies)) > self._limit:
                 other = find(replace(request, buffers=_BUFFERS))
                 yield from () if other is None else (other,)

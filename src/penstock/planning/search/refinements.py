@@ -53,7 +53,7 @@ def family_of(plan: Plan) -> Family:
         plan.schedule,
         straight,
         splits=splits,
-        recompute=plan.recompute,
+        recompute=bool(plan.recompute),
         microbatch_size=plan.microbatch_size,
         stages_per_rank=plan.stages_per_rank,
     )
@@ -161,7 +161,9 @@ class Refiner:
         costs = {again: chain_costs(profile, cluster, recompute=again, full_duplex=True) for again in (False, True)}
         kinds = {(plan.stages, plan.devices, plan.recompute): plan for plan in plans if plan.stages_per_rank == 1}
         slowest = {
-            key: slowest_seconds(stages_on_devices(plan), costs[plan.recompute], cluster, self._constraints.allreduce)
+            key: slowest_seconds(
+                stages_on_devices(plan), costs[bool(plan.recompute)], cluster, self._constraints.allreduce
+            )
             for key, plan in kinds.items()
         }
         for definition, microbatches in self._microbatches(profile).items():
@@ -171,7 +173,7 @@ class Refiner:
                 for routing in self._routings(plan, definition):
                     made = _arrange(plan, definition, microbatches, profile, routing)
                     if made is not None:
-                        predicted = predict(made, profile, costs[plan.recompute], slowest[key])
+                        predicted = predict(made, profile, costs[bool(plan.recompute)], slowest[key])
                         if overfull_rank(predicted.peak_bytes, plan.used(cluster)) is None:
                             yield replace(made, predicted=predicted, planner=plan.planner)
 

@@ -163,9 +163,9 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     rule or cannot be combined with the options.
     """
     plan, stages = chosen, len(chosen.stages)
-    granularities = _choose_granularities(options.plan.recompute, plan.recompute, stages)
-    if granularities != _choose_granularities(None, plan.recompute, stages):
-        plan = replace(plan, recompute=bool(granularities), predicted=None)
+    granularities = _choose_granularities(options.plan.recompute, plan, stages)
+    if granularities != _choose_granularities(None, plan, stages):
+        plan = replace(plan, recompute=tuple(granularities), predicted=None)
     check_plan(plan, chain)
     schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
     whole = frozenset(stage for stage, granularity in granularities.items() if granularity == "stage")
@@ -177,13 +177,14 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     return ScheduledPlan(plan, schedule, granularities, world.local(schedule.ranks, plan.tensor_parallel))
 
 
-def _choose_granularities(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
+def _choose_granularities(recompute: Recompute, planned: Plan, stages: int) -> dict[int, Granularity]:
     """The stages that recompute, each as a whole or layer by layer. None follows the plan; anything else overrides it.
 
     Raises `PlanError` for another value, or for the number of a stage that does not exist.
     """
     if recompute is None or isinstance(recompute, bool):
-        return dict.fromkeys(range(stages if (planned if recompute is None else recompute) else 0), "stage")
+        asked = sorted(planned.recomputed) if recompute is None else range(stages if recompute else 0)
+        return dict.fromkeys(asked, "stage")
     if isinstance(recompute, str) and recompute == "layers":
         return dict.fromkeys(range(stages), "layers")
     if not isinstance(recompute, Collection) or isinstance(recompute, str | bytes | Mapping):
