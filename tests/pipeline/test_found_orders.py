@@ -1,6 +1,7 @@
 """A plan whose order was found under a limit in bytes trains as the oracle does, in one process and in several."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,9 @@ PROFILE = Profile(
 """Stages are unequal, so that the orders that are found differ from the named ones."""
 
 
-def found(ranks: int, schedule: str, times: float, *, limited: bool = False) -> Plan:
+def found(ranks: int, schedule: str, times: float, *, limited: bool = False, moved: bool = False) -> Plan:
     """The order of `ranks` ranks in `times` the bytes that `schedule` takes, whose places the stages have, or whose
-    order is delayed (`limited`).
+    order is delayed (`limited`). `moved`: stages take layers of each other, and recompute.
     """
     per_rank = 1 if schedule == "1f1b-flush" else 2
     plan = Plan.uniform(LAYERS, ranks * per_rank, schedule, MICROBATCHES, stages_per_rank=per_rank)
@@ -27,7 +28,8 @@ def found(ranks: int, schedule: str, times: float, *, limited: bool = False) -> 
     most = max(memory.peak_bytes for memory in penstock.simulate(plan, PROFILE, cluster).memory)
     if limited:
         return replace(limit_order(plan, PROFILE, cluster, memory_bytes=times * most), predicted=None)
-    return replace(find_order(plan, PROFILE, cluster, memory_bytes=times * most).plan, predicted=None)
+    best = find_order(plan, PROFILE, cluster, memory_bytes=times * most, move_cuts=moved, choose_recompute=moved)
+    return replace(best.plan, predicted=None)
 
 
 def run_plan(plan: Plan) -> Outcome:
@@ -56,3 +58,14 @@ def test_found_orders_equal_the_oracle(pool: Pool, ranks: int, schedule: str, ti
     assert_equal(expected, run_plan(plan))
     for part in pool.run(ranks, run_plan, plan):
         assert_equal(expected, part)
+
+
+def test_moved_stages_of_which_some_recompute_equal_the_oracle(tmp_path: Path) -> None:
+    plan = found(3, "1f1b-flush", 0.5, moved=True)
+    penstock.verify(penstock.schedule(plan))
+    plan.save(tmp_path / "plan.yaml")
+    loaded = Plan.load(tmp_path / "plan.yaml")
+
+    assert loaded == plan and plan.recompute == (0,) and str(plan.schedule) == "found"
+    assert [stage.stop for stage in plan.stages] != [stage.stop for stage in Plan.uniform(LAYERS, 3).stages]
+    assert_equal(run_reference(Case("layered", "gpipe", 3, MICROBATCHES, "adamw"), plan=plan), run_plan(loaded))

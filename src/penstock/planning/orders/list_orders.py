@@ -57,6 +57,10 @@ class _Filling:
     left_over: list[list[tuple[int, int]]] = field(init=False)
     """By rank: the stages and microbatches whose weight part is to be done, in the order of their backwards."""
     events: list[tuple[float, int]] = field(init=False)
+    latest_first: list[tuple[int, ...]] = field(init=False)
+    """By rank: its stages."""
+    needed: list[float] = field(init=False)
+    """By stage: the bytes that must be free for a forward."""
     left: int = field(init=False)
     """The operations that are in no row yet."""
     parked: set[int] = field(default_factory=set)
@@ -68,6 +72,10 @@ class _Filling:
         self.left = costs.operations
         self.free_at, self.held_bytes = [0.0] * costs.length, [0.0] * costs.length
         self.next_of = [[0] * costs.stages for _ in range(2)]
+        self.latest_first = [held[::-1] for held in costs.held]
+        alone = self.given is not None and not self.delays
+        behind = ([stage] if alone else costs.held[rank] for stage, rank in enumerate(costs.ranks))
+        self.needed = [sum(costs.saved[late] for late in held if late >= s) for s, held in enumerate(behind)]
         self.left_over = [[] for _ in range(costs.length)]
         self.events = [(0.0, rank) for rank in range(costs.length)]
         self.arrived = {(FORWARD, 0, microbatch): 0.0 for microbatch in range(costs.microbatches)}
@@ -109,7 +117,7 @@ class _Filling:
         return [
             (kind, stage, self.next_of[kind][stage])
             for kind in (BACKWARD, FORWARD)
-            for stage in reversed(self.costs.held[rank])
+            for stage in self.latest_first[rank]
             if self.next_of[kind][stage] < self.costs.microbatches
         ]
 
@@ -150,23 +158,23 @@ class _Filling:
         return False
 
     def _listed_choice(self, rank: int, now: float) -> Choice:
-        soon = inf
-        ops = self._next_ops(rank)
-        for op in ops:
-            if op[0] == BACKWARD and op[2] < self.next_of[FORWARD][op[1]]:
-                at = self.arrived.get(op)
-                if at is not None and at <= now:
+        soon = later = inf
+        (forwards, backwards), arrived, ahead = self.next_of, self.arrived, self.rule.ahead
+        stages = self.latest_first[rank]
+        for stage in stages:
+            if backwards[stage] < forwards[stage]:
+                op = BACKWARD, stage, backwards[stage]
+                if op in arrived and arrived[op] <= now:
                     return op, now
                 soon = min(soon, self._awaited(op, now))
-        later = inf
-        for op in ops:
-            _, stage, microbatch = op
-            if op[0] != FORWARD or not self._may_forward(rank, stage):
+        for stage in stages:
+            microbatch = forwards[stage]
+            if microbatch == self.costs.microbatches or not self._may_forward(rank, stage):
                 continue
-            if self.rule.ahead and microbatch - self.next_of[BACKWARD][stage] >= self.rule.ahead[stage]:
+            if ahead and microbatch - backwards[stage] >= ahead[stage]:
                 continue
-            at = self.arrived.get(op)
-            if at is None or at > now:
+            op = FORWARD, stage, microbatch
+            if op not in arrived or arrived[op] > now:
                 later = min(later, self._awaited(op, now))
             elif soon >= now + self.rule.forward_share * self.costs.forward[stage]:
                 return op, now
@@ -179,9 +187,7 @@ class _Filling:
 
     def _may_forward(self, rank: int, stage: int) -> bool:
         """Whether a forward fits; where its place is not fixed, also the same microbatch on the rank's later stages."""
-        held = [stage] if self.given is not None and not self.delays else self.costs.held[rank]
-        more = sum(self.costs.saved[later] for later in held if later >= stage)
-        return self.held_bytes[rank] + more <= self.costs.limits[rank] * ROUNDING
+        return self.held_bytes[rank] + self.needed[stage] <= self.costs.limits[rank] * ROUNDING
 
     def _do(self, rank: int, op: Op, now: float) -> None:
         kind, stage, microbatch = op

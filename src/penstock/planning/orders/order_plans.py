@@ -38,7 +38,7 @@ def plan_order(
     found, refused = [], None
     for plan in _with_recomputation(_structures(profiles, cluster, constraints, progress), cluster, constraints):
         try:
-            found.append(_find(plan, profiles, cluster, constraints))
+            found.append(_find(plan, profiles, cluster, constraints, choose_recompute=constraints.recompute is None))
         except PlanError as error:
             refused = error
     if not found:
@@ -80,6 +80,8 @@ def _find(
     cluster: Cluster,
     constraints: PlanConstraints,
     memory_bytes: float | None = None,
+    *,
+    choose_recompute: bool,
 ) -> FoundOrder:
     return find_order(
         plan,
@@ -87,6 +89,8 @@ def _find(
         cluster,
         memory_bytes=memory_bytes,
         whole_backwards=constraints.whole_backwards,
+        move_cuts=True,
+        choose_recompute=choose_recompute,
         **constraints.simulator_options,
     )
 
@@ -197,9 +201,10 @@ def frontier(
         raise PlanError("frontier: expected two devices and layers or more, found fewer: plan with penstock.plan")
     found = []
     for limit in limits:
-        for plan in asked:
+        for plan in structures:
+            most = limit * reference.peak_bytes
             try:
-                best = _find(plan, (profile,), free, constraints, limit * reference.peak_bytes)
+                best = _find(plan, (profile,), free, constraints, most, choose_recompute=True)
             except PlanError:
                 continue
             found.append(FrontierPoint(best.plan, best.gap))

@@ -2,16 +2,18 @@
 
 A plan says which layers each stage has and where it lies. The order is sought for its measured stages, links and
 limits: seeds first, then local moves on the best of them. The simulator judges the best found and every named schedule,
-in seconds and bytes; the fastest that fits is the answer, so it is never slower than a named schedule that fits. The
-search draws from a fixed seed: the same question has the same answer. For many microbatches an order of fewer is found,
-and a part in its middle repeated.
+in seconds and bytes; the fastest that fits is the answer, so it is never slower than a named schedule that fits. If
+that is asked for, stages change as well: from the best seed on, a cut moves by a layer or a stage begins or ends to
+recompute, as long as an order that is adapted to it makes the step shorter; or, if nothing fits, until something does.
+The search draws from a fixed seed: the same question has the same answer. For many microbatches an order of fewer is
+found, and a part in its middle repeated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
-from operator import sub
+from operator import add, sub
 from typing import Unpack
 
 from penstock.arguments import FLAG, check_arguments, instance, number
@@ -20,7 +22,8 @@ from penstock.planning.orders.bounds import Bound, bound_of
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.offloads import offload_order
 from penstock.planning.orders.rows import OrderCosts, Rows, TimedRows, repeated, rows_of, text_of_rows, time_rows
-from penstock.planning.orders.seeds import delay_rows, find_seeds, spread_weights
+from penstock.planning.orders.seeds import adapted_seeds, delay_rows, find_seeds, spread_weights
+from penstock.planning.orders.stage_moves import StageMoves
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import if_runnable
 from penstock.scheduling.orders import METHODS
@@ -38,8 +41,8 @@ from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 NAME = "found"
 """The name of an order that was found."""
-_MOVED_OPERATIONS = 400_000
-"""Local moves on a seed end when this number of operations has been timed, in about half a second."""
+_MOVED_OPERATIONS = 250_000
+"""Local moves on a seed end when this number of operations has been timed, in about a third of a second."""
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
 _JUDGED = 2
@@ -54,6 +57,8 @@ _SHORT = 3, 48
 """... and is found for 3 times the ranks, or for 48 if these are more."""
 _RELAXED = 1.5, 2.5
 """How much more memory orders may take that are brought within their limits by offloads."""
+_MOVED_STAGES, _LEAST_MOVES = 40_000, 8
+"""Moves of stages end when seeds for them have this number of operations, but not before there are 8."""
 _MORE, _LOOKED_AT = 16, 24
 """How much longer rows are when they are compared, and how many are."""
 
@@ -62,7 +67,7 @@ _RULES = {
     "profile": instance(Profile, "a penstock.Profile", "measure the model with penstock.profile"),
     "cluster": CLUSTER,
     "memory_bytes": number(above=0, unit="bytes").but("give the most bytes of a rank, or leave it out").optional,
-    "whole_backwards": FLAG,
+    **dict.fromkeys(("whole_backwards", "move_cuts", "choose_recompute"), FLAG),
 }
 
 
@@ -87,18 +92,22 @@ def find_order(
     *,
     memory_bytes: float | None = None,
     whole_backwards: bool = False,
+    move_cuts: bool = False,
+    choose_recompute: bool = False,
     **options: Unpack[Options],
 ) -> FoundOrder:
     """The fastest order for the stages of `plan` that keeps each rank within its memory, as the simulator predicts it.
 
-    `memory_bytes`: the most that a rank may hold, with weights, optimizer and messages; by default the memory of its
-    device, if the cluster says so. `whole_backwards`: no backward is split. `options`: those of `penstock.simulate`.
-    Of the schedule of `plan` only the places of its stages are used. Raises `PlanError` if stages have replicas, and if
-    no order fits.
+    `move_cuts`: stages may take layers of their neighbours. `choose_recompute`: other stages may recompute than in
+    `plan`. Such moves are made one by one, each of which shortens the step. `memory_bytes`: the most that a rank may
+    hold, with weights, optimizer and messages; by default the memory of its device, if the cluster says so.
+    `whole_backwards`: no backward is split. `options`: those of `penstock.simulate`. Of the schedule of `plan` only the
+    places of its stages are used. Raises `PlanError` if stages have replicas, and if no order fits.
     """
-    check_arguments("find_order", _RULES, PlanError, whole_backwards=whole_backwards)
+    flags = {"whole_backwards": whole_backwards, "move_cuts": move_cuts, "choose_recompute": choose_recompute}
+    check_arguments("find_order", _RULES, PlanError, **flags)
     search = _search("find_order", plan, profile, cluster, memory_bytes=memory_bytes, options=options)
-    return search.run(whole_backwards=whole_backwards)
+    return search.run(StageMoves(move_cuts, choose_recompute), whole_backwards=whole_backwards)
 
 
 def limit_order(
@@ -175,12 +184,14 @@ class _Judged:
 class _Start:
     """The best seed under `costs`, and what the simulator says of it; it fits."""
 
+    search: "_Search"
+    """That for its stages."""
     costs: OrderCosts
     seed: TimedRows
     judged: _Judged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Search:
     plan: Plan
     profile: Profile
@@ -191,19 +202,22 @@ class _Search:
     name: str = NAME
     """Of an order that is found."""
 
-    def run(self, *, whole_backwards: bool) -> FoundOrder:
-        """The best of all orders."""
+    def run(self, moves: StageMoves, *, whole_backwards: bool) -> FoundOrder:
+        """The best of all orders, and of the stages that `moves` lead to."""
         made = list(named_plans(self.plan, whole_backwards=whole_backwards))
         named = list(map(self._judge, made))
         fixed = self._fixed_bytes(list(map(schedule, made)), named)
         limits = tuple(map(sub, self.limits, fixed))
         every = list(self._all_costs(limits, whole_backwards=whole_backwards))
-        bound = self._bound(whole_backwards=whole_backwards)
         starts = [start for costs in every if min(costs.limits) > 0 for start in self._starts(costs)]
-        judged = [each for each in named if self._fits(each)] + [start.judged for start in starts]
-        for start in sorted(starts, key=lambda start: start.judged.seconds)[:_IMPROVED]:
-            judged += filter(self._fits, self._improved(start))
+        starts.sort(key=lambda each: each.judged.seconds)
+        moved = self._moved(starts[0], moves) if starts else []
+        judged = [each for each in named if self._fits(each)] + [start.judged for start in (*starts, *moved)]
+        for start in (*starts[:_IMPROVED], *moved[:1]):
+            judged += filter(self._fits, start.search._improved(start))
         judged += filter(self._fits, self._offloaded(named, limits, whole_backwards=whole_backwards))
+        if not judged and (other := self._roomier(moves)) is not None:
+            return other.run(moves, whole_backwards=whole_backwards)
         if not judged:
             least = [bytes_text(min(max(each.peaks) for each in named))] if named else []
             raise PlanError(
@@ -212,6 +226,7 @@ class _Search:
                 "ranks, smaller microbatches, or recompute=True"
             )
         best = min(judged, key=lambda each: each.seconds)
+        bound = replace(self, plan=best.plan)._bound(whole_backwards=whole_backwards)
         explained = replace(best.plan, explanation=_explain(best, named, bound, self._fits))
         return FoundOrder(explained, bound)
 
@@ -259,7 +274,7 @@ class _Search:
                 return
             judged = self._judge(self._plan(costs, timed))
             if self._fits(judged):
-                yield _Start(costs, timed, judged)
+                yield _Start(self, costs, timed, judged)
                 return
             costs = replace(costs, limits=tuple(self._lowered(costs, judged, timed)))
 
@@ -328,7 +343,7 @@ class _Search:
                 return
             judged = self._judge(self._plan(costs, seed))
             if self._fits(judged):
-                yield _Start(costs, seed, judged)
+                yield _Start(self, costs, seed, judged)
                 return
             costs = replace(costs, limits=tuple(self._lowered(costs, judged, seed)))
 
@@ -337,6 +352,59 @@ class _Search:
         for rank, row in enumerate(seed.rows):
             excess = judged.peaks[rank] - self.limits[rank]
             yield costs.peak(row) - excess if excess > 0 else costs.limits[rank]
+
+    def _moved(self, best: _Start, moves: StageMoves) -> list[_Start]:
+        """The best seeds of the stages that `moves` lead to; each move shortens the step."""
+        first, left = best, max(_LEAST_MOVES, _MOVED_STAGES // self._searched(best.costs).operations)
+        found: _Start | None = best
+        while found is not None and left > 0:
+            best, found = found, None
+            for search, costs in best.search._promising(best, moves)[:left]:
+                left -= 1
+                found = search._start_near(best, costs)
+                if found is not None:
+                    break
+        best = found or best
+        return [] if best is first else sorted([best], key=lambda e: e.judged.seconds)
+
+    def _roomier(self, moves: StageMoves) -> "_Search | None":
+        """The search for stages of which a microbatch takes a smaller share of the limits; None if no move leads there.
+
+        Moves end when the share is at most 1.
+        """
+        best, share = self, self._fullest()
+        while best is self or share > 1:
+            near = min((replace(self, plan=plan) for plan in moves.of(best.plan)), key=_Search._fullest, default=best)
+            if near._fullest() >= share:
+                break
+            best, share = near, near._fullest()
+        return None if best is self else best
+
+    def _fullest(self) -> float:
+        """The largest share of its limit that a rank takes with one microbatch in flight."""
+        costs = self._costs(frozenset(), self.limits)
+        kept = [sum(costs.saved[stage] for stage in held) for held in costs.held]
+        return max((own + other) / most for own, other, most in zip(kept, self._other_bytes, self.limits, strict=True))
+
+    def _promising(self, best: _Start, moves: StageMoves) -> list[tuple["_Search", OrderCosts]]:
+        """The searches one move away whose bound is below the step of `best`, the least bound first."""
+        room = [limit + size for limit, size in zip(best.costs.limits, self._other_bytes, strict=True)]
+        made: list[tuple[float, int, _Search, OrderCosts]] = []
+        for search in (replace(self, plan=plan) for plan in moves.of(self.plan)):
+            costs = search._costs(best.costs.whole, tuple(map(sub, room, search._other_bytes)))
+            if min(costs.limits) > 0 and (least := bound_of(costs).seconds) < best.seed.seconds:
+                made.append((least, len(made), search, costs))
+        return [(search, costs) for *_, search, costs in sorted(made)]
+
+    def _start_near(self, best: _Start, costs: OrderCosts) -> _Start | None:
+        """The start from a seed like that of `best`; None if it does not fit or is not faster."""
+        score = partial(self._whole_score, costs)
+        seed = min(adapted_seeds(self._searched(costs), best.seed.rows), key=score, default=None)
+        if seed is None or score(seed) >= best.search._whole_score(best.costs, best.seed):
+            return None
+        judged = self._judge(self._plan(costs, seed))
+        faster = self._fits(judged) and judged.seconds < best.judged.seconds
+        return _Start(self, costs, seed, judged) if faster else None
 
     def _improved(self, start: _Start) -> Iterator[_Judged]:
         """The best orders that lead on from `start`; some may not fit."""
@@ -368,13 +436,14 @@ class _Search:
         text = text_of_rows(costs, timed.rows, repeats=sum(map(len, timed.rows)) < costs.operations)
         return replace(self.plan, schedule=define_by_programs(self.name, text))
 
+    @cached_property
     def _plan_costs(self) -> Costs:
         skips = planned_schedule(self.plan, self.profile).skips
         options = Assumptions(**self.options)
         return plan_costs(self.plan, self.profile, self.cluster, self.plan.placement, options, skips=skips)
 
     def _costs(self, whole: frozenset[int], limits: tuple[float, ...], *, recomputes: bool = True) -> OrderCosts:
-        plan, costs = self.plan, self._plan_costs()
+        plan, costs = self.plan, self._plan_costs
         ranks = tuple(held[0] for held in plan.placement.stages)
         stages = range(len(ranks))
         times = [costs.times_of(rank) for rank in ranks]
@@ -401,6 +470,17 @@ class _Search:
             host_bandwidth=self.cluster.host_bandwidth or 0.0,
         )
 
+    @cached_property
+    def _other_bytes(self) -> list[float]:
+        """By rank: the bytes of weights, gradients and optimizer, and of the microbatch that is computed."""
+        costs, ranks = self._plan_costs, [held[0] for held in self.plan.placement.stages]
+        found, most = _weight_bytes(costs, ranks), [0.0] * len(self.limits)
+        for stage, rank in enumerate(ranks):
+            found[rank] += costs.parameter_bytes[stage]
+            again = costs.saved_bytes[stage] if stage in costs.recomputed else 0.0
+            most[rank] = max(most[rank], costs.workspace_bytes[stage] + again)
+        return list(map(add, found, most))
+
     def _route(self, size_bytes: float, here: int, there: int) -> Route | None:
         if here == there:
             return None
@@ -415,15 +495,20 @@ class _Search:
         whole = frozenset(range(len(self.plan.stages)) if whole_backwards else {0})
         free: Options = {**self.options, "split_seconds": 0.0}
         search = replace(self, options=free, profile=replace(self.profile, split_share=0.0))
-        costs, ranks = self._plan_costs(), [held[0] for held in self.plan.placement.stages]
-        copies = costs.assumptions.version_copies + costs.assumptions.optimizer_copies + costs.assumptions.master_copies
-        limits = list(self.limits)
-        for rank, size in zip(ranks, costs.parameter_bytes, strict=True):
-            limits[rank] -= copies * size
+        costs, ranks = self._plan_costs, [held[0] for held in self.plan.placement.stages]
+        limits = map(sub, self.limits, _weight_bytes(costs, ranks))
         routes = (self._route(costs.wire_bytes[cut], ranks[cut], ranks[cut + 1]) for cut in range(len(ranks) - 1))
         links = tuple(0.0 if route is None else max(seconds for _, seconds in route.legs) for route in routes)
         # Any backward that directly follows its forward recomputes nothing.
         return bound_of(search._costs(whole, tuple(limits), recomputes=False), links)
+
+
+def _weight_bytes(costs: Costs, ranks: Sequence[int]) -> list[float]:
+    """By rank: the bytes of weights and optimizer. `ranks`: of each stage."""
+    options, found = costs.assumptions, [0.0] * (max(ranks) + 1)
+    for rank, size in zip(ranks, costs.parameter_bytes, strict=True):
+        found[rank] += (options.version_copies + options.optimizer_copies + options.master_copies) * size
+    return found
 
 
 def _seconds(route: Route) -> float:

@@ -5,7 +5,7 @@ of each put where a rank would wait. The best of each kind go on.
 """
 
 from collections.abc import Iterator
-from itertools import product
+from dataclasses import replace
 from math import inf
 
 from penstock.planning.orders.list_orders import ListRule, delay_forwards, list_order, place_weights
@@ -17,9 +17,14 @@ _WEIGHT_SHARES = (1.0, 0.7, 0.4, 0.0)
 _FORWARD_SHARES = (1.0, 0.5, 0.0)
 _DEPTHS = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 """How many microbatches may be ahead on rank r of p: the first number times p - r, and the second more."""
-_PASSES = 3
+_PASSES, _AGAIN = 3, 4
+"""How often list schedules are made, and by how many rules in each pass behind the first."""
+_QUICK = (ListRule(0.5), ListRule(0.0), ListRule(0.5, 0.5))
+"""The rules of list schedules that are tried for each move of stages."""
 _BLOCKS = 8
 """The building blocks whose weight parts are put anew."""
+_LARGE = 4_000
+"""Of rows with more operations than these, fewer seeds are made."""
 
 
 def find_seeds(costs: OrderCosts, named: list[Schedule]) -> list[TimedRows]:
@@ -39,6 +44,10 @@ def find_seeds(costs: OrderCosts, named: list[Schedule]) -> list[TimedRows]:
     return sorted(distinct.values(), key=lambda timed: timed.score)
 
 
+def _number(most: int, costs: OrderCosts) -> int:
+    return max(2, round(most * min(1.0, _LARGE / costs.operations)))
+
+
 def _fitting(costs: OrderCosts, timed: TimedRows) -> list[TimedRows]:
     return [timed] if all(costs.fits(row, rank) for rank, row in enumerate(timed.rows)) else []
 
@@ -46,13 +55,22 @@ def _fitting(costs: OrderCosts, timed: TimedRows) -> list[TimedRows]:
 def _listed(costs: OrderCosts) -> list[TimedRows]:
     depths = [costs.length - rank for rank in costs.ranks]
     aheads = [(), *(tuple(factor * depth + more for depth in depths) for factor, more in _DEPTHS)]
-    splits = len(costs.whole) < costs.stages
-    rules = [ListRule(*rule) for rule in product(_WEIGHT_SHARES if splits else (0.0,), _FORWARD_SHARES, aheads)]
-    found = [(rule, timed) for rule in rules if (timed := _list(costs, rule, {})) is not None]
+    made: dict[ListRule, TimedRows | None] = {}
+
+    def score(rule: ListRule) -> float:
+        timed = made[rule] if rule in made else made.setdefault(rule, _list(costs, rule, {}))
+        return inf if timed is None else timed.score
+
+    # One choice after another is made best, since all together are too many.
+    shares = _WEIGHT_SHARES if len(costs.whole) < costs.stages else (0.0,)
+    best = min((ListRule(share, ahead=ahead) for share in shares[-1::-2] for ahead in aheads), key=score)
+    best = min((replace(best, weight_share=share) for share in shares), key=score)
+    best = min((replace(best, forward_share=share) for share in _FORWARD_SHARES), key=score)
+    found = [(rule, timed) for rule, timed in made.items() if timed is not None]
     # The times of one pass are what the next one expects.
     for _ in range(_PASSES - 1):
         found.sort(key=lambda each: each[1].score)
-        again = ((rule, _list(costs, rule, timed.arrivals(costs))) for rule, timed in found[: len(rules) // 4])
+        again = ((rule, _list(costs, rule, timed.arrivals(costs))) for rule, timed in found[: _number(_AGAIN, costs)])
         found += [(rule, timed) for rule, timed in again if timed is not None]
     return [timed for _, timed in found]
 
@@ -84,6 +102,17 @@ def delay_rows(costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[Ti
             yield timed
 
 
+def adapted_seeds(costs: OrderCosts, rows: Rows) -> Iterator[TimedRows]:
+    """The few seeds that are tried for each of many `costs` like those that `rows` are good for."""
+    timed = time_rows(costs, rows)
+    fitting = [] if timed is None else _fitting(costs, timed)
+    yield from fitting or delay_rows(costs, rows, overtakes=False)
+    for rule in _QUICK:
+        listed = _list(costs, rule, {})
+        if listed is not None:
+            yield listed
+
+
 def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
     length = costs.length
     if costs.stages != 2 * length or costs.ranks != costs.ranks[::-1] or len(costs.whole) == costs.stages:
@@ -91,14 +120,18 @@ def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
     # A block with more in flight than fits may do with its weight parts put earlier.
     saved = [sum(costs.saved[stage] for stage in held) / len(held) or inf for held in costs.held]
     most = max(limit / each for limit, each in zip(costs.limits, saved, strict=True)) + 2
-    rows = (_rows_of_block(costs, block) for block, in_flight in find_blocks(length) if in_flight <= most)
-    tried = [timed for each in rows if (timed := time_rows(costs, each)) is not None]
-    tried.sort(key=lambda timed: timed.score)
-    fitting = [timed for timed in tried if _fitting(costs, timed)]
-    larger = [timed for timed in tried if not _fitting(costs, timed)]
-    yield from fitting[:_BLOCKS]
-    for timed in (*fitting[:_BLOCKS], *larger[:_BLOCKS]):
-        yield from spread_weights(costs, timed)
+    blocks = [block for block, in_flight in find_blocks(length) if in_flight <= most]
+    # Two rounds of the ranks show which blocks are fast.
+    short = replace(costs, microbatches=min(costs.microbatches, 2 * length))
+    timings = ((block, time_rows(short, _rows_of_block(short, block))) for block in blocks)
+    tried = sorted(((block, timed) for block, timed in timings if timed is not None), key=lambda each: each[1].score)
+    for fits in (True, False):
+        alike = [block for block, timed in tried if bool(_fitting(short, timed)) is fits]
+        for block in alike[: _number(_BLOCKS, costs)]:
+            timed = time_rows(costs, _rows_of_block(costs, block))
+            if timed is not None:
+                yield from _fitting(costs, timed)
+                yield from spread_weights(costs, timed)
 
 
 def _rows_of_block(costs: OrderCosts, block: VBlock) -> Rows:
