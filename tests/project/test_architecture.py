@@ -33,7 +33,7 @@ FLOW = {
     "timelines": "errors arguments values",
     "progress": "errors",
     "process_states": "",
-    "planning": "errors arguments values scheduling scheduling.orders simulating planning.search",
+    "planning": "errors arguments values scheduling scheduling.orders simulating rendering planning.search",
     "planning.search": """errors arguments values progress scheduling scheduling.orders scheduling.verification
         simulating planning""",
     "scheduling": "errors arguments scheduling.orders scheduling.verification",

@@ -52,6 +52,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="what a step takes with less or more memory, instead of one plan (with -o FILE: FILE.1, FILE.2, ...)",
     )
+    parser.add_argument("--svg", metavar="FILE", help="with --frontier: write a picture")
     parser.add_argument(
         "--microbatch-sizes",
         type=parse_counts,
@@ -102,6 +103,8 @@ def _run(arguments: argparse.Namespace) -> None:
         _compare(profiles, arguments, options)
         return
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
+    if arguments.svg is not None and not arguments.frontier:
+        raise PlanError("--svg: expected --frontier with it; draw one plan with penstock show PLAN --map FILE")
     if arguments.frontier:
         _show_frontier(profiles, cluster, arguments, options)
         return
@@ -153,6 +156,8 @@ def _show_frontier(
     if arguments.output is not None:
         for number, point in enumerate(found.points, 1):
             point.plan.save(f"{arguments.output}.{number}")
+    if arguments.svg is not None:
+        found.save_svg(arguments.svg)
     if arguments.json:
         print_json([asdict(point) for point in found.points])
         return

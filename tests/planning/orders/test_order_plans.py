@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -78,10 +79,28 @@ def test_the_command_prints_a_frontier(tmp_path: Path, capsys: pytest.CaptureFix
     Profile(PROFILE.layers[-2:], 1).save(tmp_path / "profile.json")
     given = ["plan", str(tmp_path / "profile.json"), "--devices", "2", "--bandwidth", "100Gbps", "--microbatches", "4"]
 
-    assert main([*given, "--frontier", "-o", str(tmp_path / "plan.yaml")]) == 0
+    assert main([*given, "--frontier", "-o", str(tmp_path / "plan.yaml"), "--svg", str(tmp_path / "all.svg")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "of 1f1b-flush" in lines[0]
     assert Plan.load(tmp_path / "plan.yaml.1").microbatches == 4
     assert len(list(tmp_path.glob("plan.yaml.*"))) == len(lines) - 1
     assert main([*given, "--frontier", "--straight"]) == 1
     assert "--frontier and straight: expected one of them at most" in capsys.readouterr().err
+    assert main([*given, "--svg", "all.svg"]) == 1
+    assert "--svg: expected --frontier with it" in capsys.readouterr().err
+    check_picture((tmp_path / "all.svg").read_text(), [line.split() for line in lines[1:]])
+
+
+def check_picture(text: str, rows: list[list[str]]) -> None:
+    """As many dots as rows, from left to right and downwards, each with its row's bytes and seconds in words."""
+    root = ElementTree.fromstring(text)
+    tag = "{http://www.w3.org/2000/svg}"
+    dots = [each for each in root.iter(f"{tag}circle") if each.get("r") == "8"]
+    places = [(float(each.attrib["cx"]), float(each.attrib["cy"])) for each in dots[::2]]
+    words = [each.text or "" for each in root.iter(f"{tag}text")]
+
+    assert len(places) == len(rows)
+    assert all(one[0] < two[0] and one[1] < two[1] for one, two in pairwise(places))
+    for row in rows:
+        assert any(word.startswith(f"{row[0]} {row[1]}, {row[3]} {row[4]}: {row[6]} ") for word in words), row
+    assert "prefers-color-scheme: dark" in text

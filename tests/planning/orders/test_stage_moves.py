@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock import Cluster, LayerProfile, Plan, PlanError, Profile
 from penstock.planning import FoundOrder, find_order
-from penstock.planning.orders.stage_moves import StageMoves
+from penstock.planning.orders.local_moves import StageMoves
 from penstock.simulating import evaluate
 
 PROFILE = Profile(tuple(LayerProfile(str(k), (1 + k) * 1e-3, (2 + k) * 1e-3, 1e3, 1e6, 1e3) for k in range(8)), 2)

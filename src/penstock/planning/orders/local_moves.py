@@ -4,13 +4,18 @@ The critical path is a chain of blocks: what a rank does without a pause, from t
 message to the one whose message the next block waited for. A step gets shorter only if such a block changes: its last
 operation moves forward, its first one back, or a weight part out of it. A move that makes the step longer is taken if
 the step is still shorter than it was some moves ago (late acceptance), so that the search passes over small rises.
+
+Stages move as well: a cut by a layer, and which of them recompute. That changes seconds and bytes at once.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import TypeAlias
 
 from penstock.planning.orders.rows import WEIGHT, Op, OrderCosts, Row, TimedRows, time_rows
+from penstock.values.plans import Plan
 
 Move: TypeAlias = tuple[int, int, int]
 """(rank, from place, to place)"""
@@ -93,3 +98,23 @@ def _reachable(row: Row, place: int, places: range) -> Iterator[int]:
 def _may_swap(one: Op, other: Op) -> bool:
     """Whether two operations of a rank may change their order: microbatches ascend, and each goes through in turn."""
     return one[1] != other[1] or (one[0] != other[0] and one[2] != other[2])
+
+
+@dataclass(frozen=True, slots=True)
+class StageMoves:
+    """Which moves a search may make: of cuts, and of recomputation."""
+
+    cuts: bool = False
+    recomputation: bool = False
+
+    def of(self, plan: Plan) -> Iterator[Plan]:
+        """The plans that are one move away from `plan`, which has no prediction."""
+        for stage, (before, behind) in enumerate(pairwise(plan.stages) if self.cuts else ()):
+            for cut in (before.stop - 1, before.stop + 1):
+                if before.start < cut < behind.stop:
+                    moved = replace(before, stop=cut), replace(behind, start=cut)
+                    yield replace(plan, stages=(*plan.stages[:stage], *moved, *plan.stages[stage + 2 :]))
+        if self.recomputation:
+            changes = ({stage} for stage in range(len(plan.stages)))
+            sets = [*(plan.recomputed ^ change for change in changes), range(len(plan.stages)), ()]
+            yield from (replace(plan, recompute=tuple(again)) for again in sets if plan.recomputed != {*again})

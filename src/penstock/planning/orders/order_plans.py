@@ -8,6 +8,7 @@ beside the named schedules: each of its plans is faster than all that need as li
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, number
 from penstock.errors import PlanError
@@ -15,10 +16,12 @@ from penstock.planning.orders.search import FoundOrder, find_order, limit_order,
 from penstock.planning.predictions import prediction_of, speed_of
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
+from penstock.rendering.frontier_drawings import PlanDot, draw_frontier
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedule_names import find_definition
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
+from penstock.values.documents import write_text
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
@@ -136,6 +139,18 @@ class FrontierPoint:
         """The most that any rank holds."""
         return max(prediction_of(self.plan).peak_bytes)
 
+    @property
+    def name(self) -> str:
+        """The order, what recomputes, and the number of stages."""
+        plan = self.plan
+        some = "" if isinstance(plan.recompute, bool) else f" stages {', '.join(map(str, plan.recompute))}"
+        return f"{plan.schedule}{f', recomputed{some}' if plan.recompute else ''}, {len(plan.stages)} stages"
+
+    def dot(self) -> PlanDot:
+        """The point in a picture."""
+        more = "" if self.gap is None else f", at most {self.gap:.1%} to gain"
+        return PlanDot(self.peak_bytes, self.seconds, f"{self.name}{more}")
+
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
@@ -152,12 +167,19 @@ class Frontier:
         rows = [head]
         for point in self.points:
             memory, time = point.peak_bytes / self.reference.peak_bytes, point.seconds / self.reference.seconds
-            name = f"{point.plan.schedule}{', recomputed' if point.plan.recompute else ''}"
             gap = "" if point.gap is None else f"{point.gap:.1%}"
             bar = "#" * round(_BAR * time / max(each.seconds / self.reference.seconds for each in self.points))
             cells = bytes_text(point.peak_bytes), f"{memory:.2f}", seconds_text(point.seconds), f"{time:.2f}"
-            rows.append((*cells, f"{name}, {len(point.plan.stages)} stages", gap, bar))
+            rows.append((*cells, point.name, gap, bar))
         return "\n".join(table_lines(rows, left={4, 6}))
+
+    def svg(self) -> str:
+        """A picture of the steps against the bytes, readable on light and dark pages."""
+        return draw_frontier([point.dot() for point in self.points], self.reference.dot())
+
+    def save_svg(self, path: str | Path) -> None:
+        """Writes the picture. Raises `PlanError` if the file cannot be written."""
+        write_text(path, self.svg(), PlanError)
 
 
 def frontier(

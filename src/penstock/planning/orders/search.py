@@ -19,11 +19,10 @@ from typing import Unpack
 from penstock.arguments import FLAG, check_arguments, instance, number
 from penstock.errors import PlanError
 from penstock.planning.orders.bounds import Bound, bound_of
-from penstock.planning.orders.local_moves import improve
+from penstock.planning.orders.local_moves import StageMoves, improve
 from penstock.planning.orders.offloads import offload_order
 from penstock.planning.orders.rows import OrderCosts, Rows, TimedRows, repeated, rows_of, text_of_rows, time_rows
 from penstock.planning.orders.seeds import adapted_seeds, delay_rows, find_seeds, spread_weights
-from penstock.planning.orders.stage_moves import StageMoves
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import if_runnable
 from penstock.scheduling.orders import METHODS
