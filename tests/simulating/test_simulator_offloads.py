@@ -52,6 +52,28 @@ def test_an_action_waits_for_what_was_offloaded_before_the_last_one() -> None:
     assert [found["0D0"], found["0B0@0"]] == [(10, 14), (14, 16)]
 
 
+def test_the_order_says_for_which_action_the_memory_is_free() -> None:
+    """12 bytes take 4 s, from 1 to 5. The action behind the reload waits as well, whatever the offload says."""
+    row = ROW.replace("0H1 ", "").replace("0D1 ", "")
+    begun = {behind: times(run(3.0, row.replace("0H0", f"0H0+{behind}"))) for behind in (1, 2, 3, 4, 9)}
+    texts = [f"0{what}@0" for what in ("F1", "F2", "F3", "B0")]
+
+    assert begun[2] == times(run(3.0, row))
+    assert {behind: [int(found[text][0]) for text in texts] for behind, found in begun.items()} == {
+        1: [5, 6, 7, 12],
+        2: [1, 5, 6, 11],
+        3: [1, 2, 5, 10],
+        4: [1, 2, 3, 9],
+        9: [1, 2, 3, 9],
+    }
+
+
+@pytest.mark.parametrize(("behind", "bytes_"), [(1, 36), (2, 36), (3, 48), (4, 48)])
+def test_memory_is_held_until_that_action_or_the_reload(behind: int, bytes_: float) -> None:
+    row = f"0F0@0 0F1@0 0H1+{behind} 0F2@0 0F3@0 0B0@0 0D1 0B1@0 0B2@0 0B3@0 0U1<0"
+    assert evaluate(plan_of(row), PROFILE, CLUSTER, optimizer_copies=0).peak_bytes == (bytes_,)
+
+
 def test_a_reload_begins_when_its_offload_has_ended() -> None:
     """So does what the rank computes next."""
     found = times(run(3.0, "0F0@0 0H0 0D0 0F1@0 0B0@0 0B1@0 0F2@0 0B2@0 0F3@0 0B3@0 0U1<0"))

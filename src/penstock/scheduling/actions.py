@@ -113,13 +113,18 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Stage `stage` starts to move what its forward of `microbatch` saved to the host."""
+    """Stage `stage` starts to move what its forward of `microbatch` saved to the host.
+
+    The memory is free when the rank begins its forward or backward number `behind` after this, counted from 1, which
+    waits for the copy; or when it begins the one behind the reload, if that is earlier.
+    """
 
     stage: int
     microbatch: int
+    behind: int = 2
 
     def __str__(self) -> str:
-        return f"{self.stage}H{self.microbatch}"
+        return f"{self.stage}H{self.microbatch}" + (f"+{self.behind}" if self.behind != 2 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +246,7 @@ _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)N(\d+)>(\d+)"), SendNorms),
     (re.compile(r"(\d+)N(\d+)<(\d+)"), ReceiveNorms),
     (re.compile(r"(\d+)A(\d+)"), Reduce),
-    (re.compile(r"(\d+)H(\d+)"), Offload),
+    (re.compile(r"(\d+)H(\d+)(?:\+([1-9]\d*))?"), Offload),
     (re.compile(r"(\d+)D(\d+)"), Reload),
 )
 
@@ -250,12 +255,12 @@ def parse(text: str) -> Action:
     """The action whose text form is `text`; `ScheduleError` if there is none."""
     for pattern, kind in _FORMS:
         if match := pattern.fullmatch(text):
-            return kind(*(int(number) for number in match.groups()))
+            return kind(*map(int, filter(None, match.groups())))
     raise ScheduleError(
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
-        "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 (offload to the host), 2D0 "
-        "(reload to the device), 2C0@1 (recomputation)"
+        "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 or 2H0+3 (offload to the host), "
+        "2D0 (reload to the device), 2C0@1 (recomputation)"
     )
 
 

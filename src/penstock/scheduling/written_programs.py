@@ -12,7 +12,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias, assert_never
 
@@ -258,7 +258,7 @@ def _numbered(actions: Iterable[_Own], first: int, minibatch: int) -> Iterator[_
                 yield type(action)(stage, first + microbatch, minibatch)
             case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
                 yield type(action)(stage, first + microbatch, minibatch)
-            case Offload(stage, microbatch) | Reload(stage, microbatch):
-                yield type(action)(stage, first + microbatch)
+            case Offload(_, microbatch) | Reload(_, microbatch):
+                yield replace(action, microbatch=first + microbatch)
             case _:
                 assert_never(action)

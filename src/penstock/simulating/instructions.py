@@ -368,24 +368,24 @@ class Writer:
 
 
 def _await_copies(written: Instructions, row: Iterable[Action]) -> None:
-    """Has each forward and backward wait for what was offloaded before the last one, whose memory is free then, or has
-    been reloaded since; and each backward for its reload.
+    """Has each forward and backward wait for the offloads whose memory is free then, or which have been reloaded since
+    the last one; and each backward for its reload.
     """
-    young: list[CopyKey] = []
-    old: list[CopyKey] = []
+    leaving: dict[CopyKey, int] = {}
     due: list[CopyKey] = []
     for index, action in enumerate(row):
         if isinstance(action, Offload):
-            young.append((action.stage, action.microbatch, True))
+            leaving[action.stage, action.microbatch, True] = action.behind
         elif isinstance(action, Reload):
-            leaving = action.stage, action.microbatch, True
-            due += [leaving] if leaving in (*young, *old) else []
-            young, old = ([key for key in keys if key != leaving] for keys in (young, old))
+            key = action.stage, action.microbatch, True
+            due += [key] if leaving.pop(key, 0) else []
         elif isinstance(action, Forward | InputGradients | BackwardWeight):
-            due += [*old, (action.stage, action.microbatch, False)]
+            due += [key for key, behind in leaving.items() if behind == 1]
+            due.append((action.stage, action.microbatch, False))
+            leaving = {key: behind - 1 for key, behind in leaving.items() if behind > 1}
             written.kinds[index] = AWAITING_COMPUTE
             written.details[index] = written.details[index], tuple(due)
-            young, old, due = [], young, []
+            due = []
 
 
 def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbers, _Numbers]:

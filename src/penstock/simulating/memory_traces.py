@@ -18,8 +18,8 @@ An input backward keeps all this for the weight backward: what it could free (wh
 room for the gradients of their outputs, which the weight backward reads. With recomputation the input backward
 recomputes, and all of that is held until the end of the weight backward.
 
-An offload frees what it moves when what waits for its copy begins, and a reload takes as much from its start on. What
-the stage received stays.
+An offload frees what it moves when what waits for its copy begins, its reload at the latest, and a reload takes as much
+from its start on. What the stage received stays.
 
 With recomputation a microbatch keeps its stage's input, and everything that the stage saves only from its recomputation
 on. A backward that directly follows its forward recomputes nothing, and keeps everything in between. With tensor
@@ -165,6 +165,10 @@ def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, 
     kinds, details = np.array(track.instructions.kinds), track.instructions.details
     waiting = np.flatnonzero(kinds == AWAITING_COMPUTE).tolist()
     ends = {key: starts[index] for index in waiting for key in details[index][1]}
+    # A reload begins when the copy to the host has ended, and its memory is free.
+    for index in np.flatnonzero(effects // len(sizes.saved) == MemoryEffect.RELOAD).tolist():
+        key = (*details[index].key[:2], True)
+        ends[key] = min(ends.get(key, starts[index]), starts[index])
     for index in np.flatnonzero(effects // len(sizes.saved) == MemoryEffect.OFFLOAD).tolist():
         freed[index] = ends.get(details[index].key, stops[index])
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 from penstock.errors import ScheduleError
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
-# 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0, 2C0@1.
-_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIWC][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|[AHD][0-9]+)")
-_SEPARATORS = re.compile(r"[FBIWCUASRTNHD@<>]")
+# 3T1<0, 2N3>1, 1N3<2, 2H0, 2H0+3, 2D0, 2C0@1.
+_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIWC][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>|H[0-9]+\+)[0-9]+|[AHD][0-9]+)")
+_SEPARATORS = re.compile(r"[FBIWCUASRTNHD@<>+]")
 _KINDS = {
     "F": "forward",
     "B": "backward",

@@ -39,6 +39,12 @@ def test_the_longest_lived_leaves_and_is_back_in_time() -> None:
     assert offloaded(60, 12.0, microbatches=6) == row, "microbatch 3 alone, which has left at 5 and is away longest"
 
 
+def test_a_long_copy_frees_its_memory_later() -> None:
+    """12 bytes take 2 s: microbatch 2 has left at 5, when the last forward begins, and comes back from 9 on."""
+    row = "0F0 0F1 0F2 0H2+3 0F3 0F4 0F5 0B0 0D2 0B1 0B2 0B3 0B4 0B5 0U1<0"
+    assert offloaded(60, 6.0, microbatches=6) == row
+
+
 def test_a_round_trip_that_would_end_too_late_is_not_made() -> None:
     """The second action would wait for a copy of 1.5 s, and one of 1 s cannot free the memory for 24 bytes."""
     assert offloaded(36, 8.0) is None

@@ -60,7 +60,7 @@ def run(compute: Callable[..., Tensor], x: Tensor, offloads: Offloads | None) ->
     executor = StageExecutor()
     (output,) = executor.forward(0, (x,), lambda received: (compute(*received),), offloads=offloads)
     if offloads is not None:
-        executor.saved_tensors(0).offload()
+        executor.saved_tensors(0).offload(2)
         offloads.begin_computation()
         offloads.begin_computation()
         executor.saved_tensors(0).reload()
@@ -99,7 +99,7 @@ def test_several_microbatches_have_slots_of_their_own(offloads: Offloads) -> Non
             torch.manual_seed(turn)
             x = torch.randn(8, SIZE, dtype=torch.float64).requires_grad_()
             (outputs[turn],) = executor.forward(turn, (x,), lambda received: (model(*received),), offloads=offloads)
-            executor.saved_tensors(turn).offload()
+            executor.saved_tensors(turn).offload(2)
         if (due := turn - 1) in range(4):
             executor.saved_tensors(due).reload()
         if (due := turn - 2) in range(4):
@@ -161,7 +161,7 @@ def test_what_two_microbatches_share_is_moved_by_neither() -> None:
         executor.forward(k, (received(),), compute, offloads=offloads)
     shared.clear()
     for k in range(2):
-        executor.saved_tensors(k).offload()
+        executor.saved_tensors(k).offload(2)
 
     assert store.sizes == []
 
@@ -200,7 +200,7 @@ def test_views_come_back_as_they_were(offloads: Offloads) -> None:
 def write(block: Block, executor: StageExecutor, *, first: bool, lets_go: bool) -> None:
     for step in (True, False):
         if step is not first:
-            executor.saved_tensors(0).offload()
+            executor.saved_tensors(0).offload(2)
             continue
         assert block.cache is not None
         block.cache.add_(1)
@@ -254,7 +254,7 @@ class Writes(torch.autograd.Function):
 def test_a_backward_without_a_reload_is_an_error(offloads: Offloads) -> None:
     executor = StageExecutor()
     (output,) = executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-    executor.saved_tensors(0).offload()
+    executor.saved_tensors(0).offload(2)
 
     with pytest.raises(PenstockError, match="reads a tensor that is offloaded: expected that its microbatch is rel"):
         executor.backward(0, (torch.ones_like(output),))
@@ -272,7 +272,7 @@ def test_a_directory_frees_the_memory(tmp_path: Path) -> None:
     before = resident()
     (output,) = executor.forward(0, (x,), lambda given: (given[0].exp().sin().cos().sum(),), offloads=offloads)
     held = resident()
-    executor.saved_tensors(0).offload()
+    executor.saved_tensors(0).offload(2)
     offloads.begin_computation()
     offloads.begin_computation()
     after = resident()
@@ -292,7 +292,7 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
     monkeypatch.setattr(os, "pwrite", refuse)
     offloads, executor = Offloads(make_host_store(tmp_path, HostStaging())), StageExecutor()
     executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-    executor.saved_tensors(0).offload()
+    executor.saved_tensors(0).offload(2)
 
     with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for {ROW} bytes there, found"):
         executor.saved_tensors(0).reload()
@@ -312,7 +312,7 @@ def test_what_is_discarded_leaves_its_slots_to_others() -> None:
     offloads, executor = Offloads(MemoryStore(staging)), StageExecutor()
     for turn in range(3):
         executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-        executor.saved_tensors(0).offload()
+        executor.saved_tensors(0).offload(2)
         if turn:
             executor.saved_tensors(0).reload()
         offloads.discard()

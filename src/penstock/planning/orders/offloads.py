@@ -2,11 +2,11 @@
 
 An order is first simulated without offloads. Wherever a rank holds more than its limit, the microbatch that is in
 flight longest leaves, of those that are away by then; and so on, until the limit holds. A copy is planned where the
-link to the host is free and nothing waits for it: it has left when the second action after its forward begins, at
-which its memory is free, and is back before its backward. So the times stay as they are, and the simulator judges the
-result.
+link to the host is free and nothing waits for it: its memory is free for the first action that begins when it has
+left, and it is back before its backward. So the times stay as they are, and the simulator judges the result.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -36,8 +36,11 @@ class _Life(NamedTuple):
 
 
 class _Trip(NamedTuple):
-    """From when the memory of a microbatch is free until it is taken again, before the action at the place `back`."""
+    """From when the memory of a microbatch is free, for the action at the place `away`, until it is taken again, before
+    the action at the place `back`.
+    """
 
+    away: int
     free: float
     taken: float
     back: int
@@ -123,21 +126,21 @@ class _Row:
 
     def _trips(self, lives: Sequence[_Life]) -> dict[_Life, _Trip] | None:
         """When each of `lives` is away; None if one would have to be waited for, or finds no room on the host."""
-        gone: dict[_Life, float] = {}
+        gone: dict[_Life, int] = {}
         free, due = 0.0, inf
         for life in sorted(lives, key=lambda life: life.forward):
             free = max(free, self.stops[life.forward]) + life.copy_seconds
-            gone[life] = self.starts[min(life.forward + 2, life.backward)]
+            gone[life] = bisect_left(self.starts, free, life.forward + 1)
             there = sum(each.moved_bytes for each in lives if each.forward <= life.forward < each.backward)
-            if free > gone[life] or there > self.host_bytes:
+            if gone[life] >= life.backward or there > self.host_bytes:
                 return None
         trips: dict[_Life, _Trip] = {}
         for life in sorted(lives, key=lambda life: life.backward, reverse=True):
             due = min(due, self.starts[life.backward]) - life.copy_seconds
             back = next((place for place in range(life.backward, 0, -1) if self.stops[place - 1] <= due), 0)
-            if back <= life.forward or self.stops[back - 1] < gone[life]:
+            if back <= gone[life]:
                 return None
-            trips[life] = _Trip(gone[life], self.stops[back - 1], back)
+            trips[life] = _Trip(gone[life], self.starts[gone[life]], self.stops[back - 1], back)
         return trips
 
     def inserted(self, trips: Mapping[_Life, _Trip]) -> Iterator[Compute | HostCopy]:
@@ -146,4 +149,5 @@ class _Row:
         for place, action in enumerate(self.actions):
             yield from (Reload(life.stage, life.microbatch) for life in lives if trips[life].back == place)
             yield action
-            yield from (Offload(life.stage, life.microbatch) for life in lives if life.forward == place)
+            for life in (life for life in lives if life.forward == place):
+                yield Offload(life.stage, life.microbatch, trips[life].away - place)

@@ -219,7 +219,7 @@ class Worker:
         executor = self.stages[action.stage].executor
         match action:
             case Offload():
-                executor.saved_tensors(action.microbatch).offload()
+                executor.saved_tensors(action.microbatch).offload(action.behind)
             case Reload():
                 executor.saved_tensors(action.microbatch).reload()
             case Recompute():

@@ -96,47 +96,46 @@ class _Leaving(NamedTuple):
     memories: Sequence[Tensor]
     slots: Sequence[Slot]
     copying: Copying
+    until: int
+    """The number of the forward or backward for which it is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Offloads:
     """The copies of one rank to and from `store`, on their way.
 
-    The memory of a microbatch is dropped when the second forward or backward after its `offload` begins: its copy has
-    the time of one. What is computed from then on comes after the copy, so that it can reuse the memory.
+    The memory of a microbatch is dropped when the forward or backward begins that its `offload` names: until then its
+    copy has time. What is computed from then on comes after the copy, so that it can reuse the memory.
     """
 
     store: HostStore
     device: torch.device = _CPU
     """The device whose memory is to get free."""
-    _leaving: tuple[list[_Leaving], ...] = field(default_factory=lambda: ([], []))
-    """The memory that is copied: since the last forward or backward, and since the one before."""
+    _leaving: list[_Leaving] = field(default_factory=list)
+    """The memory that is copied."""
+    _begun: int = 0
+    """The forwards and backwards that have begun."""
 
     def begin_computation(self) -> None:
-        """Drops what was offloaded before the last forward or backward."""
-        young, old = self._leaving
-        self._wait(old)
-        self._leaving = [], young
+        """Drops what is free from this forward or backward on."""
+        self._begun += 1
+        self._wait([each for each in self._leaving if each.until <= self._begun])
 
     def discard(self) -> None:
         """Drops all, when the copies have ended, whether or not they went well."""
-        while any(self._leaving):
+        while self._leaving:
             with suppress(PenstockError):
-                for leaving in self._leaving:
-                    self._wait(leaving)
+                self._wait(self._leaving[:])
 
-    def send(self, memories: Sequence[Tensor]) -> Sequence[Slot]:
-        """Starts to copy `memories` to the store, which then drops them."""
+    def send(self, memories: Sequence[Tensor], behind: int) -> Sequence[Slot]:
+        """Starts to copy `memories` to the store, and drops them for the forward or backward number `behind`."""
         slots, copying = self.store.put(memories)
-        self._leaving[0].append(_Leaving(memories, slots, copying))
+        self._leaving.append(_Leaving(memories, slots, copying, self._begun + behind))
         return slots
 
     def bring(self, slots: Sequence[Slot]) -> tuple[Sequence[Tensor], Copying]:
         """Starts to copy `slots` back. The copies to them have ended before."""
-        for leaving in self._leaving:
-            own = [each for each in leaving if each.slots is slots]
-            leaving[:] = [each for each in leaving if each.slots is not slots]
-            self._wait(own)
+        self._wait([each for each in self._leaving if each.slots is slots])
         return self.store.fetch(slots)
 
     def take(self, slots: Sequence[Slot], copying: Copying | None) -> None:
@@ -145,9 +144,10 @@ class Offloads:
             self.store.wait(copying)
         self.store.release(slots, copying)
 
-    def _wait(self, leaving: list[_Leaving]) -> None:
-        while leaving:
-            self.store.wait(leaving.pop(0).copying)
+    def _wait(self, leaving: Sequence[_Leaving]) -> None:
+        for each in leaving:
+            self._leaving = [other for other in self._leaving if other is not each]
+            self.store.wait(each.copying)
 
 
 class SavedTensors:
@@ -166,8 +166,10 @@ class SavedTensors:
         """The context of the forward. What a block saves by hooks of its own stays as the block has it."""
         return saved_tensors_hooks(self._pack, _Saved.read)
 
-    def offload(self) -> None:
-        """Starts to move what only this microbatch holds to the store."""
+    def offload(self, behind: int) -> None:
+        """Starts to move what only this microbatch holds to the store, and drops it for the forward or backward number
+        `behind`.
+        """
         groups: dict[int, list[tuple[_Saved, Tensor]]] = {}
         for saved in filter(None, [each() for each in self._saved]):
             tensor = saved.movable(self._offloads.device)
@@ -181,7 +183,7 @@ class SavedTensors:
                 if storage_references(storage) == len(group):
                     memories.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
                     self._away.append([saved.leave(own) for saved, own in group])
-            self._slots = self._offloads.send(memories)
+            self._slots = self._offloads.send(memories, behind)
 
     def reload(self) -> None:
         """Starts to bring back what is away."""
