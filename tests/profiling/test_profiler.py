@@ -340,6 +340,15 @@ def test_weight_parts_are_measured_where_there_are_any(layer: nn.Module, seconds
     assert list(clock.script) == []
 
 
+def test_an_input_backward_keeps_the_gradients_that_a_weight_backward_needs():
+    sample = (torch.randn(1024, 8),)
+    block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    (layer,) = profile(make_chain([make_layer("a", block, "x0", "y")], sample, "y"), sample, progress=False).layers
+
+    # The gradients of what GELU returns and of what it takes; a whole backward has freed what GELU returned by then.
+    assert 2 <= layer.workspace_bytes / (1024 * 64 * 4) < 2.2
+
+
 def test_short_calls_are_timed_in_groups():
     calls = Shared()
     sample = (torch.randn(4, 6),)
@@ -349,7 +358,7 @@ def test_short_calls_are_timed_in_groups():
     (layer,) = profile(chain, sample, iterations=3, warmup=1, clock=clock, progress=False).layers
 
     assert layer.forward_seconds == 220e-6 / 20
-    assert len(calls) == 1 + 2 + 1 + 3 * 20  # warm-up, saved bytes, workspace, iterations
+    assert len(calls) == 1 + 2 + 2 + 3 * 20  # warm-up, saved bytes, workspaces, iterations
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.execution.executor import StageExecutor
@@ -70,7 +71,8 @@ class Bench:
         """Which of the leaves have no gradient, and none is made for them, before the weight part."""
         received = [torch.randn(shape, dtype=self.dtype).requires_grad_() for shape in self.received]
         outputs = [output for output in self.compute(0, received) if output.requires_grad]
-        _, part = run_input_backward(outputs, [torch.ones_like(output) for output in outputs], received)
+        edges = list(map(get_gradient_edge, outputs))
+        _, part = run_input_backward(edges, [torch.ones_like(output) for output in outputs], received)
         made = {id(leaf) for leaf, _ in part._made}
         return [number for number, leaf in enumerate(self.leaves) if leaf.requires_grad and id(leaf) not in made]
 

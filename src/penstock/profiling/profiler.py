@@ -20,8 +20,8 @@ What the numbers of a layer mean:
   wire_bytes  what a link carries of these with the given `wire_dtype`.
   saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may come between
       them: the sum over a stage's layers is never below the bytes of the stage.
-  workspace_bytes  see `workspaces`: of a forward beside the saved bytes and the output, or of a backward beside the
-      gradients of the parameters and of the output, whichever is more.
+  workspace_bytes  see `workspaces`: of a forward beside the saved bytes and the output, or of a whole backward or an
+      input backward beside the gradients of the parameters and of the output, whichever is more.
   library_bytes, fragmentation  those of the whole profile: the bytes in use after the warm-up that were not in use
       before it, and the fragmentation of the run that counts the bytes.
   parameter_bytes  the layer's parameters, each once. A parameter that several layers share is charged to each of them,
@@ -36,6 +36,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.arguments import FLAG, TEXT, Rule, check_arguments, function, integer
 from penstock.capturing.chain import Layer, LayerChain, crossings_of
@@ -280,7 +281,8 @@ class _LayerBench:
                 lambda: self._call(index, self._arguments(index, copied=True)),
             )
         self.saved_bytes.append(saved)
-        self.workspace_bytes.append(max(self._sample(index, 1, self._beyond_rest, self._beyond_start)))
+        halves = self._input_backward_bytes(index)
+        self.workspace_bytes.append(max(halves, *self._sample(index, 1, self._beyond_rest, self._beyond_start)))
         self.fragmentation = self.meter.fragmentation()
         made = {name: self.values[name] for name in layer.outputs if name in self.values}
         self.value_bytes.update((name, local_bytes(value)) for name, value in made.items())
@@ -297,6 +299,17 @@ class _LayerBench:
         """The most bytes that `work` holds beyond what was there before; 0 if it only frees."""
         before = self.meter.held()
         return float(self.meter.most(work) - before)
+
+    def _input_backward_bytes(self, index: int) -> float:
+        """The most bytes that an input backward holds beyond what was there before; 0 if there is none."""
+        arguments, results = self._arguments(index), list[_Result]()
+        self.meter.most(lambda: results.append(self._call(index, arguments)))
+        edges = list(map(get_gradient_edge, results[0].roots))
+        gradients = [torch.ones_like(root) for root in results[0].roots]
+        try:
+            return self._beyond_start(lambda: run_input_backward(edges, gradients, arguments))
+        except RuntimeError:
+            return 0.0
 
     def _time(self, index: int, calls: int, weighs: bool = False) -> tuple[float, float]:
         return self._sample(index, calls, self.clock.seconds, self.clock.seconds, weighs)
@@ -340,7 +353,8 @@ class _LayerBench:
 
         def run_inputs() -> None:
             for arguments, result in zip(prepared, results, strict=True):
-                weight_backwards.append(run_input_backward(result.roots, gradients, arguments)[1])
+                edges = list(map(get_gradient_edge, result.roots))
+                weight_backwards.append(run_input_backward(edges, gradients, arguments)[1])
 
         def run_weights() -> None:
             for weight_backward in weight_backwards:

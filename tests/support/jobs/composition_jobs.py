@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -376,7 +377,7 @@ def divide_backward() -> tuple[set[str], list[bool]]:
     whole = {name: parameter.grad for name, parameter in block.named_parameters()}
     block.zero_grad()
     output = block(x)
-    _, pending = run_input_backward([output], [torch.ones_like(output)], [x])
+    _, pending = run_input_backward([get_gradient_edge(output)], [torch.ones_like(output)], [x])
     deferred = {id(use.leaf) for work in pending._deferred for use in work.uses}
     left = {name.rpartition(".")[0] for name, weight in block.named_parameters() if id(weight) in deferred}
     assert all(parameter.grad is None for parameter in block.parameters())

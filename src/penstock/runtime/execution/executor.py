@@ -10,14 +10,14 @@ Laws of this file:
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import PenstockError
@@ -26,17 +26,18 @@ from penstock.runtime.execution.split_backward import WeightBackward, run_input_
 from penstock.torch_internals.autograd import run_backward
 
 Compute: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+_Edges: TypeAlias = tuple[GradientEdge | None, ...]
 _LeafKind: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 """A place among what was received, a shape and strides."""
 
 
 class _SavedForward(NamedTuple):
-    """The tensors that a forward received (leaves of autograd), a function that returns its outputs with history, and
+    """The tensors that a forward received (leaves of autograd), a function that returns the edges of its outputs, and
     what autograd saved, where that is to be offloaded.
     """
 
     received: tuple[Tensor, ...]
-    compute: Callable[[], tuple[Tensor, ...]]
+    compute: Callable[[], _Edges]
     tensors: SavedTensors | None = None
 
 
@@ -66,14 +67,12 @@ class StageExecutor:
         a microbatch that will be offloaded.
         """
         leaves = tuple(received)
-        if offloads is not None:
-            saved = SavedTensors(offloads)
-            with saved.recording():
+        saved = None if offloads is None else SavedTensors(offloads)
+        if recompute_context is None:
+            with nullcontext() if saved is None else saved.recording():
                 outputs = compute(leaves)
-            self.in_flight[microbatch] = _SavedForward(leaves, lambda: outputs, saved)
-        elif recompute_context is None:
-            outputs = compute(leaves)
-            self.in_flight[microbatch] = _SavedForward(leaves, lambda: outputs)
+            edges = _edges_of(outputs)
+            self.in_flight[microbatch] = _SavedForward(leaves, lambda: edges, saved)
         else:
             # With gradients, although they are not kept: PyTorch computes some operators differently without.
             with saved_tensors_hooks(_forget, _refuse):
@@ -110,16 +109,16 @@ class StageExecutor:
         data may decide that there is none, and a message of this kind needs its size.
         """
         saved = self._take(microbatch)
-        outputs, given = _roots(saved, gradients)
+        edges, given = _roots(saved, gradients)
         strided: dict[int, Tensor] = {}
         hooks: dict[_LeafKind, RemovableHandle] = {}
-        for index, leaf in enumerate(saved.received if outputs else ()):
+        for index, leaf in enumerate(saved.received if edges else ()):
             if leaf.requires_grad and (kind := (index, leaf.shape, leaf.stride())) not in self._laid_out_alike:
                 keep = partial(_keep_strides, strided, index, leaf.stride())
                 hooks[kind] = leaf.register_hook(keep)  # type: ignore[no-untyped-call]
-        if outputs:
+        if edges:
             try:
-                run_backward(outputs, given)
+                run_backward(edges, given)
             except RuntimeError as error:
                 _explain(error, microbatch)
                 raise
@@ -191,17 +190,22 @@ def _explain(error: RuntimeError, microbatch: int) -> None:
     ) from error
 
 
-def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs that a backward starts from, and the gradients of these."""
-    outputs: list[Tensor] = []
+def _edges_of(outputs: Sequence[Tensor]) -> _Edges:
+    """Where the backward of each output starts, if it has one. Edges do not keep the outputs in memory."""
+    return tuple([get_gradient_edge(output) if output.requires_grad else None for output in outputs])
+
+
+def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
+    """The edges that a backward starts from, and the gradients there."""
+    edges: list[GradientEdge] = []
     given: list[Tensor] = []
     there = [gradient is not None and not gradient.is_meta for gradient in gradients]
     if any(there):
-        for output, gradient, exists in zip(saved.compute(), gradients, there, strict=True):
-            if exists and gradient is not None and output.requires_grad:
-                outputs.append(output)
+        for edge, gradient, exists in zip(saved.compute(), gradients, there, strict=True):
+            if exists and gradient is not None and edge is not None:
+                edges.append(edge)
                 given.append(gradient)
-    return outputs, given
+    return edges, given
 
 
 def _mark_missing(received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -214,9 +218,9 @@ def _mark_missing(received: Sequence[Tensor], gradients: Sequence[Tensor | None]
 
 def _repeat(
     compute: Compute, received: Sequence[Tensor], recompute_context: Callable[[], AbstractContextManager[None]]
-) -> tuple[Tensor, ...]:
+) -> _Edges:
     with recompute_context():
-        return compute(received)
+        return _edges_of(compute(received))
 
 
 def _forget(tensor: Tensor) -> None:

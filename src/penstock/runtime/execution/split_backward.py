@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from penstock.runtime.execution.weight_gradients import OPERATORS
 from penstock.torch_internals.autograd import node_kinds, sequence_number
@@ -157,20 +157,21 @@ def _add(leaf: Tensor, gradient: Tensor) -> None:
 
 
 def run_input_backward(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor], received: Sequence[Tensor]
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], received: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-    """Runs the input backward of `outputs` from their `gradients`. Returns the gradients of `received`, which are
-    leaves (None where no output depends on one), and the weight backward that is left. The graph is freed.
+    """Runs the input backward from `roots`, the edges of outputs, and the `gradients` there. Returns the gradients of
+    `received`, which are leaves (None where no output depends on one), and the weight backward that is left. The graph
+    is freed.
     """
     leaves = [leaf for leaf in received if leaf.requires_grad]
-    operators, others = _find_deferrable(outputs, {id(leaf) for leaf in leaves})
+    operators, others = _find_deferrable(roots, {id(leaf) for leaf in leaves})
     wanted = [*leaves, *others, *(GradientEdge(operator.node, 0) for operator in operators)]
-    if not wanted or not outputs:
+    if not wanted or not roots:
         return (None,) * len(received), WeightBackward((), ())
     # Read before the run of autograd, which frees what it saved.
     formulas = [OPERATORS[type(operator.node)].read(operator.node, operator.slots) for operator in operators]
     boxes = [operator.catch() for operator in operators]
-    found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]
+    found = torch.autograd.grad(roots, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]
     deferred = []
     ends = found[len(leaves) + len(others) :]
     for operator, formula, box, end in zip(operators, formulas, boxes, ends, strict=True):
@@ -203,11 +204,13 @@ class _OperatorNode:
         return box
 
 
-def _find_deferrable(outputs: Sequence[Tensor], received: Collection[int]) -> tuple[list[_OperatorNode], list[Tensor]]:
-    """Finds the operators behind `outputs` whose weights are deferred, in the order of their forwards, and the leaves
+def _find_deferrable(
+    roots: Sequence[GradientEdge], received: Collection[int]
+) -> tuple[list[_OperatorNode], list[Tensor]]:
+    """Finds the operators behind `roots` whose weights are deferred, in the order of their forwards, and the leaves
     that are not deferred. `received`: the ids of leaves to leave out.
     """
-    edges, operators, leaves = _walk_graph(outputs)
+    edges, operators, leaves = _walk_graph(roots)
     left = {leaf: leaf.variable for leaf in leaves}
     left = {leaf: variable for leaf, variable in left.items() if id(variable) not in received}
     shared = []
@@ -250,15 +253,14 @@ def _is_in_order(direct: int, between: int, edges: int) -> bool:
     return direct + between == edges and (edges <= 2 or not direct or not between)
 
 
-def _walk_graph(outputs: Sequence[Tensor]) -> tuple[dict[Node, int], list[_OperatorNode], list[Node]]:
-    """Every node behind `outputs` with the number of edges that end at it; the operators, with all arguments that may
+def _walk_graph(roots: Sequence[GradientEdge]) -> tuple[dict[Node, int], list[_OperatorNode], list[Node]]:
+    """Every node behind `roots` with the number of edges that end at it; the operators, with all arguments that may
     be weights; and the leaves.
     """
-    roots = [get_gradient_edge(output).node for output in outputs]
-    edges: dict[Node, int] = dict.fromkeys(roots, 0)
+    edges: dict[Node, int] = dict.fromkeys((root.node for root in roots), 0)
     found, leaves, stack = [], [], list(edges)
     for root in roots:
-        edges[root] += 1
+        edges[root.node] += 1
     while stack:
         node = stack.pop()
         following = node.next_functions
