@@ -75,9 +75,17 @@ def found_order(draw: Random, most_ranks: int, most_microbatches: int, most_stag
         saved = tuple(draw.randint(1, 5) * 1.0 for _ in placed)
         least = [sum(size for size, at in zip(saved, placed, strict=True) if at == rank) for rank in once]
         costs = OrderCosts(
-            placed, microbatches, *times, *late, saved, tuple(size * draw.uniform(1, ranks + 2) for size in least),
+            ranks=placed,
+            microbatches=microbatches,
+            forward=times[0],
+            backward=times[1],
+            weight=times[2],
+            activation=late[0],
+            gradient=late[1],
+            saved=saved,
+            limits=tuple(size * draw.uniform(1, ranks + 2) for size in least),
             whole=frozenset({0} | {stage for stage in range(stages) if draw.random() < 0.3}),
-        )  # fmt: skip
+        )
         rule = ListRule(draw.random(), draw.random(), overtakes=draw.random() < 0.5)
         rows = list_order(costs, rule, {})
         timed = None if rows is None else time_rows(costs, rows)
