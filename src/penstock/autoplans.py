@@ -176,6 +176,7 @@ def fastest_plan(
         synchronous=flushes,
         vertical_sync=wanted.vertical_sync,
         whole_backwards=whole_backwards and wanted.schedule is None,
+        state_on_host=wanted.state_on_host,
     )
     per_rank = wanted.definition.layout.default_stages_per_rank(wanted.stages, cluster.devices)
     whole = any(takes_statistics(layer.module) for layer in chain.layers)

@@ -150,6 +150,8 @@ class Pipeline(Advised):
             there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
         offload_to: where a schedule with offloads moves what forwards save: ``"host"`` (memory, pinned beside a GPU),
             or on a CPU a directory: docs/memory.md.
+        state_on_host: the optimizer's state and all weight versions but the one in use are in `offload_to`, and on the
+            device while they are used: docs/memory.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
@@ -205,6 +207,7 @@ class Pipeline(Advised):
         check: Check = "warn",
         resume: str | Path | None = None,
         offload_to: str | Path = "host",
+        state_on_host: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
         self._build(
@@ -234,6 +237,7 @@ class Pipeline(Advised):
                     tensor_parallel=tensor_parallel,
                     skips=skips,
                     recompute=recompute,
+                    state_on_host=state_on_host,
                 ),
                 RunOptions(
                     compile=compile,

@@ -70,6 +70,17 @@ def test_what_is_offloaded_comes_back(schedule: str, ranks: int) -> None:
     assert_same(run_reference(tried), run_pipeline(tried, plan=offloaded))
 
 
+@pytest.mark.parametrize("replicas", [(), (2, 1)], ids=["", "replicas"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-v", "pipedream", "2bw"])
+def test_state_on_the_host_has_the_same_bits(schedule: str, replicas: tuple[int, ...]) -> None:
+    tried = replace(case(schedule), replicas=() if schedule == "zb-v" else replicas)
+    expected = run_pipeline(tried)
+    found = run_pipeline(tried, state_on_host=True)
+
+    assert found.losses == expected.losses
+    assert_same(run_reference(tried), found)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 @pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
 def test_replicas_in_one_process(schedule: str, split: bool) -> None:

@@ -54,6 +54,21 @@ def test_peaks_are_as_predicted(pool: Pool, record_property: Recording, training
         assert peak.measured["active"] <= MOST_ACTIVE * peak.predicted, reported
 
 
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
+def test_state_on_the_host_takes_no_memory(pool: Pool, record_property: Recording, schedule: str) -> None:
+    """But for two parts of it in an update, of at most an eighth each."""
+    kept, parts = Training(schedule, None, None, LARGE, "cuda:0"), 2**27
+    ranks = zip(
+        measure_ranks(pool, record_property, kept),
+        measure_ranks(pool, record_property, replace(kept, away="host")),
+        strict=True,
+    )
+    for (_, before), (reported, peak) in ranks:
+        assert peak.predicted < before.predicted
+        assert peak.measured["allocated"] < before.measured["allocated"] - (before.predicted - peak.predicted) + parts
+        assert 0.95 * peak.predicted <= peak.measured["allocated"] <= 1.05 * peak.predicted + parts, reported
+
+
 @pytest.mark.parametrize("training", CAST, ids=str)
 def test_peaks_under_autocast_are_as_predicted(pool: Pool, record_property: Recording, training: Training) -> None:
     for reported, peak in measure_ranks(pool, record_property, training):

@@ -41,6 +41,7 @@ def assert_nothing_left(left: Leftovers) -> None:
         (Training("2bw"), False),
         (Training("2bw"), True),
         (Training("pipedream", "layers"), True),
+        (Training("2bw", away="host"), True),
     ],
     ids=str,
 )

@@ -79,6 +79,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--synchronous", "only schedules that train as one device does"),
         ("--whole-backwards", "only schedules that do not split backwards"),
         ("--every-device", "only plans that use all devices"),
+        ("--state-on-host", "the optimizer's state and older weight versions are on the host"),
         ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)

@@ -156,5 +156,5 @@ def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:
         raise PlanError(
             f"stage {stage} ({plan.stages[stage]}) does not fit: expected at most {memory / 1e9:.4g} GB "
             f"on rank {worst}, found {peaks[worst] / 1e9:.4g} GB under {plan.schedule}. Use more devices, smaller "
-            f"microbatches, recompute=True, or a schedule that keeps less ({DEFAULT_SCHEDULE})"
+            f"microbatches, recompute=True, state_on_host=True, or a schedule that keeps less ({DEFAULT_SCHEDULE})"
         )

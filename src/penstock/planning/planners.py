@@ -57,6 +57,7 @@ def plan(
     shared_nic: bool = False,
     whole_backwards: bool = False,
     every_device: bool = False,
+    state_on_host: bool = False,
     epoch_samples: float | None = None,
     deadline_seconds: float | None = None,
     progress: bool | None = None,
@@ -79,9 +80,10 @@ def plan(
     `optimizer_copies`: the optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server
     (the innermost level of the cluster) share one link to each other server; by default every two ranks have their own.
     `whole_backwards` excludes split backwards. `every_device`: only plans that use all devices, as under torchrun,
-    where each process is a rank. `epoch_samples`: the table says what an epoch costs, where the cluster has prices.
-    `deadline_seconds`: not the fastest plan, but the one whose epoch costs least of those that take no longer; it may
-    leave devices out. `progress` shows a line on stderr; None shows it on a terminal.
+    where each process is a rank. `state_on_host`: as in `Pipeline`. `epoch_samples`: the table says what an epoch
+    costs, where the cluster has prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least
+    of those that take no longer; it may leave devices out. `progress` shows a line on stderr; None shows it on a
+    terminal.
 
     Profiles that were measured with several `tensor_parallel` devices are planned for groups of neighbours, and
     ranked with those of single devices.
@@ -120,6 +122,7 @@ def plan(
         shared_nic=shared_nic,
         whole_backwards=whole_backwards,
         every_device=every_device,
+        state_on_host=state_on_host,
     )
     if isinstance(profile, Transformer):
         if epoch_samples is not None or deadline_seconds is not None:

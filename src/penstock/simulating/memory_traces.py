@@ -140,14 +140,14 @@ def peak_bytes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> 
 
 
 def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, float, float]:
-    """The bytes of all weight versions, of the optimizer's state and of the master weights."""
-    stages = schedule.stages_of(track.rank)
+    """The bytes of all weight versions, of the optimizer's state and of the master weights that are not on the host."""
+    stages, assumed = schedule.stages_of(track.rank), costs.assumptions
     weights = sum(costs.parameter_bytes[stage] for stage in stages)
+    versions = sum(schedule.versions(stage) * costs.parameter_bytes[stage] for stage in stages)
     return (
-        sum(schedule.versions(stage) * costs.parameter_bytes[stage] for stage in stages)
-        * costs.assumptions.version_copies,
-        costs.assumptions.optimizer_copies * weights,
-        costs.assumptions.master_copies * weights,
+        (weights if assumed.state_on_host else versions) * assumed.version_copies,
+        assumed.optimizer_copies * weights,
+        assumed.master_copies * weights,
     )
 
 

@@ -18,9 +18,9 @@ class RankMemory:
     """Holds the memory of one rank: its constant memory, and the curves of what changes."""
 
     weight_bytes: float
-    """All weight versions."""
+    """All weight versions on the device."""
     optimizer_bytes: float
-    """The optimizer's state."""
+    """The optimizer's state, unless it is on the host."""
     master_bytes: float = 0.0
     """Full-precision copies of the weights."""
     activations: MemoryCurve = ()

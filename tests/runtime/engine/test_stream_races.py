@@ -87,6 +87,17 @@ def test_offloads(schedule: str) -> None:
     assert_equal(share_reference(made), found)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["1f1b-flush", "zb-v", "pipedream", "2bw", "pipedream in turn", "2bw split"])
+def test_state_on_host(name: str) -> None:
+    device = RacingDevice()
+    with racing(device):
+        found = run_pipeline(CASES[name], state_on_host=True)
+
+    assert device.finish() == []
+    assert_equal(share_reference(CASES[name]), found)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("clipped", "pipedream"), ("scaled", "pipedream")]

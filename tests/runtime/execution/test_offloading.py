@@ -289,8 +289,11 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
     def refuse(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     monkeypatch.setattr(os, "pwrite", refuse)
     offloads, executor = Offloads(make_host_store(tmp_path, HostStaging())), StageExecutor()
+    with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for 48 bytes there, found"):
+        offloads.store.memory((torch.Size((6,)), (1,), torch.float64))
     executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
     executor.saved_tensors(0).offload(2)
 

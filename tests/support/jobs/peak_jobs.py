@@ -101,10 +101,13 @@ class Training:
     form: Form = SMALL
     device: str = "cpu"
     ranks: int = 2
+    away: str | None = None
+    """Where the optimizer's state and older versions are, if they are on the host."""
 
     def __str__(self) -> str:
         recompute = {None: "", True: "-recompute", "layers": "-layers"}[self.recompute]
-        return f"{self.schedule}{recompute}{'' if self.autocast is None else '-autocast'}"
+        away = "" if self.away is None else "-state-on-host"
+        return f"{self.schedule}{recompute}{'' if self.autocast is None else '-autocast'}{away}"
 
     @property
     def place(self) -> torch.device:
@@ -135,6 +138,8 @@ class Training:
             recompute=self.recompute,
             autocast=self.autocast,
             init_fn=penstock.reset_parameters(model),
+            state_on_host=self.away is not None,
+            offload_to=self.away or "host",
             timeout_seconds=60.0,
         )
 
@@ -169,7 +174,8 @@ def measure_peak(training: Training) -> Peak:
     plan = pipe.plan
     if training.recompute == "layers":
         plan, profile = replace(plan, recompute=False), recomputed_alone(profile, plan, pipe.schedule)
-    timeline = penstock.simulate(plan, profile, penstock.Cluster.uniform(training.ranks, 1e10), optimizer_copies=2.0)
+    cluster, away = penstock.Cluster.uniform(training.ranks, 1e10), training.away is not None
+    timeline = penstock.simulate(plan, profile, cluster, optimizer_copies=2.0, state_on_host=away)
     predicted = timeline.memory[pipe.rank].peak_bytes + profile.library_bytes
     pipe.close()
     return Peak(predicted, {name: peak - before[name] for name, peak in peaks.items()})
@@ -315,7 +321,9 @@ def storages(tree: Any, device: torch.device) -> dict[torch.UntypedStorage, int]
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.device.type == device.type:
             storage = leaf.untyped_storage()
-            found[storage._cdata] = storage, storage.nbytes()
+            # A file that is mapped is no memory.
+            if storage.filename is None:
+                found[storage._cdata] = storage, storage.nbytes()
     return dict(found.values())
 
 

@@ -72,6 +72,7 @@ class PlanConstraints:
     shared_nic: bool = False
     whole_backwards: bool = False
     every_device: bool = False
+    state_on_host: bool = False
 
     def __post_init__(self) -> None:
         planners = tuple(map(str, PlannerName))
@@ -83,11 +84,12 @@ class PlanConstraints:
                 _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
             object.__setattr__(self, "schedule", identify(definition))
         counts = dict.fromkeys(("batch_size", "stages", "stages_per_rank"), integer(1).optional)
-        flags = dict.fromkeys(
-            ("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards", "every_device"), FLAG
-        )
+        names = ("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards", "every_device")
+        flags = dict.fromkeys((*names, "state_on_host"), FLAG)
         more = {"recompute": FLAG.optional, "optimizer_copies": number(0), "allreduce": choice(get_args(AllReduce))}
         check_fields(self, {"microbatches": MICROBATCHES.optional, **counts, **flags, **more}, PlanError)
+        if self.state_on_host:
+            object.__setattr__(self, "optimizer_copies", 0.0)
         if self.microbatches is not None and self.batch_size is not None:
             raise PlanError(
                 f"microbatches and batch_size: expected one of them, found {self.microbatches} and {self.batch_size}: "
@@ -104,7 +106,8 @@ class PlanConstraints:
     @property
     def simulator_options(self) -> Options:
         """The options with which plans are simulated."""
-        return simulator_options(self.allreduce, self.optimizer_copies, shared_nic=self.shared_nic)
+        options = simulator_options(self.allreduce, self.optimizer_copies, shared_nic=self.shared_nic)
+        return {**options, "state_on_host": self.state_on_host}
 
     @property
     def _definitions(self) -> tuple[ScheduleDefinition, ...]:

@@ -62,6 +62,7 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "vertical_sync": FLAG,
     "skips": choice(get_args(SkipChoice)),
     "balance": choice(get_args(Balance)),
+    "state_on_host": FLAG,
 }
 _RUN_RULES: Mapping[str, Rule[Any]] = {
     "parallelize": function(
@@ -99,6 +100,7 @@ class PlanOptions:
     tensor_parallel: int | None = None
     skips: SkipChoice = "auto"
     recompute: Recompute = None
+    state_on_host: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _PLAN_RULES, PlanError, function="Pipeline")
@@ -175,5 +177,6 @@ class PipelineOptions:
             )
         # In a single process all weights are there by now.
         init_fn = self.model.init_fn if is_weightless(self.model.model) else None
-        chosen = PlanOptions(plan, skips=self.plan.skips, recompute=self.plan.recompute)
+        kept = self.plan
+        chosen = PlanOptions(plan, skips=kept.skips, recompute=kept.recompute, state_on_host=kept.state_on_host)
         return replace(self, model=replace(self.model, init_fn=init_fn), plan=chosen)

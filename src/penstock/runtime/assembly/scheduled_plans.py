@@ -57,6 +57,7 @@ class ScheduledPlan:
     """By stage that recomputes, how."""
     ranks: tuple[int, ...]
     """Those of this process."""
+    state_on_host: bool = False
 
 
 def choose_plan(plan: Plan | None, wanted: PlanOptions, weights: LayerWeights, processes: int) -> Plan:
@@ -174,7 +175,8 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     _check_split_backwards(schedule, bool(options.run.compile), granularities)
     _check_offloads(schedule, granularities)
     _check_wire_dtype(options.recipe, plan, chain)
-    return ScheduledPlan(plan, schedule, granularities, world.local(schedule.ranks, plan.tensor_parallel))
+    local, on_host = world.local(schedule.ranks, plan.tensor_parallel), options.plan.state_on_host
+    return ScheduledPlan(plan, schedule, granularities, local, on_host)
 
 
 def _choose_granularities(recompute: Recompute, planned: Plan, stages: int) -> dict[int, Granularity]:

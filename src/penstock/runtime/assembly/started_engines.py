@@ -19,12 +19,14 @@ from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
 from penstock.runtime.devices.host_stores import make_host_store
 from penstock.runtime.devices.local_devices import DeviceContext, make_device_context
+from penstock.runtime.devices.staging import Memory
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.step_records import make_prediction_check
 from penstock.runtime.parameters.gradient_buckets import Reducer, ShardedReducer
+from penstock.runtime.parameters.host_states import HostStates
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
@@ -66,7 +68,11 @@ def start_engine(
     )
     opened.callback(transport.close)
     opened.callback(world.announce_leave)
-    context = make_device_context(device, planned.ranks, transport.check)
+    # Ranks that share weights in one window on the device compute in one stream.
+    streams = planned.ranks[:1] if planned.state_on_host else planned.ranks
+    context = make_device_context(device, streams, transport.check)
+    store = make_host_store(run.offload_to, context.staging)
+    opened.callback(store.close)
     delays = schedule.guarantees.delays
     stages = build_stages(
         planned,
@@ -75,13 +81,13 @@ def start_engine(
         modules=own.modules,
         compute_weights=[ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays],
         context=context,
+        host=store.memory if planned.state_on_host else None,
     )
     optimizers = make_optimizers(recipe.optimizer, parameters_of(stages))
     factors = learning_rate_factors(schedule, stages, recipe.scale_learning_rates)
     together = schedule.definition.updates_at_once
-    updater = Updater(optimizers, factors, recipe.lr_scheduler, recipe.hooks, delays, together=together)
-    store = make_host_store(run.offload_to, context.staging)
-    opened.callback(store.close)
+    host = HostStates(context.staging, store.memory, device) if planned.state_on_host else None
+    updater = Updater(optimizers, factors, recipe.lr_scheduler, recipe.hooks, delays, together=together, host=host)
     workers = make_workers(
         recipe,
         schedule,
@@ -187,9 +193,10 @@ def build_stages(
     modules: Mapping[int, StageModule],
     compute_weights: Sequence[ComputeWeights],
     context: DeviceContext,
+    host: Memory | None = None,
 ) -> dict[int, dict[int, LocalStage]]:
     """The stages of this process by its ranks, both ascending. `modules`: those that a hook has changed.
-    `compute_weights`: by stage, the weights that its forwards read.
+    `compute_weights`: by stage, the weights that its forwards read. `host`: returns memory for versions on the host.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -211,6 +218,7 @@ def build_stages(
             sharers=tied if any(name in shared for name in parameters) else None,
             compute_weights=compute_weights[index],
             swapped=bool(sharded_modules(module)),
+            host=host,
         )
         # The first of the stages in a process that share a weight updates it.
         for name in parameters:

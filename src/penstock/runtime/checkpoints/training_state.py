@@ -31,6 +31,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.assembly.weight_exports import held_tensors
 from penstock.runtime.checkpoints.manifests import StoredTensor, read_value
 from penstock.runtime.engine.engine import Engine
+from penstock.runtime.parameters.host_states import in_parts
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import assign, distributed_like, whole
 from penstock.scheduling.schedules import Schedule
@@ -265,24 +266,33 @@ class TrainingState:
             )
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State) -> None:
-        current = optimizer.state_dict()
-        laid: dict[nn.Parameter, dict[str, Any]] = {}
+        current, host = optimizer.state_dict(), self.updater.host
         described = dict(zip(map(id, optimizer.param_groups), current["param_groups"], strict=True))
+        parameters: dict[tuple[int, str], nn.Parameter] = {}
         for place, (group, name, parameter) in enumerate(self._grouped(optimizer)):
             options = described[id(group)]
             for key, value in _copied(saved["options"][name], parameter, "lr").items():
                 tensors = isinstance(value, Tensor) and isinstance(options.get(key), Tensor)
                 options[key] = value.to(options[key].device) if tensors else value
-            if name in saved["state"]:
-                laid[parameter] = {key: _copied(value, parameter, key) for key, value in saved["state"][name].items()}
-                current["state"][place] = laid[parameter]
-        # Through the optimizer's own loader, which moves the state to where this optimizer wants it.
-        optimizer.load_state_dict(current)
-        for parameter, values in laid.items():
-            for key, value in values.items():
-                # The loader also casts to the type of the parameter, which would change the numbers.
-                if isinstance(value, Tensor) and value.dtype != optimizer.state[parameter][key].dtype:
-                    optimizer.state[parameter][key] = value.to(optimizer.state[parameter][key].device)
+            parameters[place, name] = parameter
+        loaded: dict[Any, Any] = {}
+        for part in [parameters] if host is None else in_parts(parameters):
+            current["state"] = laid = {
+                place: {key: _copied(value, parameter, key) for key, value in saved["state"][name].items()}
+                for (place, name), parameter in part.items()
+                if name in saved["state"]
+            }
+            # Through the optimizer's own loader, which moves the state to where this optimizer wants it.
+            optimizer.load_state_dict(current)
+            for (place, _), parameter in part.items():
+                for key, value in laid.get(place, {}).items():
+                    # The loader also casts to the type of the parameter, which would change the numbers.
+                    if isinstance(value, Tensor) and value.dtype != optimizer.state[parameter][key].dtype:
+                        optimizer.state[parameter][key] = value.to(optimizer.state[parameter][key].device)
+            if host is not None:
+                host.put_away(optimizer.state)
+            loaded.update(optimizer.state)
+        optimizer.state.update(loaded)
 
     def _restore_hooks(self, saved: State) -> None:
         hooks = self.updater.hooks

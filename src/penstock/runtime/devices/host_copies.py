@@ -65,7 +65,7 @@ class HostCopier:
             copies[index] = self._memory(contiguous_layout(tensors[index]))
         pairs = [(copies[index], tensors[index].detach()) for index in here]
         if on_device:
-            # Few and small ones, such as an optimizer's counters.
+            # Few and small ones, such as an optimizer's counters, unless its state is on the host.
             _copy(pairs)
         copied = _done() if on_device else self.submit(_copy, pairs)
         return HostCopies([copies[index] for index in range(len(tensors))], staged, copied)

@@ -1,9 +1,10 @@
 """Stores for what a device has no room for: in host memory, or in a file in a directory.
 
-Tensors here are flat and of bytes. On an accelerator the copies run on the two streams of its staging, into pinned
-memory and back. On a CPU host memory is the memory that they come from, so that only a file saves any; a thread writes
-and reads it while the computation goes on. The file is written and not mapped: a disk that is full is then an error and
-not a signal that ends the process. It has no name, and ends with the process.
+What is put and fetched is flat and of bytes. On an accelerator the copies run on the two streams of its staging, into
+pinned memory and back. On a CPU host memory is the memory that they come from, so that only a file saves any; a thread
+writes and reads it while the computation goes on. The file is written and not mapped: a disk that is full is then an
+error and not a signal that ends the process. It has no name, and ends with the process. `memory` is read in place: in a
+directory a file of its own is mapped, which has its room on the disk before.
 
 Laws of this file:
   1. What was put is valid when its copy has ended, and so is what was fetched. `wait` orders the caller after a copy.
@@ -45,6 +46,10 @@ class MemoryStore:
         """By size, each with the last copy from it."""
         self._last = NOTHING_STAGED
         """The last copy back."""
+
+    def memory(self, layout: Layout) -> Tensor:
+        """Memory for copies by the staging."""
+        return self._staging.host_memory(layout)
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
         """Starts to copy `tensors` of the device. Returns their slots."""
@@ -101,6 +106,19 @@ class FileStore:
         self._free: defaultdict[int, list[_Span]] = defaultdict(list)
         self._size = 0
 
+    def memory(self, layout: Layout) -> Tensor:
+        shape, strides, dtype = layout
+        size = torch.empty_strided(shape, strides, dtype=dtype, device="meta").untyped_storage().nbytes()
+        if not size:
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        with tempfile.NamedTemporaryFile(dir=self._directory) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                raise self._no_room(size, error) from error
+            storage: Any = torch.UntypedStorage.from_file(file.name, True, size)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[_Span], "Future[None]"]:
         slots = [self._slot(tensor.numel()) for tensor in tensors]
         return slots, self._copier.submit(self._pass, os.pwrite, list(zip(tensors, slots, strict=True)))
@@ -113,10 +131,7 @@ class FileStore:
         try:
             copying.result()
         except OSError as error:
-            raise PenstockError(
-                f"offload_to={str(self._directory)!r}: expected room for {self._size} bytes there, found: "
-                f"{error.strerror}. Pass a directory of a larger file system, or offload less"
-            ) from error
+            raise self._no_room(self._size, error) from error
 
     def release(self, slots: Sequence[_Span], fetched: "Future[None] | None") -> None:
         for slot in slots:
@@ -125,6 +140,12 @@ class FileStore:
     def close(self) -> None:
         self._copier.close()
         self._file.close()
+
+    def _no_room(self, size: int, error: OSError) -> PenstockError:
+        return PenstockError(
+            f"offload_to={str(self._directory)!r}: expected room for {size} bytes there, found: {error.strerror}. Pass "
+            "a directory of a larger file system, or offload less"
+        )
 
     def _slot(self, size: int) -> _Span:
         if free := self._free[size]:

@@ -77,7 +77,8 @@ class DeviceStreams:
         the other ranks of this process that hold some of the same weights. None on a device that executes all work in
         the order of the program.
         """
-        made = UpdateOrder(self._accelerator, self._updates, [self._own[other] for other in sharing])
+        streams = [self._own[other] for other in sharing] if self._own else []
+        made = UpdateOrder(self._accelerator, self._updates, streams)
         self._orders.append(made)
         return made
 

@@ -501,7 +501,8 @@ def make_workers(
     keeps what is offloaded.
     """
     workers = []
-    snapshots = Snapshots(HostCopier(context.staging, context.device))
+    host = None if schedule.flushes else updater.host
+    snapshots = Snapshots(HostCopier(context.staging, context.device), host)
     for rank, own in stages.items():
         norms = GradientNorms(schedule, counted, chain.parameters, recipe.clip_grad_norm, context.device)
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None

@@ -7,6 +7,7 @@ microbatches do not change what is copied. The next update does, so it waits unt
 Laws of this file:
   1. What a snapshot holds depends on the versions only, not on how fast the copies are made.
   2. At most one snapshot is under way.
+  3. Where older versions are on the host, forwards copy another one over the newest: the copies come before them.
 """
 
 import copy
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from penstock.runtime.devices.host_copies import HostCopier, HostCopies
+from penstock.runtime.parameters.host_states import HostStates
 from penstock.torch_internals import pytrees as pytree
 
 REST = -1
@@ -74,8 +76,9 @@ class Snapshot:
 class Snapshots:
     """Takes snapshots of the stages of a process; the workers call it around their updates."""
 
-    def __init__(self, copier: HostCopier) -> None:
-        self.copier = copier
+    def __init__(self, copier: HostCopier, host: HostStates | None = None) -> None:
+        """`host`: has the state where versions are on the host."""
+        self.copier, self._host = copier, host
         self._present: Snapshot | None = None
         """The snapshot that is under way; None when its copies are made."""
 
@@ -120,6 +123,10 @@ class Snapshots:
     def _start(self, state: Mapping[str, Any]) -> _Part:
         leaves, structure = pytree.tree_flatten(state)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if self._host is not None:
+            self._host.settle()
         copies = self.copier.start([leaves[place] for place in places])
+        if self._host is not None:
+            self.copier.order_after(copies)
         values = [None if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
         return _Part(values, places, copies, structure)

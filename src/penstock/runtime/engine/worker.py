@@ -6,7 +6,7 @@ which action comes next, and with which version of the weights, is in the progra
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's.
   2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, and in an `Update` with a loss scaler, which
-     reads norms from the device, or while a snapshot is copied; nowhere else.
+     reads norms from the device, with state on the host, or while a snapshot is copied; nowhere else.
 """
 
 from collections.abc import Callable, Mapping, Sequence

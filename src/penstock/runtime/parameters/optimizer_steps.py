@@ -5,9 +5,13 @@ loop of PyTorch's: at the last update of a stage of the process. No action of a 
 Under other schedules stages update at different times. An optimizer then steps the parameters that have gradients,
 which are those of one stage, and its groups have the options of that stage. What a scheduler, or the optimizer itself,
 changes from update to update follows the number of updates of the stage.
+
+Where the state is on the host, an update steps the parameters part by part, in the order of the optimizer, and each
+part with the options that all begin with. That is exact for optimizers that step each parameter by itself: it is tried.
 """
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,10 +19,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.process_hooks import HeldInterrupts
+from penstock.runtime.parameters.host_states import HostStates, in_parts
+from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.torch_internals.modules import flat_schedulers, step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler
@@ -33,7 +40,7 @@ class Updater:
 
     `factors`: by stage, the factor on learning rates. `lr_scheduler`: called with each optimizer; the scheduler that
     it returns steps once with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients
-    are.
+    are. `host`: keeps the state on the host; `PenstockError` if a step in parts has other numbers.
     """
 
     def __init__(
@@ -45,8 +52,9 @@ class Updater:
         delays: tuple[int, ...],
         *,
         together: bool,
+        host: HostStates | None = None,
     ) -> None:
-        self.hooks = HookStates(hooks)
+        self.hooks, self.host = HookStates(hooks), host
         self._delays = delays
         self.optimizers = tuple(optimizers)
         self._factors = factors
@@ -73,6 +81,10 @@ class Updater:
                 stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
             self.rates = self._present_rates()
         """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
+        if host is not None:
+            for optimizer in self.optimizers:
+                _check_steps_apart(optimizer)
+                host.put_away(optimizer.state)
 
     def update(
         self, stage: int, version: int, weights: VersionedWeights, gradients: Mapping[str, Tensor] | None
@@ -95,6 +107,8 @@ class Updater:
         published = {} if gradients is None else self._step(list(waiting), stepped)
         for held, *_ in waiting.values():
             held.end_update(published)
+        if self.host is not None:
+            self.host.settle()
         return list(waiting)
 
     def discard(self) -> None:
@@ -112,6 +126,7 @@ class Updater:
                 stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
                 if len(self._updates) > len(stages) and (stages[0] not in self._examined or step_hooks(optimizer)):
                     stack.enter_context(_nothing_shared(optimizer))
+            for optimizer in self.optimizers if self.host is None else self._in_parts(self.host, stepped):
                 optimizer.step()
             self.rates = self._present_rates()
         self._examined.update(stages)
@@ -122,6 +137,23 @@ class Updater:
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
         return self.hooks.after_step(before, stepped, self._delays[stages[0]]) if before else {}
+
+    def _in_parts(self, host: HostStates, stepped: Mapping[str, nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
+        """Each optimizer for every part of what it steps: while nothing else has gradients, and the state is there."""
+        gradients = {id(parameter): parameter.grad for parameter in stepped.values() if parameter.grad is not None}
+        for parameter in stepped.values():
+            parameter.grad = None
+        for optimizer in self.optimizers:
+            own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in gradients}
+            # The values themselves: a tensor among them may be the user's.
+            begun = [dict(group) for group in optimizer.param_groups]
+            for part in host.visit(in_parts(own), optimizer.state):
+                _set_options(optimizer, begun)
+                for key, parameter in part.items():
+                    parameter.grad = gradients[key]
+                yield optimizer
+                for parameter in part.values():
+                    parameter.grad = None
 
     def _present_rates(self) -> tuple[float | Tensor | None, ...]:
         return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
@@ -256,10 +288,7 @@ class _GroupOptions:
     def _set(self, stage: int) -> None:
         # The groups may have these options themselves: what is kept for the chosen stage is out of date.
         self._chosen, (options, state) = stage, self._kept[stage]
-        for group, own in zip(self._optimizer.param_groups, options, strict=False):
-            for key in group.keys() - own.keys() - {"params"}:
-                del group[key]
-            group.update(own)
+        _set_options(self._optimizer, options)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state)
         self._left = _options_of(self._optimizer)
@@ -298,6 +327,52 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def _options_of(optimizer: torch.optim.Optimizer) -> OptionsOfGroups:
     return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _set_options(optimizer: torch.optim.Optimizer, options: OptionsOfGroups) -> None:
+    for group, own in zip(optimizer.param_groups, options, strict=False):
+        for key in group.keys() - own.keys() - {"params"}:
+            del group[key]
+        group.update(own)
+
+
+def _check_steps_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PenstockError` if small parameters have other numbers where `optimizer` steps them in halves."""
+    found = "hooks on its steps" if step_hooks(optimizer) else ""
+    if any(isinstance(p, DTensor) and p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+        found = "DTensors of a GPU, which cannot be put together on the host"
+    try:
+        if not found and not all(map(torch.equal, _small_steps(optimizer, 1), _small_steps(optimizer, 2))):
+            found = "other numbers where small ones are stepped in halves: it counts its steps, or sums over all"
+    except Exception as error:
+        found = f"a failure where small ones are stepped: {type(error).__name__}: {error}"
+    if found:
+        raise PenstockError(
+            "state_on_host=: expected an optimizer that steps each parameter by itself, since an update has a step for "
+            f"each part of them, found {type(optimizer).__qualname__} with {found}. Use another one, or leave "
+            "state_on_host= out"
+        )
+
+
+def _small_steps(optimizer: torch.optim.Optimizer, parts: int) -> list[Tensor]:
+    """Small parameters in the place of those of `optimizer`, after some steps in `parts`."""
+    groups: list[dict[str, Any]] = [{**options, "params": []} for options in _options_of(optimizer)]
+    for group, own in zip(optimizer.param_groups, groups, strict=True):
+        shards = map(local_shard, group["params"])
+        own["params"] = [nn.Parameter(shard.new_ones([min(size, 2) for size in shard.shape])) for shard in shards]
+    small: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+    takes, defaults = inspect.signature(type(optimizer)).parameters, optimizer.defaults
+    made = type(optimizer)(groups, **{key: value for key, value in defaults.items() if key in takes})
+    with torch.random.fork_rng({parameter.device for parameter in small if parameter.is_cuda}):
+        for step in range(1, 4):
+            begun = [dict(group) for group in made.param_groups]
+            for part in range(parts):
+                _set_options(made, begun)
+                for place, parameter in enumerate(small):
+                    present = place * parts // len(small) == part
+                    parameter.grad = torch.full_like(parameter, step + place) if present else None
+                made.step()
+    return [parameter.detach() for parameter in small]
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ Laws of this file:
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.torch_internals.distributed import local_tensor, replace_local_tensor
@@ -25,7 +25,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).data if isinstance(tensor, DTensor) else tensor.data
 
 
-def set_local_shard(parameter: nn.Parameter, shard: Tensor) -> None:
+def set_local_shard(parameter: Tensor, shard: Tensor) -> None:
     """Makes `shard` the memory of this process's shard of `parameter`, which keeps its identity."""
     if not isinstance(parameter, DTensor):
         parameter.data = shard

@@ -11,6 +11,9 @@ its own: its *master*, which the optimizer steps. An update writes the numbers f
 
 Parameters that are not trained are one tensor in all slots.
 
+Where the versions are on the host, so are all slots, and the device has one *window*, to which the version is copied
+that a forward or a backward reads. What autograd saved as a view of it reads what its forward read, too.
+
 Gradients accumulate in ``.grad``. Replicas of a stage that live in one process share its slots and parameters, and
 stages may share a weight. Such *sharers* set their gradients aside before another one of them accumulates. All
 replicas but the first are copies of the module, with buffers and state of their own. The first of them to come to an
@@ -21,7 +24,8 @@ Laws of this file:
      while it is needed; nothing is checked again here. It holds for replicas together: all of them have added their
      gradients before one of them updates.
   2. An update copies the newest slot to the next one and steps in place: one copy of the weights, none where n is 1.
-     With masters the copy comes after the step, and casts.
+     With masters the copy comes after the step, and casts. In a window it steps what is there, and writes no slot: a
+     version that was made there is copied to its slot when another one is to be there.
   3. Gradients have the type of the parameters between steps: autograd casts them before it adds them up.
   4. A stage takes its microbatches in ascending order, so that it accumulates for one update at a time.
   5. Between calls of the pipeline ``.grad`` is the user's. As in a loop that calls ``zero_grad()`` before its backward,
@@ -39,6 +43,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import StageModule
 from penstock.capturing.module_copies import Copies
 from penstock.errors import PenstockError
+from penstock.runtime.devices.staging import Memory, layout_of
 from penstock.runtime.parameters.shards import local_shard, redistributed_like, set_local_shard
 from penstock.torch_internals.modules import tensor_tables
 from penstock.torch_internals.tensors import copy_each, set_times_written, times_written
@@ -70,6 +75,34 @@ _Place: TypeAlias = tuple[MutableMapping[str, Any], str, str]
 
 
 @dataclass(slots=True, eq=False)
+class _Window:
+    """Memory of one parameter on the device, for the version in use. All versions have memory on the host."""
+
+    memory: Tensor
+    slots: list[Tensor]
+    slot: int = 0
+    """Of the version that is shown."""
+    written: bool = True
+    """Whether it may differ from what is in its slot."""
+
+    def show(self, slot: int) -> None:
+        if slot != self.slot:
+            self._keep()
+            self.memory.copy_(self.slots[slot], non_blocking=True)
+            self.slot = slot
+
+    def make(self, slot: int) -> None:
+        """What is shown will be written, and is the version of `slot` from now on."""
+        self._keep()
+        self.slot, self.written = slot, True
+
+    def _keep(self) -> None:
+        if self.written:
+            self.slots[self.slot].copy_(self.memory, non_blocking=True)
+            self.written = False
+
+
+@dataclass(slots=True, eq=False)
 class _Slots:
     """The memory of all versions, and which version is the newest."""
 
@@ -82,6 +115,8 @@ class _Slots:
     masters: dict[str, Tensor]
     tensors: list[dict[str, Tensor]]
     """By slot, the local shard of each."""
+    windows: dict[str, _Window]
+    """Of those whose versions are on the host."""
     moved: dict[str, nn.Parameter]
     """Those whose memory is not always the same."""
     written: tuple[int, ...] = ()
@@ -99,13 +134,21 @@ class _Slots:
         versions: int,
         lenders: Mapping[str, "_Slots"],
         weights: ComputeWeights,
+        host: Memory | None,
     ) -> "_Slots":
         masters = {name: local_shard(p) for name, p in parameters.items() if weights.differs(p)}
         tensors: list[dict[str, Tensor]] = [{} for _ in range(versions)]
+        windows: dict[str, _Window] = {}
         for name, parameter in parameters.items():
             own = local_shard(parameter)
+            if host is not None and versions > 1 and parameter.requires_grad:
+                memory = own.to(weights.dtype_of(parameter), copy=True) if name in masters else own
+                lent = lenders[name].windows[name] if name in lenders else None
+                windows[name] = lent or _Window(memory, [host(layout_of(memory)) for _ in tensors])
             for number, slot in enumerate(tensors):
-                if name in lenders:
+                if name in windows:
+                    slot[name] = windows[name].slots[number]
+                elif name in lenders:
                     slot[name] = lenders[name].tensors[number][name]
                 elif name in masters:
                     slot[name] = own.to(weights.dtype_of(parameter), copy=True)
@@ -121,6 +164,7 @@ class _Slots:
             lenders=lenders,
             masters=masters,
             tensors=tensors,
+            windows=windows,
             moved={name: p for name, p in trained.items() if versions > 1 or name in masters},
         )
 
@@ -131,12 +175,23 @@ class _Slots:
         """The memory of a parameter between steps: its master, or the newest version."""
         if name in self.lenders:
             return self.lenders[name].between_steps(name)
-        return self.masters[name] if name in self.masters else self.tensors[self.slot_of(self.newest)][name]
+        return self.masters[name] if name in self.masters else self.shown(self.slot_of(self.newest), name)
+
+    def shown(self, slot: int, name: str) -> Tensor:
+        """The memory on the device that has a parameter's version in `slot` now."""
+        if name not in self.windows:
+            return self.tensors[slot][name]
+        self.windows[name].show(slot)
+        return self.windows[name].memory
+
+    def stored(self, slot: int, name: str) -> Tensor:
+        """The memory that has a parameter's version in `slot`, wherever it is."""
+        window = self.windows.get(name)
+        return self.tensors[slot][name] if window is None or window.slot != slot else window.memory
 
     def point(self, slot: int) -> None:
-        tensors = self.tensors[slot]
         for name, parameter in self.moved.items():
-            set_local_shard(parameter, tensors[name])
+            set_local_shard(parameter, self.shown(slot, name))
 
     def rest(self) -> None:
         for name, parameter in self.moved.items():
@@ -169,7 +224,7 @@ class VersionedWeights:
     `lent`: the parameters that another stage of this process uses too and updates, with the weights of that stage,
     which must have equally many versions, and `sharers` in common. `compute_weights`: the weights that forwards read
     instead of the optimizer's parameters. `swapped`: whether the module itself puts others in the place of its
-    parameters.
+    parameters. `host`: returns memory of the host, for several versions; without it they are on the device.
     """
 
     def __init__(
@@ -182,9 +237,10 @@ class VersionedWeights:
         sharers: Sharers | None = None,
         compute_weights: ComputeWeights = AS_STEPPED,
         swapped: bool = False,
+        host: Memory | None = None,
     ) -> None:
         lenders = {name: weights._slots for name, weights in (lent or {}).items()}
-        slots = _Slots.of(dict(parameters), versions, lenders, compute_weights)
+        slots = _Slots.of(dict(parameters), versions, lenders, compute_weights, host)
         self._hold(slots, module, sharers or Sharers(), [] if swapped else _places_of(module, slots.parameters))
 
     def replica(self) -> "VersionedWeights":
@@ -220,6 +276,9 @@ class VersionedWeights:
         for parameter in self.trained.values():
             if parameter.grad is not None:
                 parameter.grad = None
+        for window in self._slots.windows.values():
+            # By the user, between steps.
+            window.written = True
         self._slots.forget_writes()
 
     def _check(self) -> None:
@@ -313,9 +372,13 @@ class VersionedWeights:
         current, following = slots.slot_of(slots.newest), slots.slot_of(version)
         slots.newest = version
         if following != current and (moving := [name for name in self.stepped if name not in slots.masters]):
-            targets = [slots.tensors[following][name] for name in moving]
-            # In one call: on a GPU, launching the copy of a small parameter takes longer than the copy.
-            copy_each(targets, [slots.tensors[current][name] for name in moving])
+            sources = [slots.shown(current, name) for name in moving]
+            if slots.windows:
+                for name in moving:
+                    slots.windows[name].make(following)
+            else:
+                # In one call: on a GPU, launching the copy of a small parameter takes longer than the copy.
+                copy_each([slots.tensors[following][name] for name in moving], sources)
             slots.rest()
         for name, parameter in self.stepped.items():
             parameter.grad = gradients.get(name)
@@ -333,9 +396,11 @@ class VersionedWeights:
     def _publish(self, published: Mapping[str, Tensor]) -> None:
         """Writes the newest version of the parameters with masters into its slot."""
         slots = self._slots
-        newest = slots.tensors[slots.slot_of(slots.newest)]
+        slot = slots.slot_of(slots.newest)
         for name in self.stepped.keys() & slots.masters.keys():
-            newest[name].copy_(local_shard(published[name]) if name in published else slots.masters[name])
+            if name in slots.windows:
+                slots.windows[name].make(slot)
+            slots.stored(slot, name).copy_(local_shard(published[name]) if name in published else slots.masters[name])
 
     @property
     def newest(self) -> int:
@@ -357,9 +422,9 @@ class VersionedWeights:
         slots = self._slots
         kept: dict[str, dict[str, Tensor]] = {name: {} for name in self.stepped}
         for behind in range(delay + 1):
-            slot = slots.tensors[slots.slot_of(max(slots.newest - behind, slots.oldest))]
+            slot = slots.slot_of(max(slots.newest - behind, slots.oldest))
             for name in self.stepped if behind else self.stepped.keys() & slots.masters.keys():
-                kept[name][str(-behind)] = slot[name]
+                kept[name][str(-behind)] = slots.stored(slot, name)
         return {name: versions for name, versions in kept.items() if versions}
 
     def restart(self, history: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
@@ -372,7 +437,7 @@ class VersionedWeights:
         self._publish({})
         for name in self.stepped.keys() & (history or {}).keys():
             for version, tensor in (history or {})[name].items():
-                slots.tensors[slots.slot_of(int(version))][name].copy_(tensor)
+                slots.stored(slots.slot_of(int(version)), name).copy_(tensor)
                 slots.oldest = min(slots.oldest, int(version))
 
 

@@ -1,0 +1,110 @@
+"""State of the optimizers that is in host memory between updates.
+
+An update goes through the parameters part by part: the state of a part is copied to the device, the part is stepped,
+and its state is copied back. The copies of the next part run beside the step of this one. A tensor of the state stays
+the same object, and its memory is exchanged: users and checkpoints read it where an optimizer has it, on the host.
+
+Laws of this file:
+  1. The state of two parts at most is on the device.
+  2. When `settle` has returned, all copies have ended: the host may read the state.
+  3. Only memory that nothing else holds is moved: what else holds it would keep it, and not see the next step.
+  4. Memory that a copy reads or writes is kept until the stream of the caller comes after the copy.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from penstock.runtime.devices.staging import NOTHING_STAGED, Memory, Staged, Staging, layout_of
+from penstock.runtime.parameters.shards import local_shard, set_local_shard
+from penstock.torch_internals.pytrees import tree_leaves
+from penstock.torch_internals.tensors import storage_references
+
+Key = TypeVar("Key")
+_Part: TypeAlias = Mapping[Any, nn.Parameter]
+_PART_BYTES, _PARTS = 2**26, 8
+
+
+def in_parts(parameters: Mapping[Key, nn.Parameter]) -> list[dict[Key, nn.Parameter]]:
+    """`parameters` in their order, in parts of 64 MB and of an eighth of them at most; a larger one is a part alone."""
+    sizes = {key: local_shard(parameter).nbytes for key, parameter in parameters.items()}
+    most, parts, taken = min(_PART_BYTES, sum(sizes.values()) / _PARTS), [dict[Key, nn.Parameter]()], 0
+    for key, parameter in parameters.items():
+        if parts[-1] and taken + sizes[key] > most:
+            parts.append({})
+            taken = 0
+        parts[-1][key] = parameter
+        taken += sizes[key]
+    return parts
+
+
+class HostStates:
+    """Moves state between the device of `staging` and what `memory` returns, memory of the host."""
+
+    def __init__(self, staging: Staging, memory: Memory, device: torch.device) -> None:
+        self._staging, self._memory, self._device = staging, memory, device
+        self._homes = WeakIdKeyDictionary()
+        """By tensor: its memory on the host."""
+
+    def visit(self, parts: Sequence[_Part], states: Mapping[Tensor, Any]) -> Iterator[_Part]:
+        """Each of `parts`, while what `states` has of its parameters is on the device."""
+        coming, leaving = self._bring(_tensors_of(states, parts[0])), NOTHING_STAGED
+        for part, following in zip(parts, (*parts[1:], {}), strict=True):
+            self._arrive(*coming)
+            # The part before the present one has left when the next one comes.
+            self._staging.follow(leaving)
+            leaving = NOTHING_STAGED
+            coming = self._bring(_tensors_of(states, following))
+            yield part
+            leaving = self._send(_tensors_of(states, part))
+        self._staging.follow(leaving)
+
+    def put_away(self, states: Mapping[Tensor, Any]) -> None:
+        """Moves what is on the device of `states` to the host."""
+        self._staging.follow(self._send(tree_leaves([*states.values()])))
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits for all that is in the stream of the caller."""
+        self._staging.in_place(())[1].synchronize()
+
+    def _bring(self, state: Iterable[Any]) -> tuple[Sequence[Tensor], Staged]:
+        """What is away of `state`, and the copies of its memory."""
+        away = [tensor for tensor in state if self._is_away(tensor)]
+        return away, self._staging.back_to_device([local_shard(tensor) for tensor in away])
+
+    def _arrive(self, tensors: Sequence[Tensor], copies: Staged) -> None:
+        self._staging.follow(copies)
+        for tensor, memory in zip(tensors, copies[0], strict=True):
+            set_local_shard(tensor, memory)
+
+    def _send(self, state: Iterable[Any]) -> Staged:
+        """Starts to copy `state` to the host. Returns its memory on the device, to be kept until that is done."""
+        present = [tensor for tensor in state if self._is_movable(tensor)]
+        memories = [local_shard(tensor) for tensor in present]
+        for tensor, memory in zip(present, memories, strict=True):
+            if tensor not in self._homes or layout_of(self._homes[tensor]) != layout_of(memory):
+                self._homes[tensor] = self._memory(layout_of(memory))
+            set_local_shard(tensor, self._homes[tensor])
+        homes = iter([self._homes[tensor] for tensor in present])
+        return memories, self._staging.to_host(memories, lambda _: next(homes), kept=True)[1]
+
+    def _is_away(self, tensor: Any) -> bool:
+        return tensor in self._homes and local_shard(tensor).data_ptr() == self._homes[tensor].data_ptr()
+
+    def _is_movable(self, value: Any) -> bool:
+        """Whether `value` is a tensor on the device, of some size, and nothing else has its memory."""
+        memory = local_shard(value) if isinstance(value, Tensor) else None
+        if type(memory) is not Tensor or memory.layout is not torch.strided or memory.numel() < 2:
+            return False
+        if memory.device.type != self._device.type or self._is_away(value):
+            return False
+        # `memory` is another tensor of the same storage.
+        return storage_references(memory.untyped_storage()) == 2
+
+
+def _tensors_of(states: Mapping[Tensor, Any], part: _Part) -> list[Any]:
+    return tree_leaves([states.get(parameter) for parameter in part.values()])
