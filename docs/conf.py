@@ -40,6 +40,7 @@ maximum_signature_line_length = 80
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 
+html_extra_path = ["../src/penstock/rendering/playground.html"]
 html_theme = "furo"
 html_title = "Penstock"
 html_copy_source = False
@@ -94,6 +95,13 @@ def add_helps(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += f"\n## {command}\n\n```text\n{text.getvalue()}```\n"
 
 
+def add_playground(app: Sphinx, name: str, source: list[str]) -> None:
+    """Makes links to the playground, which is a page of its own beside those of Sphinx, and no download."""
+    link = re.compile(r"\[([^\]]+)\]\((?:\.\./)*src/penstock/rendering/playground\.html(#[^)]*)?\)")
+    up = "../" * name.count("/")
+    source[0] = link.sub(rf'<a href="{up}playground.html\2">\1</a>', source[0])
+
+
 def read_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Makes links of the pages that a docstring names, and parameters of its lines ``name: what it is``."""
     try:
@@ -139,6 +147,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_docstrings)
     app.connect("source-read", add_errors)
     app.connect("source-read", add_helps)
+    app.connect("source-read", add_playground)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("build-finished", add_front_door)
     app.connect("build-finished", refuse_other_hosts)
