@@ -20,6 +20,7 @@ from sphinx.util import logging
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 import error_index  # noqa: E402
+import notebooks  # noqa: E402
 
 from penstock import cli  # noqa: E402
 
@@ -95,6 +96,12 @@ def add_helps(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += f"\n## {command}\n\n```text\n{text.getvalue()}```\n"
 
 
+def add_notebooks(app: Sphinx, name: str, source: list[str]) -> None:
+    """Puts the notebooks with their outputs below the table of docs/notebooks.md."""
+    if name == "docs/notebooks":
+        source[0] += "\n" + "\n".join(map(notebooks.run, notebooks.NAMES))
+
+
 def add_playground(app: Sphinx, name: str, source: list[str]) -> None:
     """Makes links to the playground, which is a page of its own beside those of Sphinx, and no download."""
     link = re.compile(r"\[([^\]]+)\]\((?:\.\./)*src/penstock/rendering/playground\.html(#[^)]*)?\)")
@@ -148,6 +155,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_errors)
     app.connect("source-read", add_helps)
     app.connect("source-read", add_playground)
+    app.connect("source-read", add_notebooks)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("build-finished", add_front_door)
     app.connect("build-finished", refuse_other_hosts)

@@ -135,7 +135,8 @@ def broken(draw: random.Random, rows: Rows) -> Rows:
 
 def complaint(schedule: Schedule, rows: Rows, steps: int) -> str | None:
     """What the verifier says of rows with their messages."""
-    programs: Programs = lower([[parse(word) for word in row] for row in words(rows)], schedule.placement)
+    actions = [[action for word in row if isinstance(action := parse(word), Compute)] for row in words(rows)]
+    programs: Programs = lower(actions, schedule.placement)
     if schedule.definition.layout is not StageLayout.ONE_PER_RANK:
         others = [
             {other: programs[other] for other in range(schedule.ranks) if other != rank}
@@ -197,8 +198,19 @@ def pipeline_costs(draw: random.Random) -> tuple[OrderCosts, dict[str, Any]]:
         draw.choice([[0], [*range(p * each)]]),
     )
     saved = [1 / each] * len(ranks)
-    times = map(tuple, (forward, backward, weight, late, late, saved))
-    costs = OrderCosts(tuple(ranks), m, *times, limits=(limit,) * p, whole=frozenset(whole))  # type: ignore[arg-type]
+    delays = tuple(late)
+    costs = OrderCosts(
+        ranks=tuple(ranks),
+        microbatches=m,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        weight=tuple(weight),
+        activation=delays,
+        gradient=delays,
+        saved=tuple(saved),
+        limits=(limit,) * p,
+        whole=frozenset(whole),
+    )
     own = {"held": held, "m": m, "forward": forward, "backward": backward, "weight": weight, "late": late}
     return costs, {**own, "saved": saved, "limit": limit, "whole": whole}
 
@@ -213,7 +225,7 @@ def test_list_scheduling_is_that_of_the_library(call: Call, seed: int) -> None:
         rule = ListRule(draw.choice([0.0, 0.4, 0.7, 1.0]), draw.choice([0.0, 0.5, 1.0]), ahead)
         expected = list_order(costs, rule, {})
         shares = {"weightShare": rule.weight_share, "forwardShare": rule.forward_share, "ahead": list(ahead) or None}
-        rows = expected and [[["FBW"[kind], stage, k] for kind, stage, k in row] for row in expected]
+        rows = None if expected is None else [[["FBW"[kind], stage, k] for kind, stage, k in row] for row in expected]
 
         assert call("listed", own, shares) == rows
     best = call("best", own)

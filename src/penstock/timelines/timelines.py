@@ -125,6 +125,10 @@ class Timeline:
         """The text of the picture that `save_svg` writes."""
         return timeline_svg(self._panels(measured, critical))
 
+    def _repr_svg_(self) -> str:
+        """What a notebook shows of a timeline."""
+        return self.svg()
+
     def save_html(
         self,
         path: str | Path,
