@@ -8,6 +8,7 @@ steps after the first three. Memory: the most that the fullest process has resid
 """
 
 import difflib
+import importlib.util
 import os
 import re
 import statistics
@@ -20,6 +21,7 @@ from measurement.reports import Report, conditions, option_parser, table
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 NAMES = tuple(sorted(path.stem for path in (RECIPES / "plain").glob("*.py")))
+INSTALLED = tuple(name for name in NAMES if name != "lightning_fit" or importlib.util.find_spec("lightning"))
 _LINE = re.compile(r"loss ([\d.]+), ([\d.]+) s")
 _WARM_UP = 3
 _MARK = "most resident:"
@@ -96,7 +98,7 @@ def page() -> str:
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=INSTALLED)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument(

@@ -52,14 +52,8 @@ def fit_by_lightning(folder: Path) -> tuple[dict[str, float], dict[str, torch.Te
     """The metrics and the weights after the page's training by Lightning; then the loss of the validation and the
     weights after the same steps by a loop. From a pipeline each, in this process or in those of the pool.
     """
-    # They take seconds, and need not be installed.
-    lightning = import_module("lightning")
-    environments = import_module("lightning.pytorch.plugins.environments")
-    given = {
-        **names(folder),
-        "lightning": lightning,
-        "LightningEnvironment": environments.LightningEnvironment,
-    }
+    # It takes seconds, and need not be installed.
+    given = {**names(folder), "lightning": import_module("lightning")}
     exec(BLOCKS[0], given)
     exec(BLOCKS[-1], given)
     pipe: penstock.Pipeline = given["pipe"]

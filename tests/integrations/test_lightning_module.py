@@ -41,13 +41,11 @@ def loader() -> Any:
 def trainer(folder: Path, epochs: int, **options: Any) -> Any:
     # It takes seconds, and need not be installed.
     pl = import_module("lightning.pytorch")
-    environment = import_module("lightning.pytorch.plugins.environments").LightningEnvironment()
     checkpoint = pl.callbacks.ModelCheckpoint(folder, filename="{step}", monitor="validation_loss", save_top_k=1)
     return pl.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
         devices=1,
-        plugins=[environment],
         callbacks=[checkpoint],
         logger=False,
         log_every_n_steps=1,

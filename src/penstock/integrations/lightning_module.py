@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
@@ -92,12 +93,13 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """All processes as one: each runs the whole loop on the same batches, and the first one writes.
 
     Checkpoints have the state of the pipeline beside them, in a folder of their name and ``.pipeline``. It is loaded by
-    any number of stages. Pass ``devices=1`` to the Trainer, and under ``torchrun``
-    ``plugins=[LightningEnvironment()]``.
+    any number of stages. Pass ``devices=1`` to the Trainer.
     """
 
     def __init__(self, device: torch.device | str = "cpu", **options: Any) -> None:
         super().__init__(device, **options)
+        # Else Lightning finds torchrun's processes, which are one to it here.
+        self.cluster_environment = LightningEnvironment()
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         rank_zero_only.rank = self.global_rank
 

@@ -1,0 +1,65 @@
+"""Trains a small GPT on Python's own sources by the Trainer of Lightning."""
+
+import argparse
+import time
+from pathlib import Path
+
+import lightning
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock
+from penstock.integrations import PipelineModule, PipelineStrategy
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--width", type=int, default=64)
+options = parser.parse_args()
+
+text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
+starts = torch.randint(len(text) - 64, (options.steps, 16), generator=torch.Generator().manual_seed(1))
+rows = text[starts[..., None] + torch.arange(65)]
+loader = torch.utils.data.DataLoader([(batch[:, :-1], batch[:, 1:]) for batch in rows], batch_size=None)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x):
+        return x + self.mix(self.norm(x))[0]
+
+
+def loss_of(scores, target):
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+
+class PrintLosses(lightning.Callback):
+    begun = time.perf_counter()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        loss = float(trainer.callback_metrics["loss"])
+        print(f"loss {loss:.9f}, {time.perf_counter() - self.begun:.3f} s", flush=True)
+        self.begun = time.perf_counter()
+
+
+torch.manual_seed(0)
+blocks = [Block(options.width) for _ in range(4)]
+model = nn.Sequential(nn.Embedding(256, options.width), *blocks, nn.Linear(options.width, 256)).double()
+pipe = penstock.Pipeline(
+    model, (rows[0, :4, :-1],), loss_of, lambda params: torch.optim.AdamW(params, lr=3e-3), microbatches=4
+)
+trainer = lightning.Trainer(
+    strategy=PipelineStrategy(),
+    max_epochs=1,
+    accelerator="cpu",
+    devices=1,
+    log_every_n_steps=1,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    callbacks=[PrintLosses()],
+)
+trainer.fit(PipelineModule(pipe), loader)
