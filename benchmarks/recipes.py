@@ -1,7 +1,6 @@
 """Runs every recipe beside the plain script that it was: the same losses, seconds of a step and memory of a process.
 
     nice -n -20 python benchmarks/recipes.py --save benchmarks/results/recipes.txt
-    python benchmarks/recipes.py --page docs/recipes.md     writes the lines that differ into the page
 
 The plain script has one process with one thread, the pipeline two with a thread each. Seconds are medians over the
 steps after the first three. Memory: the most that the fullest process has resident, beyond the imports of the script.
@@ -92,8 +91,8 @@ def row(name: str, steps: int, width: int) -> list[str]:
 
 
 def page() -> str:
-    """The part of the page below its introduction."""
-    return "\n".join(f"## `{name}.py`\n\n{title(name)}\n\n```diff\n{changes(name)}\n```\n" for name in NAMES)
+    """The lines that differ, for the site: below the introduction of docs/recipes.md."""
+    return "\n".join(f"## {name}.py\n\n{title(name)}\n\n```diff\n{changes(name)}\n```\n" for name in NAMES)
 
 
 def main() -> None:
@@ -101,14 +100,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=INSTALLED)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument(
-        "--page", type=Path, help="write the differences below the introduction of this page; run nothing"
-    )
     options = parser.parse_args()
-    if options.page is not None:
-        introduction = options.page.read_text().partition("\n## ")[0].rstrip("\n")
-        options.page.write_text(f"{introduction}\n\n{page()}")
-        return
     shown = Report(options.save)
     shown.add(conditions("benchmarks/recipes.py"))
     head = ["recipe", "losses differ by", "plain", "pipeline", "faster", "plain", "pipeline, a process"]

@@ -18,10 +18,11 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs"), str(ROOT / "benchmarks")]
 import error_index  # noqa: E402
 import notebooks  # noqa: E402
 
+import recipes  # noqa: E402
 from penstock import cli  # noqa: E402
 
 project = "Penstock"
@@ -102,6 +103,12 @@ def add_notebooks(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += "\n" + "\n".join(map(notebooks.run, notebooks.NAMES))
 
 
+def add_recipes(app: Sphinx, name: str, source: list[str]) -> None:
+    """Puts the lines in which the recipes differ below the table of docs/recipes.md."""
+    if name == "docs/recipes":
+        source[0] += "\n" + recipes.page()
+
+
 def add_playground(app: Sphinx, name: str, source: list[str]) -> None:
     """Makes links to the playground, which is a page of its own beside those of Sphinx, and no download."""
     link = re.compile(r"\[([^\]]+)\]\((?:\.\./)*src/penstock/rendering/playground\.html(#[^)]*)?\)")
@@ -156,6 +163,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_helps)
     app.connect("source-read", add_playground)
     app.connect("source-read", add_notebooks)
+    app.connect("source-read", add_recipes)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("build-finished", add_front_door)
     app.connect("build-finished", refuse_other_hosts)

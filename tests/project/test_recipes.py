@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 
 import pytest
 
@@ -12,10 +13,14 @@ from support.paths import ROOT
 LOSS = re.compile(r"loss ([\d.]+), ")
 
 
-def test_the_page_has_their_differences() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text()
+def test_the_page_has_all_and_the_site_their_differences() -> None:
+    source = [(ROOT / "docs" / "recipes.md").read_text()]
+    row = re.compile(r"^\| \[(\w+)\]\(.*plain/(\w+)\.py\) \| \[(\w+)\]\(.*pipelined/(\w+)\.py\)", re.MULTILINE)
+    found = row.findall(source[0])
+    runpy.run_path(str(ROOT / "docs" / "conf.py"))["add_recipes"](None, "docs/recipes", source)
 
-    assert page.endswith(f"\n\n{recipes.page()}"), "run benchmarks/recipes.py --page docs/recipes.md"
+    assert found == [(name,) * 4 for name in recipes.NAMES]
+    assert source[0].endswith(f"\n\n{recipes.page()}")
 
 
 @pytest.mark.parametrize("name", recipes.NAMES)
