@@ -289,6 +289,7 @@ def test_show_serves_the_page_on_this_machine_only(capsys: pytest.CaptureFixture
                 "Not proved, rank 1: a stage takes its microbatches in ascending order",
                 "<mark>1B1@0</mark>",
                 'class="wrong"',
+                "1U1&lt;0</pre>",
             ],
         ),
     ],
