@@ -136,12 +136,12 @@ returned is in [models.jsonl](../benchmarks/results/models.jsonl), a line for ea
 `benchmarks/model_cases`.
 
 Models are small and have random weights. Each is trained for three steps of SGD with momentum by a plain loop of
-PyTorch, and by `Pipeline` under `1f1b-flush` on 2 stages, `zb-h1` on 3 and `2bw` on 2. Those whose capture takes less
-than half a second are trained under each schedule on 2 and on 3 stages, and are compared with `reference_train`, too.
-The plain loop beside `2bw` computes gradients at the weights before the last update. All losses, parameters, buffers
-and plain attributes are compared, and what `predict` returns afterwards. Numbers of samples and lengths change from
-step to step where the model takes them, and numbers are float64 where it can compute with them. Dropout is 0, except in
-cases of random numbers, which have one microbatch and draw from PyTorch's own stream (`seed=None`).
+PyTorch, and by `Pipeline` under `1f1b-flush` on 2 stages, `zb-h1` on 3 and `2bw` on 2 (beside a loop with gradients at
+the weights before the last update); those that are captured in half a second under each schedule, too, and by
+`reference_train`.
+All losses, parameters, buffers, plain attributes and results of `predict` are compared, in float64 where the model can.
+Numbers of samples and lengths change from step to step where it takes them. Dropout is 0, except in cases of random
+numbers, which have one microbatch and draw from PyTorch's own stream (`seed=None`).
 
 {versions}
 
@@ -199,10 +199,10 @@ def _refusals(records: Sequence[Record], ways: Sequence[Record]) -> str:
         error = next((entry["error"] for entry in record["trainings"] if "error" in entry), "")
         cause = next(number for number, (pattern, *_) in enumerate(CAUSES) if re.search(pattern, error))
         by_cause.setdefault(cause, []).append(name)
-    lines = ["| reason | way out | cases |", "|---|---|---|"]
+    lines = ["| reason | way out | models |", "|---|---|---|"]
     for number, names in sorted(by_cause.items()):
         _, reason, way_out = CAUSES[number]
-        lines.append(f"| {reason} | {way_out} | {'; '.join(names)} |")
+        lines.append(f"| {reason} | {way_out} | {len(names)} |")
     right = [way for way in ways if outcome_of(way) in ("equal", "close")]
     out = refused.keys() & {_refused_by(way) for way in right}
     same = {_refused_by(way) for way in right if _has_same_losses(way, refused.get(_refused_by(way), {}))}
