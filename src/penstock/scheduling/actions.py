@@ -22,6 +22,7 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     1N3<2    stage 1 receives them
     2A3      the replicas of stage 2 sum their gradients for the update to version 3: an all-reduce
     2H0      what stage 2 saved of microbatch 0 for its backward starts to move to the host, out of the device's memory
+    2H0+3    the same, and its memory is free for the third forward or backward after it, not the second one
     2D0      it starts to move back to the device
     2C0@1    stage 2 computes its forward of microbatch 0 again, of which it has kept its input alone
 

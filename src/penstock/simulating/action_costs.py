@@ -46,12 +46,12 @@ class Costs:
     `reduce_seconds` are those of one update and of its all-reduce, and `reduce_handling_seconds` what the all-reduce
     takes from the computation of each replica. `cut_bytes[s]` is what a whole microbatch sends each way between stages
     s and s + 1; cuts within a rank are not used. A backward of a stage in `recomputed` takes one forward more, unless
-    it directly follows its forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank
-    where devices differ; those of the stages are then the longest of their replicas. `skips` holds what a whole
-    microbatch sends each way directly between two stages that are not neighbours; it is in no cut. `wire_bytes` and
-    `wire_skips` are what links carry of these, by default all. `offloaded_bytes` is what an offload moves of
-    `saved_bytes`: all but what the stage received, which stays, and nothing of a stage that recomputes. Everything else
-    is zero by default.
+    it directly follows its forward or has a `Recompute` in the row. Without a `cluster` the links are instant.
+    `rank_times` has the times of every rank where devices differ; those of the stages are then the longest of their
+    replicas. `skips` holds what a whole microbatch sends each way directly between two stages that are not neighbours;
+    it is in no cut. `wire_bytes` and `wire_skips` are what links carry of these, by default all. `offloaded_bytes` is
+    what an offload moves of `saved_bytes`: all but what the stage received, which stays, and nothing of a stage that
+    recomputes. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]

@@ -461,7 +461,8 @@ class _Search:
             backward=tuple(times[stage].input_seconds[stage] + again[stage] for stage in stages),
             weight=tuple(weight[stage] + (0.0 if stage in whole else added[stage]) for stage in stages),
             activation=late,
-            gradient=late,
+            # A recomputation is over when the gradient comes, if there was time.
+            gradient=tuple(seconds - again[stage] for stage, seconds in enumerate(late)),
             saved=tuple((inputs if stage in plan.recomputed else costs.saved_bytes)[stage] for stage in stages),
             limits=limits,
             whole=whole,

@@ -150,9 +150,8 @@ class LowerBounds:
         work = (self._costs.seconds_on([kind]) - (again - again[:, None] if direct else 0.0)) / share
         exposed: float | Matrix = 0.0
         if replicas > 1:
-            hidden = sums.backward + again
             reduced = ring[0] + ring[1] * self._costs.parameter_bytes
-            exposed = np.maximum(0.0, reduced - (hidden - hidden[:, None]) / share)
+            exposed = np.maximum(0.0, reduced - (sums.backward - sums.backward[:, None]) / share)
         if structure.updates_per_microbatch:
             each: Matrix = (work + exposed) * rounds
             return each

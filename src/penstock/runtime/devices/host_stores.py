@@ -113,7 +113,10 @@ class FileStore:
             return torch.empty_strided(shape, strides, dtype=dtype)
         with tempfile.NamedTemporaryFile(dir=self._directory) as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, size)
+                # A full disk is an error here, and none later; macOS has no such call.
+                getattr(os, "posix_fallocate", lambda file, _, length: os.truncate(file, length))(
+                    file.fileno(), 0, size
+                )
             except OSError as error:
                 raise self._no_room(size, error) from error
             storage: Any = torch.UntypedStorage.from_file(file.name, True, size)
