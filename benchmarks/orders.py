@@ -9,7 +9,7 @@ again. Nothing runs on a device: all times are simulated. `to gain`: the most th
 
 Sources: times, bytes and bubbles measured by github.com/sail-sg/zero-bubble-pipeline-parallelism, f68d387
 (efficiency.py), and the costs of its unit test; the frontier of the building blocks of [V 2024] as the code of its
-authors expects it; Tessel's `vshape` [Tessel 2024]; two cuts of PyTorch's tests of partitions; PipeDream's profiles, in
+authors expects it; Tessel's `vshape` (HPCA 2024); two cuts of PyTorch's tests of partitions; PipeDream's profiles, in
 tests/data. Links of the last, and bytes of the cuts, are our own.
 """
 
@@ -145,7 +145,7 @@ def vshape() -> Iterator[Row]:
 
 
 def cut_of(layers: tuple[int, ...]) -> Iterator[Row]:
-    """Of bytes that rise with the seconds, as those of layers of one kind do."""
+    """The cases of layers whose bytes rise with their seconds, as those of layers of one kind do."""
     profile = Profile(tuple(LayerProfile(str(t), t, 2.0 * t, 0.0, 1e6 * t, 0.0) for t in layers), 1)
     bounds = pairwise((0, *CUTS[layers], len(layers)))
     stages = tuple(Stage(first, stop, (rank,)) for rank, (first, stop) in enumerate(bounds))

@@ -42,7 +42,7 @@ from penstock.runtime.assembly.pipeline_options import (
     Parallelize,
     PipelineOptions,
     PlanOptions,
-    Recompute,
+    RecomputeChoice,
     RunOptions,
 )
 from penstock.runtime.assembly.setup_agreement import check_agreement, check_optimizers, check_options
@@ -196,7 +196,7 @@ class Pipeline(Advised):
         update_hooks: Sequence[UpdateHook] | UpdateHook = (),
         on_nonfinite: OnNonfinite = "raise",
         scale_learning_rates: bool = False,
-        recompute: Recompute = None,
+        recompute: RecomputeChoice = None,
         compile: bool | Mapping[str, Any] = False,
         init_fn: InitFn | None = None,
         parallelize: Parallelize | None = None,

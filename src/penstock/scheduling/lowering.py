@@ -71,7 +71,11 @@ def lower(
     keep nothing but their input.
     """
     return tuple(
-        tuple(Lowering(rank, placement, ties, norms, deferred, skips, recomputed).lower(row))
+        tuple(
+            Lowering(
+                rank, placement, ties=ties, norms=norms, deferred=deferred, skips=skips, recomputed=recomputed
+            ).lower(row)
+        )
         for rank, row in enumerate(programs)
     )
 

@@ -253,7 +253,15 @@ class Schedule:
         return next(self._lower(rank, (segment,)))
 
     def _lower(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
-        lowering = Lowering(rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips, self.recomputed)
+        lowering = Lowering(
+            rank,
+            self.placement,
+            ties=self.ties,
+            norms=self.norm_rule,
+            deferred=self.deferred,
+            skips=self.skips,
+            recomputed=self.recomputed,
+        )
         for segment in segments:
             row = lowering.lower(self.definition.order(self.shape, rank, segment))
             yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else tuple(row)

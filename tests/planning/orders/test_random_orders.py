@@ -1,4 +1,4 @@
-"""Random orders with offloads, versions, replicas and skips: what breaks a law is refused, and the rest is right.
+"""Random orders with offloads, versions, replicas and skips: wrong ones are refused, and the others are right.
 
 With ``--all-cases`` a hundred thousand are drawn, and a thousand of them are run beside the oracle.
 """

@@ -30,7 +30,7 @@ Balance: TypeAlias = Literal["work", "layers", "measured"]
 Check: TypeAlias = Literal["warn", "strict", "off"]
 Parallelize: TypeAlias = Callable[[StageModule, DeviceMesh], nn.Module | None]
 """Changes a stage's module in place. The mesh has the dimensions ``dp`` and ``tp``."""
-Recompute: TypeAlias = bool | str | Collection[int] | None
+RecomputeChoice: TypeAlias = bool | str | Collection[int] | None
 """The value of ``recompute=``: which stages, or "layers" for each layer alone."""
 
 
@@ -99,7 +99,7 @@ class PlanOptions:
     vertical_sync: bool = False
     tensor_parallel: int | None = None
     skips: SkipChoice = "auto"
-    recompute: Recompute = None
+    recompute: RecomputeChoice = None
     state_on_host: bool = False
 
     def __post_init__(self) -> None:

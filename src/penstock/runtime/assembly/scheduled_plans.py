@@ -12,15 +12,14 @@ from torch import nn
 from penstock.arguments import Entries, check_fields, entries, integer, number, text_of
 from penstock.capturing.chain import LayerChain, crossings_of, require_cuts
 from penstock.errors import PlanError
-from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, Recompute
+from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, RecomputeChoice
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.worlds import World
-from penstock.scheduling.actions import Offload
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedule_names import identify, names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice, choose_skips
-from penstock.scheduling.verification.verifier import enough_minibatches, verify
+from penstock.scheduling.verification.verifier import offloading_stages, verify
 from penstock.training.recipes import Recipe
 from penstock.training.wire_codecs import sent_bytes
 from penstock.values.crossings import find_hops, find_stops
@@ -179,7 +178,7 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     return ScheduledPlan(plan, schedule, granularities, local, on_host)
 
 
-def _choose_granularities(recompute: Recompute, planned: Plan, stages: int) -> dict[int, Granularity]:
+def _choose_granularities(recompute: RecomputeChoice, planned: Plan, stages: int) -> dict[int, Granularity]:
     """The stages that recompute, each as a whole or layer by layer. None follows the plan; anything else overrides it.
 
     Raises `PlanError` for another value, or for the number of a stage that does not exist.
@@ -249,9 +248,7 @@ def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Ma
 
 def _check_offloads(schedule: Schedule, granularities: Mapping[int, Granularity]) -> None:
     """Raises `PlanError` if a stage that recomputes offloads."""
-    programs = schedule.program(enough_minibatches(schedule)) if granularities else ()
-    offloading = {action.stage for row in programs for action in row if isinstance(action, Offload)}
-    for index in sorted(offloading & granularities.keys()):
+    for index in sorted(offloading_stages(schedule) & granularities.keys()) if granularities else ():
         raise PlanError(
             f"stage {index} is to be recomputed, and the schedule offloads what it saves: expected one of both, since "
             "a recomputed stage saves nothing that could be moved. Leave the stage out of recompute=, or its "

@@ -85,7 +85,7 @@ class StageExecutor:
         saved = self.in_flight[microbatch]
         assert isinstance(saved, _SavedForward), "a recomputation comes before the backward"
         outputs = saved.compute()
-        self.in_flight[microbatch] = saved._replace(compute=lambda: outputs)
+        self.in_flight[microbatch] = _SavedForward(saved.received, lambda: outputs)
 
     def saved_tensors(self, microbatch: int) -> SavedTensors:
         """What autograd saved of `microbatch`, whose forward had `offloads` and whose backward has not begun."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.arguments import FLAG, instance, integer
 from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Offload
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.message_invariants import require_message_invariants
 from penstock.scheduling.verification.stage_invariants import require_stage_invariants
@@ -63,6 +64,12 @@ def verify(schedule: Schedule, minibatches: int | None = None, *, in_full: bool 
 def enough_minibatches(schedule: Schedule) -> int:
     """The steps that fill the pipe, reach the steady state and reuse every weight version."""
     return 2 + -(-2 * schedule.stages // schedule.microbatches)
+
+
+def offloading_stages(schedule: Schedule) -> frozenset[int]:
+    """The stages that offload."""
+    programs = schedule.program(enough_minibatches(schedule))
+    return frozenset(action.stage for row in programs for action in row if isinstance(action, Offload))
 
 
 def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) -> Verification:
