@@ -29,7 +29,8 @@ def strew(made: Schedule, draw: Random, faults: float) -> Schedule:
     return replace(made, method=with_offloads(made.definition, draw.getrandbits(32), draw.choice((0.3, 1.0)), faults))
 
 
-def judge(made: Schedule, minibatches: int) -> None:
+def judge(made: Schedule, minibatches: int) -> bool:
+    """Whether `made` is proved, as it is if its offloads are lawful and only then."""
     lawful = is_lawful(made, minibatches)
     try:
         verify(made, minibatches)
@@ -38,6 +39,7 @@ def judge(made: Schedule, minibatches: int) -> None:
         assert "offload" in str(error) or "reload" in str(error) or "a step carries" in str(error), error
     else:
         assert lawful, made.definition.programs or made
+    return lawful
 
 
 @pytest.mark.sampled(1)

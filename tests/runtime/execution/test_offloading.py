@@ -327,3 +327,16 @@ def test_what_is_discarded_leaves_its_slots_to_others() -> None:
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PenstockError, match=r"expected a directory that this process can write in.*No such file"):
         make_host_store(tmp_path / "none", HostStaging())
+
+
+def test_a_file_grows_no_more_when_its_slots_are_free(tmp_path: Path) -> None:
+    offloads, executor, sizes = Offloads(make_host_store(tmp_path, HostStaging())), StageExecutor(), []
+    for k in range(3):
+        (output,) = executor.forward(k, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
+        executor.saved_tensors(k).offload()
+        executor.saved_tensors(k).reload()
+        executor.backward(k, (torch.ones_like(output),))
+        sizes.append(os.fstat(offloads.store._file.fileno()).st_size)  # type: ignore[union-attr]
+
+    assert sizes == [sizes[0]] * 3 and sizes[0] > 0
+    offloads.store.close()

@@ -27,6 +27,12 @@ LAWS = {
         "a microbatch for which it was not done yet",
         "drop the second one",
     ),
+    "reloaded twice": (
+        (ALONE, 1, ("0D0 0B0@0", "0D0 0D0 0B0@0")),
+        "rank 0: 0F0@0 0H0 0F1@0 0H1 0D0 >>0D0<< 0B0@0 0D1 0B1@0 0U1<0",
+        "a microbatch for which it was not done yet",
+        "drop the second one",
+    ),
     "never back": (
         (ALONE, 1, ("0D1 ", "")),
         "rank 0: 0F0@0 0H0 0F1@0 >>0H1<< 0D0 0B0@0 0B1@0 0U1<0",
@@ -70,6 +76,19 @@ LAWS = {
 def test_each_law_broken_once(broken: str) -> None:
     made, *said = LAWS[broken]
     assert_broken(made, LAW, *said)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected", "fix"),
+    [
+        ("1H0", "stages [0] on rank 0", "move the action"),
+        ("0H2", "microbatches 0 to 1", "drop the action, or verify more minibatches"),
+    ],
+)
+def test_an_offload_is_of_a_stage_of_its_rank(word: str, expected: str, fix: str) -> None:
+    law = "an action is of a stage of its rank and of a microbatch of the program"
+    row = f"rank 0: 0F0@0 >>{word}<< 0F1@0 0H1 0D0 0B0@0 0D1 0B1@0 0U1<0"
+    assert_broken((ALONE, 1, ("0F0@0 0H0", f"0F0@0 {word}")), law, row, expected, fix)
 
 
 def test_evaluations_offload_nothing() -> None:
