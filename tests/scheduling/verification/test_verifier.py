@@ -191,6 +191,13 @@ LAWS = {
         "a backward first: 1 in flight already",
         "run a backward first, or guarantee more",
     ),
+    "pending updates": (
+        (promising(Schedule("2bw", 2, 2, norms=True), pending_updates=(1, 2)), 3),
+        "pending updates stay within the guarantee: at most 1 on stage 0",
+        "rank 0: ... 0S2>1 0R1<1 0B1@0 0N1<1 0F3@0 0S3>1 0R2<1 >>0B2@0<< 0N1>1 0U1<0 0F4@1 0S4>1 0R3<1 0B3@0 0N2<1 ...",
+        "the update of stage 0 to version 1 first",
+        "update first, or guarantee more",
+    ),
     "message over a stage": (
         (Schedule("1f1b-flush", 3, 2), 1, ("0S0>1", "0S0>2")),
         "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
