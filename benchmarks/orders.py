@@ -120,11 +120,11 @@ def measured(case: tuple[Any, ...], *, halves: bool) -> Iterator[Row]:
     yield from rows_under_limits(costs, LIMITS, p * (1 + halves) * size, bubble, lambda share, *_: bubbles.get(share))
 
 
-def expected_blocks(p: int, m: int, share: float, *_: Any) -> float:
-    """The step of the building blocks as a share of 1F1B's, for a peak of k half-stages."""
+def expected_blocks(p: int, m: int, share: float, *_: Any) -> float | None:
+    """The step of the building blocks as a share of 1F1B's, for a peak of k half-stages. No block takes less than p."""
     k = min(2 * p, int(2 * p * share))
     bubble = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + (k + 1) // 2))
-    return (6 * m + bubble) / (6 * (m + p - 1))
+    return (6 * m + bubble) / (6 * (m + p - 1)) if k >= p else None
 
 
 def blocks(p: int, m: int) -> Iterator[Row]:
