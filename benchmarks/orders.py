@@ -25,6 +25,7 @@ from time import process_time
 from typing import Any
 
 from measurement.reports import Report, conditions, option_parser, table
+from penstock import DeviceKind
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.local_moves import improve
@@ -34,7 +35,7 @@ from penstock.planning.orders.seeds import find_seeds, spread_weights
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.outcomes import evaluate
-from penstock.values.clusters import Cluster, DeviceKind
+from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from planners.profiles import load_profiles
@@ -60,7 +61,7 @@ HALVES = (
 """The same of half-stages, two on a rank; what is to be beaten is half the bubble of ZB-1p."""
 LIMITS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0)
 SEEDS, TRIES = 4, 400
-CUTS = {
+CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (8, 11, 2, 1, 18, 5, 4, 11): (3, 5, 6),
     (1170, 2846, 1146, 4254, 2199, 1289, 6888, 2312): (4, 6, 7),
 }
@@ -77,7 +78,11 @@ def search(costs: OrderCosts, named: list[Schedule]) -> TimedRows | None:
 
 
 def rows_under_limits(
-    costs: OrderCosts, limits: Sequence[float], unit: float, measure: Callable[[float], float], reference: Callable
+    costs: OrderCosts,
+    limits: Sequence[float],
+    unit: float,
+    measure: Callable[[float], float],
+    reference: Callable[..., float | None],
 ) -> Iterator[Row]:
     """One row for each of `limits`, in units of `unit` bytes; `measure` makes the figure of a row of seconds."""
     for share in limits:
