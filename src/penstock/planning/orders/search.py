@@ -40,8 +40,8 @@ from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 NAME = "found"
 """The name of an order that was found."""
-_MOVED_OPERATIONS = 250_000
-"""Local moves on a seed end when this number of operations has been timed, in about a third of a second."""
+_MOVED_OPERATIONS = 400_000
+"""Local moves on a seed end when this number of operations has been timed, in about half a second."""
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
 _JUDGED = 2
