@@ -199,18 +199,8 @@ def pipeline_costs(draw: random.Random) -> tuple[OrderCosts, dict[str, Any]]:
     )
     saved = [1 / each] * len(ranks)
     delays = tuple(late)
-    costs = OrderCosts(
-        ranks=tuple(ranks),
-        microbatches=m,
-        forward=tuple(forward),
-        backward=tuple(backward),
-        weight=tuple(weight),
-        activation=delays,
-        gradient=delays,
-        saved=tuple(saved),
-        limits=(limit,) * p,
-        whole=frozenset(whole),
-    )
+    times = tuple(forward), tuple(backward), tuple(weight)
+    costs = OrderCosts(tuple(ranks), m, *times, delays, delays, tuple(saved), (limit,) * p, whole=frozenset(whole))
     own = {"held": held, "m": m, "forward": forward, "backward": backward, "weight": weight, "late": late}
     return costs, {**own, "saved": saved, "limit": limit, "whole": whole}
 
