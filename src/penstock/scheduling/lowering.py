@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Action,
     Backward,
@@ -195,6 +196,12 @@ class Lowering:
 
     def _ends(self, entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The stages on other ranks that such an entry of its stage receives from and sends to."""
+        stages = len(self.placement.stages)
+        if entry.stage >= stages:
+            raise ScheduleError(
+                f"rank {self.rank}: {entry}: expected a stage from 0 to {stages - 1}, found {entry.stage}: give a "
+                "stage of the placement, or a placement of more stages"
+            )
         if not isinstance(entry, Forward | Backward | BackwardInput):
             return (), ()
         later = isinstance(entry, Forward)
