@@ -59,6 +59,20 @@ def test_under_a_limit_moves_shorten_the_step() -> None:
     assert found == moved(PLAN, PROFILE, limit), "the same question has the same answer"
 
 
+def test_all_stages_recompute_where_that_of_one_gains_nothing() -> None:
+    """A transformer whose limit leaves room for one microbatch on the first stages."""
+    blocks = tuple(LayerProfile(str(k), 1e-2, 2e-2, 16e6, 4e8, 1e8) for k in range(32))
+    profile = Profile((*blocks, LayerProfile("head", 1.2e-2, 2.4e-2, 0, 1e9, 4e8)), 1)
+    plan = Plan.balanced([layer.forward_seconds for layer in profile.layers], 4, microbatches=8)
+    cluster = Cluster.uniform(4, 12e9)
+    limit = 0.5 * max(evaluate(plan, profile, cluster).peak_bytes)
+    whole = find_order(replace(plan, recompute=True), profile, cluster, memory_bytes=limit).plan.predicted
+    found = find_order(plan, profile, cluster, memory_bytes=limit, move_cuts=True, choose_recompute=True).plan
+
+    assert whole is not None and found.predicted is not None
+    assert found.predicted.minibatch_seconds <= whole.minibatch_seconds
+
+
 def test_where_nothing_fits_stages_are_moved_until_it_does() -> None:
     """The last layer saves as much as six others."""
     last = replace(PROFILE.layers[-1], saved_bytes=6e6)

@@ -214,7 +214,10 @@ class _Search:
         judged = [each for each in named if self._fits(each)] + [start.judged for start in (*starts, *moved)]
         for start in (*starts[:_IMPROVED], *moved[:1]):
             judged += filter(self._fits, start.search._improved(start))
-        judged += filter(self._fits, self._offloaded(named, limits, whole_backwards=whole_backwards))
+        offloaded = partial(_Search._offloaded, whole_backwards=whole_backwards)
+        judged += filter(self._fits, offloaded(self, named, limits))
+        for start in moved:
+            judged += filter(self._fits, offloaded(start.search, (), start.costs.limits))
         if not judged and (other := self._roomier(moves)) is not None:
             return other.run(moves, whole_backwards=whole_backwards)
         if not judged:
@@ -353,8 +356,25 @@ class _Search:
             yield costs.peak(row) - excess if excess > 0 else costs.limits[rank]
 
     def _moved(self, best: _Start, moves: StageMoves) -> list[_Start]:
-        """The best seeds of the stages that `moves` lead to; each move shortens the step."""
-        first, left = best, max(_LEAST_MOVES, _MOVED_STAGES // self._searched(best.costs).operations)
+        """The best seed of the stages that `moves` lead to, each of which shortens the step; none if no move does."""
+        found = [self._descended(start, moves) for start in (best, *self._recomputed(best, moves))]
+        others = [start for start in found if start.search is not self]
+        return sorted(others, key=lambda each: each.judged.seconds)[:1]
+
+    def _recomputed(self, best: _Start, moves: StageMoves) -> list[_Start]:
+        """The start where all stages recompute, if it is faster: one stage that does so may gain nothing.
+
+        Backwards are whole, since a weight part keeps all that was recomputed.
+        """
+        if not moves.recomputation or self.plan.recompute is True or max(self.limits) == inf:
+            return []
+        again = replace(self, plan=replace(self.plan, recompute=True))
+        costs = replace(again._costs_like(best), whole=frozenset(range(best.costs.stages)))
+        return [start for start in again._starts(costs) if start.judged.seconds < best.judged.seconds]
+
+    def _descended(self, best: _Start, moves: StageMoves) -> _Start:
+        """The start that moves lead to from `best`, as long as they shorten the step."""
+        left = max(_LEAST_MOVES, _MOVED_STAGES // self._searched(best.costs).operations)
         found: _Start | None = best
         while found is not None and left > 0:
             best, found = found, None
@@ -363,8 +383,7 @@ class _Search:
                 found = search._start_near(best, costs)
                 if found is not None:
                     break
-        best = found or best
-        return [] if best is first else sorted([best], key=lambda e: e.judged.seconds)
+        return found or best
 
     def _roomier(self, moves: StageMoves) -> "_Search | None":
         """The search for stages of which a microbatch takes a smaller share of the limits; None if no move leads there.
@@ -387,13 +406,19 @@ class _Search:
 
     def _promising(self, best: _Start, moves: StageMoves) -> list[tuple["_Search", OrderCosts]]:
         """The searches one move away whose bound is below the step of `best`, the least bound first."""
-        room = [limit + size for limit, size in zip(best.costs.limits, self._other_bytes, strict=True)]
         made: list[tuple[float, int, _Search, OrderCosts]] = []
         for search in (replace(self, plan=plan) for plan in moves.of(self.plan)):
-            costs = search._costs(best.costs.whole, tuple(map(sub, room, search._other_bytes)))
-            if min(costs.limits) > 0 and (least := bound_of(costs).seconds) < best.seed.seconds:
+            costs = search._costs_like(best)
+            if (least := bound_of(costs).seconds) < best.seed.seconds:
                 made.append((least, len(made), search, costs))
         return [(search, costs) for *_, search, costs in sorted(made)]
+
+    def _costs_like(self, best: _Start) -> OrderCosts:
+        """The costs with the split backwards and in the memory of `best`, and in that of one microbatch at least."""
+        room = map(add, best.costs.limits, best.search._other_bytes)
+        costs = self._costs(best.costs.whole, tuple(map(sub, room, self._other_bytes)))
+        least = [sum(costs.saved[stage] for stage in held) for held in costs.held]
+        return replace(costs, limits=tuple(map(max, costs.limits, least)))
 
     def _start_near(self, best: _Start, costs: OrderCosts) -> _Start | None:
         """The start from a seed like that of `best`; None if it does not fit or is not faster."""
