@@ -224,9 +224,8 @@ def frontier(
     found = []
     for limit in limits:
         for plan in structures:
-            most = limit * reference.peak_bytes
             try:
-                best = _find(plan, (profile,), free, constraints, most, choose_recompute=True)
+                best = _find(plan, [profile], free, constraints, limit * reference.peak_bytes, choose_recompute=True)
             except PlanError:
                 continue
             found.append(FrontierPoint(best.plan, best.gap))
