@@ -333,7 +333,7 @@ def test_a_file_grows_no_more_when_its_slots_are_free(tmp_path: Path) -> None:
     offloads, executor, sizes = Offloads(make_host_store(tmp_path, HostStaging())), StageExecutor(), []
     for k in range(3):
         (output,) = executor.forward(k, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-        executor.saved_tensors(k).offload()
+        executor.saved_tensors(k).offload(2)
         executor.saved_tensors(k).reload()
         executor.backward(k, (torch.ones_like(output),))
         sizes.append(os.fstat(offloads.store._file.fileno()).st_size)  # type: ignore[union-attr]
