@@ -4,11 +4,11 @@
 
 Needs root on Linux with the memory controller of cgroup v1. Every process starts in a cgroup of its own. It imports,
 makes its batch, and trains on small microbatches as a warm-up. Its *base* is what the cgroup then holds, all but the
-pages of files, which the kernel can reclaim; and the two messages that it shares with each rank that it sends to, where
-messages pass through shared memory. Now the limit of the cgroup becomes the base, what the simulator predicts for the
-rank under the plan, and 5 % of that, and two steps are trained. The second run has the same limits, and the order as it
-was before it was limited: the named one, or that with all that was found but the offloads. The kernel has to kill a
-process there. The exit code is 1 if any of this is not so.
+pages of files, which the kernel can reclaim; and two messages for each neighbour: those of the memory that it shares
+with it, or those that Gloo takes in before they are due, as the times happen to be. Now the limit of the cgroup becomes
+the base, what the simulator predicts for the rank under the plan, and 5 % of that, and two steps are trained. The
+second run has the same limits, and the order as it was before it was limited: the named one, or that with all that was
+found but the offloads. The kernel has to kill a process there. The exit code is 1 if any of this is not so.
 
 `measured`: the most that a cgroup held beyond its base, over the prediction. With offloads it is the most that was
 resident, over Gloo: the pages of the file are in the cgroup, and may take what is left of the limit. The model is a
@@ -159,7 +159,7 @@ def work(options: argparse.Namespace) -> None:
     train(case, plan, options.plan.parent, *batch_of(64 * plan.microbatches))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    base, before = held_bytes(group) + options.rings, resident_bytes("VmRSS")
+    base, before = held_bytes(group) + options.messages, resident_bytes("VmRSS")
     (group / "memory.limit_in_bytes").write_text(str(round(base + options.margin * options.predicted)))
     (group / "memory.max_usage_in_bytes").write_text("0")
     forget_peak()
@@ -202,7 +202,7 @@ def launch(
             # A process that enters after its imports would have left their bytes elsewhere.
             enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', groups[-1], sys.executable, __file__]
             command = [*enter, *common, "--worker", reports[-1], "--predicted", size, "--group", groups[-1]]
-            command += ["--rings", ring_bytes(plan, rank) if shared else 0]
+            command += ["--messages", message_bytes(plan, rank)]
             errors = stack.enter_context((folder / f"{rank}.err").open("w"))
             own = {**environment, "RANK": str(rank)}
             processes.append(subprocess.Popen(list(map(str, command)), env=own, stderr=errors))
@@ -218,8 +218,8 @@ def launch(
         return [], [json.loads(report.read_text()) for report in reports]
 
 
-def ring_bytes(plan: Plan, rank: int) -> int:
-    """Two messages for every rank that `rank` sends to, in memory that both share and that is the sender's."""
+def message_bytes(plan: Plan, rank: int) -> int:
+    """Two messages for every rank that `rank` sends to and receives from."""
     others = {stage.ranks[0] for stage in plan.stages if stage.ranks[0] != rank}
     near = [{before.ranks[0], after.ranks[0]} for before, after in pairwise(plan.stages)]
     return 2 * SAMPLES * WIDTH * 4 * sum({rank, other} in near for other in others)
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--margin", type=float, default=1.05, help="limit over prediction")
     for name in ("--plan", "--group"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
-    for name in ("--predicted", "--rings"):
+    for name in ("--predicted", "--messages"):
         parser.add_argument(name, type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
