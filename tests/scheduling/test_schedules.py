@@ -1,13 +1,15 @@
 """The schedule as a value: its fields, its text, its errors, and how it comes from a plan."""
 
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.orders import GPIPE, METHODS, PIPEDREAM, one_f_one_b_flush
+from penstock.scheduling.actions import Backward, BackwardInput, Forward, Offload, Reload
+from penstock.scheduling.definitions import Entry, PipelineShape, ScheduleDefinition, Segment, Step
+from penstock.scheduling.orders import GPIPE, METHODS, PIPEDREAM, ZB_V, one_f_one_b_flush
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedule_names import SCHEDULES
 from penstock.scheduling.schedules import Schedule, inference
@@ -159,3 +161,22 @@ def test_plans_that_cannot_be_scheduled() -> None:
         "after different numbers of microbatches have no common version; give them equal numbers, or drop vertical_sync"
     )
     assert message(lambda: schedule(Plan.uniform(8, 4, "2bw", 2))).startswith("schedule '2bw': 4 stages need")
+
+
+def test_steps_of_a_v_may_differ() -> None:
+    def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
+        for entry in ZB_V.order(shape, rank, segment):
+            first = segment == Step(0) and entry.stage == 0 and getattr(entry, "microbatch", None) == 0
+            if first and isinstance(entry, Backward | BackwardInput):
+                yield Reload(0, 0)
+            yield entry
+            if first and isinstance(entry, Forward):
+                yield Offload(0, 0)
+
+    made = Schedule(replace(ZB_V, name="offloads once", order=order), 2, 4, 2)
+    verify(made)
+    steps = [" ".join(map(str, made.row(0, Step(minibatch)))) for minibatch in (0, 1)]
+
+    assert [text.count("0H0") for text in steps] == [1, 0]
+    plain = Schedule("zb-v", 2, 4, 2)
+    assert steps[1] == " ".join(map(str, plain.row(0, Step(1))))

@@ -41,7 +41,7 @@ from penstock.scheduling.definitions import (
 from penstock.scheduling.lowering import Lowering, follow_sends, sources_of
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
-from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint
+from penstock.scheduling.schedule_names import SCHEDULES, find_definition, identify, names_of, schedule_hint
 
 
 def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
@@ -238,8 +238,10 @@ class Schedule:
         """The actions of `rank` alone in a step or a drain: what a worker runs, without computing the other ranks'."""
         if not self.follows_sends or not isinstance(segment, Step):
             return self.lower(rank, segment)
-        row = _lower_step(self, rank, segment.minibatch)
-        order = _order_of_arrivals(self, rank, segment.minibatch % self.placement.stride(0))
+        row, minibatch = _lower_step(self, rank, segment.minibatch), segment.minibatch
+        # A definition of a user may order each step otherwise.
+        alike = bool(self.definition.programs) or isinstance(identify(self.definition), str)
+        order = _order_of_arrivals(self, rank, minibatch % self.placement.stride(0) if alike else minibatch)
         return tuple(map(row.__getitem__, order))
 
     def rows(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
