@@ -89,7 +89,7 @@ def _capture(
     )
     tensors = inputs.bind(call.args, call.kwargs)
     chain = LayerChain(
-        layers=_observe(sampled, layers, output, joined),
+        layers=_observe(sampled, layers, output, joined, changes=run.changes_itself),
         inputs=replace(
             inputs,
             sizes=traced.sizes,
@@ -166,14 +166,21 @@ def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Co
 
 
 def _observe(
-    sampled: SampledModel, layers: list[Layer], output: ModelOutput, trained: Sequence[Layer] | None
+    sampled: SampledModel,
+    layers: list[Layer],
+    output: ModelOutput,
+    trained: Sequence[Layer] | None,
+    *,
+    changes: bool,
 ) -> tuple[Layer, ...]:
+    """`layers` with what runs of them show. `changes`: whether a run may change what several layers hold."""
+    run = partial(_run_layers, layers, changes=changes)
     calls = sampled.call.copied(), sampled.call.copied()
     values = [sampled.inputs.bind(own.args, own.kwargs) for own in calls]
     with sampled.copied(layers) as copies, torch.no_grad():
-        observations = _run_layers(layers, values[0], copies)
+        observations = run(values[0], copies)
         if any(observation.changed for observation in observations):
-            keep_lasting(observations, _run_layers(layers, values[1], copies))
+            keep_lasting(observations, run(values[1], copies))
     completed = [
         observation.layer(layer.name, layer.module, layer.inputs, layer.outputs)
         for layer, observation in zip(layers, observations, strict=True)
@@ -183,9 +190,11 @@ def _observe(
     return join_layers(completed, output.values, observations, trained)
 
 
-def _run_layers(layers: Sequence[Layer], values: dict[str, torch.Tensor], copies: Copies) -> list[Observation]:
+def _run_layers(
+    layers: Sequence[Layer], values: dict[str, torch.Tensor], copies: Copies, *, changes: bool
+) -> list[Observation]:
     """What a run of the copies of `layers` shows. `values`: the model's inputs; the results are added to them."""
-    shared = SharedObjects([bodies_of([layer]) for layer in layers], copies)
+    shared = SharedObjects([bodies_of([layer]) if changes else () for layer in layers], copies)
     counter, observations = OperatorCounter(), []
     for index, layer in enumerate(layers):
         arguments, module = tuple(values[name] for name in layer.inputs), copies.of(layer.module)

@@ -62,6 +62,11 @@ class ModelRun:
     """Of what it returns, with the class `Tensor` in place of every tensor, and None for an object that cannot be
     opened."""
 
+    @property
+    def changes_itself(self) -> bool:
+        """Whether a run changes what the model holds, but for caches, which only the first one fills."""
+        return bool(self.changed or self.written or self.writes or self.written_buffers)
+
 
 def run_on_sample(sampled: SampledModel) -> ModelRun:
     """Runs the model on the sample. Raises `CaptureError` if it fails on it."""
