@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.cli import main
+from penstock.timelines.pages import _WORDS
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Plan, Profile
@@ -57,6 +58,15 @@ def test_tied_gradients_and_several_stages_look_different(tmp_path: Path) -> Non
     data = data_of(page_of(tmp_path, Timeline(spans, 1)))
 
     assert [(kind, stage) for _, kind, _, _, stage, _, _ in read_spans(data)] == [("T", 0), ("t", 3), ("F", 3)]
+
+
+def test_script_draws_every_kind_of_span(tmp_path: Path) -> None:
+    page = page_of(tmp_path, timeline_with_memory())
+    colors = re.search(r"const NAMES = {(.*?)};", page)
+    waits = re.search(r'row\.waits = sorted\(row, "(\w+)"\)', page)
+    assert colors and waits
+
+    assert {*re.findall(r"(\w): ", colors[1]), *waits[1]} == set(_WORDS)
 
 
 def test_hover_says_what_happens(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@
   const pen = canvas.getContext("2d");
   const AXIS = 24, HEAD = 26, LEFT = 76, RIGHT = 92;
   const BARS = [5, 7, 9, 12, 16, 20, 26, 34, 46, 62, 84];
-  const NAMES = { F: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send", H: "send", D: "send" };
-  const SENDS = Object.keys(NAMES).filter((kind) => NAMES[kind] === "send").join("");
+  const NAMES = { F: "forward", C: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send", H: "send", D: "send" };
+  const kindsOf = (wanted) => Object.keys(NAMES).filter((kind) => wanted(NAMES[kind])).join("");
+  const SENDS = kindsOf((name) => name === "send"), BUSY = kindsOf((name) => name !== "send");
+  const SHADED = kindsOf((name) => ["forward", "backward", "weight"].includes(name));
   const end = Math.max(1, ...data.panels.map((panel) => panel.length));
   const peak = Math.max(0, ...data.panels.flatMap((panel) => panel.memory.map((memory) => memory.peak)));
   let remembered = true, view = { from: 0, to: end }, size = BARS.indexOf(26), bands = [], height = 0;
@@ -33,7 +35,7 @@
         shade: stages.indexOf(many ? row.stages[i] : row.stages) % 2, size: row.sizes ? row.sizes[i] : 0,
       }));
       row.stage = stages.length === 1 && row.spans.length ? `stage ${stages[0]}` : "";
-      row.busy = sorted(row, "FBIWUA");
+      row.busy = sorted(row, BUSY);
       row.sends = sorted(row, SENDS);
       row.waits = sorted(row, "Rtn");
     });
@@ -150,7 +152,7 @@
     const labels = [];
     each(row.busy, (span) => {
       const start = x(span.start), wide = Math.max(x(span.stop) - start, span.kind === "U" ? 2 : 0.4);
-      const shaded = span.shade && "FBIW".includes(span.kind);
+      const shaded = span.shade && SHADED.includes(span.kind);
       pen.fillStyle = colors[NAMES[span.kind] + (shaded ? "1" : "")];
       pen.fillRect(start, top, wide > 3 ? wide - 0.7 : wide, bar);
       if (wide > 8 && bar >= 12 && span.kind !== "U") labels.push([span, start, wide, shaded]);
