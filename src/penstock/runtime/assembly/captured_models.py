@@ -67,7 +67,7 @@ def _settled(world: World, made: Draft) -> LayerChain:
     context = "while it compared its capture with the model"
     ask = partial(made.share_of, world.rank, world.processes)
     found = gather_results(world, context, lambda: (made.text, ask()))
-    if any(text != made.text for text, _ in found):
+    if len({text for text, _ in found}) > 1:
         with agreed(world, context):
             return made.alone()
     return made.settled({number: answer for _, own in found for number, answer in own.items()})

@@ -84,8 +84,8 @@ class StageExecutor:
         """Computes the forward of `microbatch`, which had a `recompute_context`, again."""
         saved = self.in_flight[microbatch]
         assert isinstance(saved, _SavedForward), "a recomputation comes before the backward"
-        outputs = saved.compute()
-        self.in_flight[microbatch] = _SavedForward(saved.received, lambda: outputs)
+        edges = saved.compute()
+        self.in_flight[microbatch] = _SavedForward(saved.received, lambda: edges)
 
     def saved_tensors(self, microbatch: int) -> SavedTensors:
         """What autograd saved of `microbatch`, whose forward had `offloads` and whose backward has not begun."""
