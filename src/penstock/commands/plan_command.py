@@ -149,7 +149,7 @@ def _show_frontier(
         raise PlanError(
             f"--frontier and {arguments.profile}: expected one profile; measure the model, and give it alone"
         )
-    allowed = ("microbatches", "whole_backwards", "optimizer_copies")
+    allowed = ("microbatches", "whole_backwards", "optimizer_copies", "state_on_host")
     if extra := [name for name in options if name not in allowed]:
         raise PlanError(f"--frontier and {', '.join(extra)}: expected one of them at most; drop the others")
     with elapsed_line("finding orders"):

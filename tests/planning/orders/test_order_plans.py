@@ -68,6 +68,16 @@ def test_a_frontier_gets_faster_with_memory() -> None:
     assert lines[1].count("#") == 40
 
 
+def test_a_frontier_leaves_the_state_out_that_is_on_the_host() -> None:
+    short = Profile(PROFILE.layers[-2:], 1)
+    on_device, on_host = (
+        penstock.frontier(short, CLUSTER, microbatches=4, limits=(1.0,), state_on_host=state).reference
+        for state in (False, True)
+    )
+    weights = max(layer.parameter_bytes for layer in short.layers)
+    assert on_device.peak_bytes - on_host.peak_bytes == pytest.approx(2 * weights)
+
+
 def test_a_frontier_needs_a_pipeline() -> None:
     with pytest.raises(PlanError, match="frontier: expected two devices and layers or more"):
         penstock.frontier(PROFILE, Cluster.uniform(1, GB))

@@ -190,19 +190,22 @@ def frontier(
     limits: Sequence[float] = LIMITS,
     whole_backwards: bool = False,
     optimizer_copies: float = 2.0,
+    state_on_host: bool = False,
 ) -> Frontier:
     """What a step takes against the most bytes of a rank: of named schedules and of orders that were found.
 
     `limits`: those under which orders are sought, in units of what `1f1b-flush` takes on its fullest rank; the memory
     of the cluster's devices is not used. `microbatches`: by default four for every device. `whole_backwards`: no
-    backward is split. `optimizer_copies`: the optimizer's state in units of the weights. Takes about a second for every
-    limit and structure, with 8 ranks and 32 microbatches. Raises `PlanError` if no pipeline is possible.
+    backward is split. `optimizer_copies`: the optimizer's state in units of the weights. `state_on_host`: as in
+    `Pipeline`. Takes about a second for every limit and structure, with 8 ranks and 32 microbatches. Raises
+    `PlanError` if no pipeline is possible.
     """
     check_arguments("frontier", _RULES, PlanError, limits=limits, whole_backwards=whole_backwards)
     constraints = PlanConstraints(
         microbatches=microbatches,
         whole_backwards=whole_backwards,
         optimizer_copies=optimizer_copies,
+        state_on_host=state_on_host,
         recompute=False,
         every_device=True,
     )
