@@ -122,7 +122,7 @@ def plan_automatically(plan: str, options: PipelineOptions, world: World, captur
             f"plan=: expected a penstock.Plan or 'auto', found {plan!r}: load a file with penstock.Plan.load({plan!r})"
         )
     if world.processes > 1:
-        cluster = measure_links(world, captured.device)
+        cluster = measure_links(world, captured.device, options.run.offload_to)
     else:
         per_rank = options.plan.definition.layout.default_stages_per_rank(options.plan.stages, 1)
         cluster = Cluster.uniform(max(1, (options.plan.stages or 1) // per_rank), math.inf)

@@ -6,13 +6,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
 from penstock.cli import main
-from penstock.profiling.links import arrange_rounds, fit_link
+from penstock.commands.descriptions import describe_cluster
+from penstock.profiling.links import arrange_rounds, fit_link, measure_host_bandwidth
 from penstock.values import Cluster
 from support.fork_server import ForkServer
 from support.jobs.device_jobs import probe_directly
@@ -21,9 +23,9 @@ from support.processes import Pool
 SIZES = (2**16, 2**18, 2**20, 2**22)
 
 
-def probe_here() -> Cluster:
+def probe_here(offload_to: str = "host") -> Cluster:
     """The cluster that this rank gets."""
-    return penstock.probe(progress=False)
+    return penstock.probe(offload_to=offload_to, progress=False)
 
 
 def probe_with_a_failing_rank(failing: int) -> str:
@@ -86,11 +88,28 @@ def test_all_processes_find_the_same_cluster(pool: Pool, ranks: int):
     first, *rest = pool.run(ranks, probe_here)
 
     assert all(other == first for other in rest)
-    assert (first.devices, first.memory_bytes) == (ranks, None)
+    assert (first.devices, first.memory_bytes, first.host_bandwidth) == (ranks, None, None)
     for a, b in itertools.permutations(range(ranks), 2):
         # Slower than a satellite or faster than memory would be a mistake in the arithmetic.
         assert 1e-6 < first.latency(a, b) < 1
         assert 1e5 < first.bandwidth(a, b) < math.inf
+
+
+def test_the_way_to_a_directory_is_measured(pool: Pool, tmp_path: Path):
+    first, second = pool.run(2, probe_here, str(tmp_path))
+
+    assert first == second
+    assert first.host_bandwidth is not None
+    assert 1e6 < first.host_bandwidth < math.inf
+    assert "offloads pass at" in describe_cluster(first)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_for_offloads_that_cannot_be_used_is_refused(tmp_path: Path):
+    with pytest.raises(penstock.PenstockError, match=r"expected a directory that this process"):
+        measure_host_bandwidth(torch.device("cpu"), tmp_path / "nowhere")
+    with pytest.raises(penstock.ProfileError, match="expected 'host' or a directory, found 3"):
+        penstock.probe(offload_to=3)
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -107,6 +126,7 @@ def test_links_between_devices_are_measured_over_what_they_send_by(pool: Pool):
     for cluster, messages in pool.run(2, probe_directly):
         assert all(1e5 < cluster.bandwidth(a, b) < math.inf for a, b in ((0, 1), (1, 0)))
         assert messages > 0
+        assert 1e6 < (cluster.host_bandwidth or 0) < math.inf
 
 
 def test_a_single_process_has_no_links(capsys):

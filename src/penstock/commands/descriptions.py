@@ -88,8 +88,10 @@ def describe_cluster(cluster: Cluster) -> str:
 
 
 def _costs(cluster: Cluster) -> list[str]:
-    """What messages and actions take from the ranks; of messages the link where they take most."""
+    """What offloads, messages and actions take; of messages the link where they take most."""
     lines = []
+    if cluster.host_bandwidth is not None:
+        lines.append(f"  offloads pass at {bandwidth_text(cluster.host_bandwidth)} each way")
     if cluster.has_message_costs:
         ranks = range(cluster.devices)
         costs = [cluster.message_costs(a, b) for a in ranks for b in ranks if a != b]

@@ -13,6 +13,12 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         help="where the messages are: cpu, cuda, cuda:1 (default: the GPU if any)",
     )
     parser.add_argument(
+        "--offload-to",
+        metavar="DIRECTORY",
+        default=argparse.SUPPRESS,
+        help="where offloads go: on CPUs a directory, to measure how fast it is (default: the host's memory)",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         dest="timeout_seconds",
@@ -29,7 +35,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.commands.descriptions import describe_cluster
     from penstock.profiling import probe
 
-    measured = probe(**given(arguments, "device", "timeout_seconds", "progress"))
+    measured = probe(**given(arguments, "device", "offload_to", "timeout_seconds", "progress"))
     # Every rank has the whole cluster; one of them prints it.
     if os.environ.get("RANK", "0") == "0":
         deliver(measured, describe_cluster(measured), arguments)

@@ -12,6 +12,9 @@ The clocks of two ranks are never compared. The two directions of a pair are mea
 Then both ranks of a pair send at once. If that is slower, its bandwidth counts for both directions: neighbour stages
 send to each other all the time, and connections between hosts take time of cores that both directions share.
 
+Then all ranks at once measure the way to the memory or the directory that offloads go to, through the store that they
+use: ranks of one host share it.
+
 What messages and actions cost the ranks themselves is measured on CPUs, in `message_costs.py` and `action_costs.py`:
 the former by each pair after its links, the latter by all ranks at the same time, since those of one host train at the
 same time.
@@ -26,9 +29,10 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
+from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,12 +40,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.arguments import check_arguments, instance
 from penstock.capturing.initialization import read_device
 from penstock.errors import ProfileError
 from penstock.profiling.action_costs import measure_action_seconds, measure_message_costs
 from penstock.progress import progress_line
 from penstock.runtime.devices.accelerators import accelerator_of
+from penstock.runtime.devices.host_stores import HOST, make_host_store
 from penstock.runtime.devices.local_devices import local_device
+from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.distributed_transport import arrange
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
@@ -63,29 +70,40 @@ _SERIES_SECONDS = 0.05
 _FEWEST_CALLS = 3
 _LONGEST_SECONDS = 0.2
 """Larger messages than those that take so long are not measured."""
+_HOST_BYTES, _HOST_CALLS = 2**25, 5
+"""What goes to the host at once, and how often."""
+_RULES = {
+    "offload_to": instance((str, Path), f"{HOST!r} or a directory", "pass a directory on CPUs, else leave it out")
+}
 _SEGMENTS = 100
 """More segments than those that a transport between GPUs treats as first steps, which are slower."""
 
 
 def probe(
-    *, device: torch.device | str | None = None, progress: bool | None = None, timeout_seconds: float = 60.0
+    *,
+    device: torch.device | str | None = None,
+    offload_to: str | Path = HOST,
+    progress: bool | None = None,
+    timeout_seconds: float = 60.0,
 ) -> Cluster:
-    """Measures the cluster that this process group runs on: latency and bandwidth between all ranks, both ways, and on
-    CPUs what messages and actions take from the ranks themselves. Collective.
+    """Measures the cluster that this process group runs on: latency and bandwidth between all ranks, both ways, the
+    bandwidth to what offloads go to, and on CPUs what messages and actions take from the ranks themselves. Collective.
 
     Works under ``torchrun`` or in an initialized ``torch.distributed`` group, and returns the same cluster on every
     rank. `device`: where this rank's tensors are (default: its GPU if there are GPUs, else the CPU). ``memory_bytes``
     is the total memory of the smallest GPU, divided by the ranks that share it. It is None on CPUs, where the memory is
-    the host's and you decide how much of it a rank may take. `progress` shows a line on rank 0's stderr; None shows it
+    the host's and you decide how much of it a rank may take. `offload_to`: as in `Pipeline`; on CPUs ``host_bandwidth``
+    is None without a directory, since nothing is saved there. `progress` shows a line on rank 0's stderr; None shows it
     on a terminal.
 
     Raises `ProfileError` in a single process or for an unknown device, and `TransportError` if a rank fails or does not
     answer for `timeout_seconds`.
     """
+    check_arguments("probe", _RULES, ProfileError, offload_to=offload_to)
     joined = dist.is_available() and dist.is_initialized()
     world = join_world(check_timeout(timeout_seconds))
     try:
-        return measure_links(world, device, progress, timeout_seconds)
+        return measure_links(world, device, offload_to, progress=progress, timeout_seconds=timeout_seconds)
     except BaseException as error:
         world.report("while it probed the links", error)
         raise
@@ -96,7 +114,12 @@ def probe(
 
 
 def measure_links(
-    world: World, device: torch.device | str | None = None, progress: bool | None = None, timeout_seconds: float = 60.0
+    world: World,
+    device: torch.device | str | None = None,
+    offload_to: str | Path = HOST,
+    *,
+    progress: bool | None = None,
+    timeout_seconds: float = 60.0,
 ) -> Cluster:
     """Measures the cluster of the processes of `world`; everything else as for `probe`. Collective."""
     ranks = world.processes
@@ -125,8 +148,13 @@ def measure_links(
     action = gather_results(
         world, "while it measured its actions", lambda: measure_action_seconds() if hosts_compute else 0.0
     )
+    hosts = gather_results(
+        world, "while it measured the way to its host", lambda: measure_host_bandwidth(own, offload_to)
+    )
     measured = [{tuple(pair): link for pair, link in found} for found in world.gather(_plain(mine), "after a probe")]
-    return _cluster(measured, median(action), _least_memory(locations))
+    found = _cluster(measured, median(action), _least_memory(locations))
+    known = [bandwidth for bandwidth in hosts if bandwidth is not None]
+    return replace(found, host_bandwidth=min(known) if len(known) == ranks else None)
 
 
 def _plain(links: Mapping[RankPair, "_Link"]) -> list[Any]:
@@ -152,6 +180,34 @@ def _cluster(
         tuple(map(tuple, rows(1))), tuple(map(tuple, rows(0))), tuple(tuple(costs(a, b) for b in every) for a in every)
     )
     return Cluster(links, memory_bytes, action)
+
+
+def measure_host_bandwidth(device: torch.device, offload_to: str | Path) -> float | None:
+    """The bytes per second from `device` to where its offloads go while as many come back; None if that is its own
+    memory. `PenstockError` for a directory that cannot be used.
+    """
+    staging = staging_for(device)
+    if offload_to == HOST and not staging.separate_memory:
+        return None
+    store = make_host_store(offload_to, staging)
+    payload = torch.zeros(_HOST_BYTES, dtype=torch.uint8, device=device)
+    kept, leaving = store.put([payload])
+    store.wait(leaving)
+    seconds = []
+    # The first call makes the second slot.
+    for _ in range(1 + _HOST_CALLS):
+        _synchronize(device)
+        start = time.perf_counter()
+        slots, leaving = store.put([payload])
+        _, coming = store.fetch(kept)
+        store.wait(leaving)
+        store.wait(coming)
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        store.release(kept, coming)
+        kept = slots
+    store.close()
+    return _HOST_BYTES / median(seconds[1:])
 
 
 def arrange_rounds(hosts: Sequence[str]) -> list[list[RankPair]]:
@@ -267,11 +323,11 @@ class _Side:
         # The first message carries its header and finds the partner at work.
         for _ in range(1 + calls):
             receive = self.post(f"{size} bytes both ways")
-            self._synchronize()
+            _synchronize(self.device)
             start = time.perf_counter()
             self.send(f"{size} bytes both ways", payload)
             receive.wait()
-            self._synchronize()
+            _synchronize(self.device)
             seconds.append(time.perf_counter() - start)
         return size / max(median(seconds[1:]) - latency, 1e-15 * size)
 
@@ -289,11 +345,11 @@ class _Side:
         seconds = []
         for _ in range(calls):
             receive = self.post("answer")
-            self._synchronize()
+            _synchronize(self.device)
             start = time.perf_counter()
             self.send(f"{size} bytes", payload)
             receive.wait()
-            self._synchronize()
+            _synchronize(self.device)
             seconds.append(time.perf_counter() - start)
         return seconds
 
@@ -301,14 +357,6 @@ class _Side:
         """Makes the transport treat messages like those of late steps, except for the first one of a size."""
         for _ in range(_SEGMENTS):
             self.transport.begin_segment()
-
-    def _synchronize(self) -> None:
-        """Waits until the message can be used on the device. It does not wait for all work of the device, which may
-        include a receive whose message comes only when this rank has gone on.
-        """
-        accelerator = accelerator_of(self.device)
-        if accelerator is not None:
-            accelerator.record_timed_event().synchronize()
 
     def send(self, kind: str, tensor: Tensor) -> None:
         """Sends `tensor`, a message of `kind`, to the partner."""
@@ -323,6 +371,15 @@ class _Side:
         (tensor,) = self.post(kind).wait()
         assert tensor is not None
         return list(tensor.tolist())
+
+
+def _synchronize(device: torch.device) -> None:
+    """Waits for what this thread has given the device, such as a message. It does not wait for all work of the device,
+    which may include a receive whose message comes only when this rank has gone on.
+    """
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
+        accelerator.record_timed_event().synchronize()
 
 
 class _RankLocation(NamedTuple):
