@@ -41,7 +41,11 @@ def save(step):
 for step in range(newest + 1, steps + 1):
     total += step
     time.sleep(seconds)
-    Path(os.environ["PENSTOCK_FLEET_BEGUN"]).write_text(str(step))
+    begun = Path(os.environ["PENSTOCK_FLEET_BEGUN"])
+    # Whole, as Pipeline writes it: whoever reads meanwhile finds a number.
+    beside = begun.with_name("begun.new")
+    beside.write_text(str(step))
+    beside.replace(begun)
     if asked:
         save(step)
         sys.exit(138)

@@ -110,7 +110,10 @@ class Resumption:
         if self._go_back is not None and not math.isfinite(value := float(loss)):
             self._return(value, self._go_back)
         if self._begun is not None and time.monotonic() >= self._next_report:
-            Path(self._begun).write_text(str(self._training.steps))
+            # Whole: whoever reads meanwhile finds a number.
+            beside = Path(f"{self._begun}.new")
+            beside.write_text(str(self._training.steps))
+            beside.replace(self._begun)
             self._next_report = time.monotonic() + _REPORT_SECONDS
         if self._agreement is None or self._directory is None:
             return
