@@ -109,7 +109,7 @@ def test_a_place_for_offloads_that_cannot_be_used_is_refused(tmp_path: Path):
     with pytest.raises(penstock.PenstockError, match=r"expected a directory that this process"):
         measure_host_bandwidth(torch.device("cpu"), tmp_path / "nowhere")
     with pytest.raises(penstock.ProfileError, match="expected 'host' or a directory, found 3"):
-        penstock.probe(offload_to=3)
+        penstock.probe(offload_to=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -152,9 +152,9 @@ def measure_links(
         world, "while it measured the way to its host", lambda: measure_host_bandwidth(own, offload_to)
     )
     measured = [{tuple(pair): link for pair, link in found} for found in world.gather(_plain(mine), "after a probe")]
-    found = _cluster(measured, median(action), _least_memory(locations))
+    cluster = _cluster(measured, median(action), _least_memory(locations))
     known = [bandwidth for bandwidth in hosts if bandwidth is not None]
-    return replace(found, host_bandwidth=min(known) if len(known) == ranks else None)
+    return replace(cluster, host_bandwidth=min(known) if len(known) == ranks else None)
 
 
 def _plain(links: Mapping[RankPair, "_Link"]) -> list[Any]:
@@ -189,7 +189,7 @@ def measure_host_bandwidth(device: torch.device, offload_to: str | Path) -> floa
     staging = staging_for(device)
     if offload_to == HOST and not staging.separate_memory:
         return None
-    store = make_host_store(offload_to, staging)
+    store: Any = make_host_store(offload_to, staging)
     payload = torch.zeros(_HOST_BYTES, dtype=torch.uint8, device=device)
     kept, leaving = store.put([payload])
     store.wait(leaving)
