@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 import pytest
@@ -667,3 +667,29 @@ def test_a_model_without_weights_to_compute_with_is_refused():
 def test_a_device_that_nothing_here_can_time_is_refused():
     with pytest.raises(ProfileError, match="expected a cpu or cuda device, found 'meta'"):
         profile(nn.ReLU(), (torch.ones(1, 2),), device="meta")
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_a_backward_that_runs_out_of_memory_is_an_error_in_all_its_forms(call: int):
+    """Whole, or its part for the inputs alone, which a layer may not have."""
+    calls = count()
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if next(calls) == call:
+                raise torch.OutOfMemoryError("no room")
+            return 2 * gradient
+
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            return Doubled.apply(super().forward(x))
+
+    sample = (torch.randn(4, 6),)
+    chain = make_chain([make_layer("full", Doubling(6, 6), "x0", "y")], sample, "y")
+    with pytest.raises(ProfileError, match=r"layer 0 \(full\) ran out of device memory in its backward"):
+        quick(chain, sample)

@@ -281,7 +281,8 @@ class _LayerBench:
                 lambda: self._call(index, self._arguments(index, copied=True)),
             )
         self.saved_bytes.append(saved)
-        halves = self._input_backward_bytes(index)
+        with _explained(index, layer, "backward"):
+            halves = self._input_backward_bytes(index)
         self.workspace_bytes.append(max(halves, *self._sample(index, 1, self._beyond_rest, self._beyond_start)))
         self.fragmentation = self.meter.fragmentation()
         made = {name: self.values[name] for name in layer.outputs if name in self.values}
@@ -306,10 +307,7 @@ class _LayerBench:
         self.meter.most(lambda: results.append(self._call(index, arguments)))
         edges = list(map(get_gradient_edge, results[0].roots))
         gradients = [torch.ones_like(root) for root in results[0].roots]
-        try:
-            return self._beyond_start(lambda: run_input_backward(edges, gradients, arguments))
-        except RuntimeError:
-            return 0.0
+        return _unless_whole(lambda: self._beyond_start(lambda: run_input_backward(edges, gradients, arguments))) or 0.0
 
     def _time(self, index: int, calls: int, weighs: bool = False) -> tuple[float, float]:
         return self._sample(index, calls, self.clock.seconds, self.clock.seconds, weighs)
@@ -360,10 +358,8 @@ class _LayerBench:
             for weight_backward in weight_backwards:
                 weight_backward.run()
 
-        try:
-            inputs = self.clock.seconds(run_inputs)
-        except RuntimeError:
-            # Autograd has functions whose backward cannot be split; the whole one has just run.
+        inputs = _unless_whole(lambda: self.clock.seconds(run_inputs))
+        if inputs is None:
             return
         self.split_seconds[index].append((inputs / calls, self.clock.seconds(run_weights) / calls))
 
@@ -459,6 +455,16 @@ def _explained(index: int, layer: Layer, phase: str) -> Iterator[None]:
             f"layer {index} ({layer.name}) raised {type(error).__name__} in its {phase}: {error}. Expected it to run "
             "on the values that the sample leads to: check that the model trains on the sample by itself"
         ) from error
+
+
+def _unless_whole(work: Callable[[], float]) -> float | None:
+    """What `work` returns, which runs input backwards after whole ones have run; None if autograd cannot split them."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
 
 
 def _captured(model: Model, sample: Sample) -> LayerChain:
