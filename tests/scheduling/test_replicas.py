@@ -83,7 +83,7 @@ def test_two_bw_with_replicas_needs_two_versions(replicas: list[int], microbatch
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(replicated_schedules(4, 3, 9), st.integers(1, 4))
 def test_random_replicated_schedules_keep_the_laws(made: Schedule, minibatches: int) -> None:
     verification = verify(made, minibatches)

@@ -64,7 +64,7 @@ def test_every_tie_verifies(data: st.DataObject) -> None:
     verify(made, minibatches=data.draw(st.integers(1, 4)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.data())
 def test_every_tie_of_equally_replicated_stages_verifies(data: st.DataObject) -> None:
     stages, replicas, split = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 3)), data.draw(st.booleans())

@@ -36,7 +36,7 @@ def test_spp_is_as_fast_as_the_closed_form_where_links_are_instant(stages: int, 
     assert timeline.seconds == 3 * (microbatches + stages - 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_wall_time_is_no_less_than_the_work_of_a_rank_or_the_chain_of_a_microbatch(problem: tuple) -> None:
     _, plan, profile, cluster, minibatches = problem
@@ -84,7 +84,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Plan, Profile, Cluster]:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.booleans())
 def test_replicas_that_are_not_played_do_what_they_would_do(
     problem: tuple[Plan, Profile, Cluster], minibatches: int, overlap: bool
@@ -145,7 +145,7 @@ def test_asynchronous_steady_state_is_the_work_of_a_rank(method: str, replicas: 
     assert outcome.bubble == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(["gpipe", "1f1b-flush", "pipedream", "spp"]),
     st.permutations(range(6)),

@@ -44,7 +44,7 @@ def equal_layers(count: int, cut_bytes: float = 0.0, size: int = 4) -> Profile:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(profiles(), clusters())
 def test_what_is_ranked_verifies_and_is_predicted_as_simulated_and_nothing_by_hand_is_better(
     profile: Profile, cluster: Cluster

@@ -474,6 +474,7 @@ def test_stages_take_the_devices_of_a_server_in_a_row(seed):
             assert found == list(range(found[0], found[0] + 4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_fastest_number_of_stages_is_taken(seed):
     generator = random.Random(500 + seed)

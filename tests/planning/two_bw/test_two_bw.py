@@ -168,7 +168,7 @@ def ranked_or_none(profile, cluster, asked, batch_size):
 options = (st.sampled_from(SCHEDULES), st.integers(1, 24), st.sampled_from([0, 2]), st.sampled_from(["ring", "shared"]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(models(), uniform_clusters(), *options)
 def test_planner_finds_the_best_of_all_configurations(profile, cluster, schedule, batch_size, copies, allreduce):
     ranked = ranked_or_none(
@@ -184,7 +184,7 @@ def test_planner_finds_the_best_of_all_configurations(profile, cluster, schedule
         assert found == pytest.approx({each[1:]: each[0] for each in everything})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(models(), other_clusters(), *options)
 def test_candidates_take_what_the_definitions_say_on_any_cluster(
     profile, cluster, schedule, batch_size, copies, allreduce

@@ -211,7 +211,7 @@ def test_every_small_inference_keeps_the_laws() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(schedules(8, 16), st.integers(1, 4))
 def test_random_schedules_keep_the_laws(schedule: Schedule, minibatches: int) -> None:
     verification = verify(schedule, minibatches)

@@ -171,7 +171,7 @@ seconds = st.integers(1, 6)
 sizes = st.integers(1, 6), st.integers(1, 14)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(*sizes, seconds, seconds, seconds, st.integers(1, 3))
 def test_time_of_zb_h1(p: int, m: int, forward: int, inputs: int, weight: int, steps: int) -> None:
     """Table 1 of the paper: (p - 1)(F + I - W) of the bubble are left. Longer weight parts take no more of it than all
@@ -202,7 +202,7 @@ def test_time_and_memory_of_v_half_and_v_min(p: int) -> None:
             assert p < 3 or play(made) == 6 * m + best + more
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(*sizes, st.integers(1, 3))
 def test_time_of_zb_v(p: int, m: int, steps: int) -> None:
     """Equal parts: in a full pipe a step takes its work alone, and the ranks start and end p - 1 forwards apart."""

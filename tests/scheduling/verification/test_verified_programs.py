@@ -177,7 +177,7 @@ def mutate(data: st.DataObject, programs: Programs) -> Programs:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.one_of(schedules(3, 4), waiting_schedules(3, 4)), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_what_passes_is_right(schedule: Schedule, minibatches: int, times: int, data: st.DataObject) -> None:
     """Whatever is done to a program: if the verifier accepts it, it runs to its end and to the promised weights."""
@@ -214,7 +214,7 @@ def ident(schedule: Schedule) -> str:
     return "-".join([schedule.name, str(schedule.ranks), *(name for name, there in facts.items() if there)])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SMALL, ids=ident)
 def test_no_action_can_be_dropped_or_repeated_and_no_number_changed(schedule: Schedule) -> None:
     """Every single one, in three minibatches, or in two where a minibatch begins when the one before it has ended."""

@@ -42,7 +42,7 @@ for step in range(newest + 1, steps + 1):
     total += step
     time.sleep(seconds)
     begun = Path(os.environ["PENSTOCK_FLEET_BEGUN"])
-    # Whole, as Pipeline writes it: whoever reads meanwhile finds a number.
+    # Whole, as Pipeline writes it: a reader finds a number at any moment.
     beside = begun.with_name("begun.new")
     beside.write_text(str(step))
     beside.replace(begun)

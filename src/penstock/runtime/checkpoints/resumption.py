@@ -110,7 +110,7 @@ class Resumption:
         if self._go_back is not None and not math.isfinite(value := float(loss)):
             self._return(value, self._go_back)
         if self._begun is not None and time.monotonic() >= self._next_report:
-            # Whole: whoever reads meanwhile finds a number.
+            # Whole: a reader finds a number at any moment.
             beside = Path(f"{self._begun}.new")
             beside.write_text(str(self._training.steps))
             beside.replace(self._begun)
