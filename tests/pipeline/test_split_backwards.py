@@ -102,9 +102,9 @@ REFUSED = {
     ),
     "layers": (
         {"recompute": "layers"},
-        'recompute="layers" (stages 0, 1, 2) forgets a layer as soon as its gradients are there, and would have to '
-        "compute it a third time for its weights: expected stages whose backward autograd can do in two parts. Use "
-        "recompute=True, or a set of stages, or choose '1f1b-flush'",
+        'recompute="layers" (stages 0, 1, 2) would hardly hold less than recompute=True, since what layers read and '
+        "the gradients of their results are kept for the gradients of weights: expected stages whose backward autograd "
+        "can do in two parts. Use recompute=True, or a set of stages, or choose '1f1b-flush'",
     ),
 }
 

@@ -524,7 +524,7 @@ def build(kind: Callable[[], nn.Module], **options: Any) -> penstock.Pipeline:
 ALONE: dict[str, tuple[str, Callable[[], object]]] = {
     "compiled and spread": ("Leave compile= out", compile_and_spread),
     "compiled zb-h1": ("one function of a stage's backward", lambda: build(nn.Tanh, schedule="zb-h1", compile=True)),
-    "layers of zb-h1": ("a third time", lambda: build(nn.Tanh, schedule="zb-h1", recompute="layers")),
+    "layers of zb-h1": ("would hardly hold less", lambda: build(nn.Tanh, schedule="zb-h1", recompute="layers")),
     "compiled with graphs": (
         "expected a mode without graphs",
         lambda: build(nn.Tanh, compile={"mode": "max-autotune"}),

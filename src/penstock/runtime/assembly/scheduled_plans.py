@@ -234,9 +234,11 @@ def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Ma
         reason = "compile= makes one function of a stage's backward, which computes both"
         remedy = "Leave compile= out"
     else:
+        # Tried on 3 ranks, fullest rank, against recompute=True: zb-h1 1.00 for all; zb-v 0.97 to 1.00 for transformers
+        # with fused attention and for convolutions, 0.83 where attention saves its scores.
         reason = (
-            f'recompute="layers" (stages {layers}) forgets a layer as soon as its gradients are there, and would have '
-            "to compute it a third time for its weights"
+            f'recompute="layers" (stages {layers}) would hardly hold less than recompute=True, since what layers read '
+            "and the gradients of their results are kept for the gradients of weights"
         )
         remedy = "Use recompute=True, or a set of stages"
     if schedule.guarantees.splits and (compiled or layers):
