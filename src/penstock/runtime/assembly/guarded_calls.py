@@ -32,6 +32,7 @@ from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.model_claims import ModelClaim
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 
 C = TypeVar("C")
@@ -359,10 +360,11 @@ def give_hints(modules: Sequence[nn.Module], schedule: Schedule, rank: int) -> N
         log.warning(
             "gradients of no one set of weights: under %s up to %d update(s) lie between the forward and the backward "
             "of a microbatch, which reads the newer weights. This may train worse, or not at all: compare the loss "
-            "with %s (docs/convergence.md). More microbatches bound the drift, 2bw has none",
+            "with %s (docs/convergence.md). More microbatches bound the drift, and %s keep older weights instead",
             schedule.name,
             drift,
             DEFAULT_SCHEDULE,
+            names_of(lambda each: not each.flushes and each.stashes, " and "),
         )
     sizes = schedule.guarantees.microbatches_per_update
     if schedule.definition.updates_per_microbatch and schedule.microbatches > min(sizes):
