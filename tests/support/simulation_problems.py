@@ -27,7 +27,8 @@ def make_plan(draw: st.DrawFn, schedule: Schedule, layers: int) -> Plan:
         schedule.method,
         schedule.microbatches,
         vertical_sync=schedule.vertical_sync,
-        recompute=draw(st.booleans() | st.sets(st.integers(0, schedule.stages - 1)).map(tuple)),
+        recompute=schedule.definition.stashes
+        and draw(st.booleans() | st.sets(st.integers(0, schedule.stages - 1)).map(tuple)),
         routing="split" if schedule.placement.split else "round-robin",
     )
 

@@ -32,7 +32,7 @@ class Peaks:
     @classmethod
     def of(cls, shape: PipelineShape) -> "Peaks":
         """The peaks of programs without actions."""
-        return cls([0] * shape.stages, [1] * shape.stages, [0] * shape.ranks, *([0] * shape.stages for _ in range(2)))
+        return cls([0] * shape.stages, [1] * shape.stages, [0] * shape.ranks, [0] * shape.stages, [0] * shape.stages)
 
     def share(self, placement: Placement) -> None:
         """Gives the ranks that another one stands for what that one has reached."""
