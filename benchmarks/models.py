@@ -76,7 +76,7 @@ def main() -> int:
     if options.save:
         known = {_key(case): case for case in CASES}
         rest = len(known.keys() - kept.keys())
-        facts = f"{versions()} {rest} further cases of the program have not been run."
+        facts = f"{versions()} Cases that have not been run: {rest}."
         options.save.write_text(page([record for key, record in kept.items() if key in known], facts))
     return int(any(outcome_of(record) == "wrong" for record in kept.values()))
 

@@ -131,17 +131,14 @@ def page(records: Sequence[Record], versions: str) -> str:
 
 _PAGE = """# Models that were tried
 
-This page is made by `python benchmarks/models.py --save docs/models.md`; do not edit it by hand. What each case
-returned is in [models.jsonl](../benchmarks/results/models.jsonl), a line for each, and its model is in
-`benchmarks/model_cases`.
+`python benchmarks/models.py --save docs/models.md` makes this page; do not edit it by hand. What each case returned is
+a line of [models.jsonl](../benchmarks/results/models.jsonl), and its model is in `benchmarks/model_cases`.
 
 Models are small and have random weights. Each is trained for three steps of SGD with momentum by a plain loop of
 PyTorch, and by `Pipeline` under `1f1b-flush` on 2 stages, `zb-h1` on 3 and `2bw` on 2 (beside a loop with gradients at
-the weights before the last update); those that are captured in half a second under each schedule, too, and by
-`reference_train`.
-All losses, parameters, buffers, plain attributes and results of `predict` are compared, in float64 where the model can.
-Numbers of samples and lengths change from step to step where it takes them. Dropout is 0, except in cases of random
-numbers, which have one microbatch and draw from PyTorch's own stream (`seed=None`).
+the weights before the last update); those that are captured in half a second under each schedule, too. All losses,
+parameters, buffers, plain attributes and results of `predict` are compared, in float64 where the model can. Numbers of
+samples and lengths change from step to step where it takes them. Dropout is 0, except in cases of random numbers.
 
 {versions}
 
