@@ -43,12 +43,13 @@ autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 
 html_extra_path = ["../src/penstock/rendering/playground.html"]
+html_static_path = html_css_files = ["site.css"]
 html_theme = "furo"
 html_title = "Penstock"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
-pygments_style = "friendly"
 
 
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:

@@ -4,6 +4,9 @@ import importlib.util
 import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +32,49 @@ def test_site_is_read_without_a_warning(fork_server: ForkServer, tmp_path: Path)
     printed, errors = child.communicate(timeout=300)
 
     assert (child.returncode, printed, errors) == (0, "", "")
+
+
+CHROMIUM = pytest.mark.skipif(
+    not (shutil.which("chromium") or shutil.which("google-chrome")), reason="no Chromium here"
+)
+SCREENSHOTS = ROOT / "scripts" / "screenshots"
+
+
+@CHROMIUM
+@pytest.mark.sampled(0)
+@pytest.mark.slow
+@pytest.mark.processes
+def test_pages_have_no_faults_in_chromium(tmp_path: Path) -> None:
+    """Ten pages, light, dark and on a phone."""
+    build = ["-m", "sphinx", "--quiet", "-c", str(ROOT / "docs"), "-d", str(tmp_path / "read"), str(ROOT)]
+    subprocess.run([sys.executable, *build, str(tmp_path / "site")], check=True, timeout=300)
+    looked = subprocess.run(
+        [sys.executable, str(SCREENSHOTS), str(tmp_path / "site")], capture_output=True, text=True, timeout=300
+    )
+
+    assert (looked.returncode, looked.stderr) == (0, ""), looked.stdout
+    assert len([*(tmp_path / "site" / "screenshots").glob("*.png")]) == 30
+
+
+@CHROMIUM
+@pytest.mark.sampled(0)
+@pytest.mark.processes
+def test_faults_of_a_page_are_found_in_chromium(tmp_path: Path) -> None:
+    screenshots = runpy.run_path(str(SCREENSHOTS))
+    page = tmp_path / "page.html"
+    page.write_text("""
+        <p style="color: #888; background: #777">pale</p><p style="width: 2000px">wide</p>
+        <svg viewBox="0 0 100 50"><rect width="100" height="50" fill="#222"/><text x="9" y="20">dark</text></svg>
+        <p>good</p><script>console.error("said"); document.title = missing.name</script>
+    """)
+    browser = screenshots["Browser"](screenshots["PROGRAM"], str(tmp_path / "profile"))
+    browser.open(page.as_uri(), 390, "light")
+    found = "\n".join(browser.faults("table"))
+    browser.close()
+
+    assert "good" not in found
+    for fault in ("no table", "2008 pixels wide", "1.3: pale", "1.3: dark", "said", "missing is not defined"):
+        assert fault in found
 
 
 def test_every_public_name_and_command_is_on_the_site() -> None:
