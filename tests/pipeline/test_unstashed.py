@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,19 @@ def test_the_bits_are_those_of_the_oracle_in_several_processes(pool: Pool) -> No
 
 def run_with(case: Case, options: dict[str, Any]) -> Any:
     return run_pipeline(case, **options)
+
+
+def test_a_save_drains(tmp_path: Path) -> None:
+    """What is in flight could not be computed again: its weights are gone."""
+    case = Case("layered", "paci", 3, 2, "adamw", drain_after=(1,))
+    pipes = [penstock.Pipeline(case.build(), **case.options) for _ in range(2)]
+    losses = [pipes[0].step(x, y).loss for x, y in case.batches[:2]]
+    pipes[0].save(tmp_path / "kept")
+    pipes[1].load(tmp_path / "kept")
+    later = [train(pipe, case.batches[2:]) for pipe in pipes]
+
+    for outcome in later:
+        assert_equal(run_reference(case), replace(outcome, losses=(*map(float, losses), *outcome.losses)))
 
 
 def test_there_is_one_set_of_weights() -> None:

@@ -318,7 +318,7 @@ class _Run:
             case VersionRule.NEWEST:
                 return [max(0, done - delay) for done, delay in zip(rounds, behind, strict=True)]
             case VersionRule.UNSTASHED:
-                # Directly before it comes the backward of the microbatch that makes room for it.
+                # The backwards of all microbatches but those in flight are done by then.
                 later = [(count - 1) * placement.stride(stage) for stage, count in enumerate(guarantees.in_flight)]
                 return [max(0, microbatch - each) // self.plan.microbatches for each in later]
             case VersionRule.INITIAL:

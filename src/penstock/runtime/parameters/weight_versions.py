@@ -310,7 +310,7 @@ class VersionedWeights:
             if local_shard(parameter).data_ptr() != slots.between_steps(name).data_ptr():
                 raise PenstockError(
                     f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), "
-                    "and its schedule keeps several versions of the weights in memory of their own. Expected the same "
+                    "and its schedule keeps the versions of the weights in memory of their own. Expected the same "
                     "memory. Write in it instead (with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
                 )
 
