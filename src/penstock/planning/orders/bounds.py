@@ -1,18 +1,23 @@
 """Lower bounds of a step: what any order takes at least, with these stages on these ranks. No solver is needed.
 
-    rank      what comes before its first forward, its work, and of what comes after its last input backward all that
-              its weight parts cannot hide
+    rank      what comes before its first forward, its work, and what it must wait: until its first gradient has come
+              it does only the forwards that its memory holds; and behind its last forward, whose gradient goes there
+              and back through all later stages, only backwards of what its memory holds beside
     memory    each microbatch keeps its bytes at least from its forward to its backward, there and back through all
-              later stages; the bytes times the seconds of all microbatches, over the limit of the rank. Offloads take
-              from that what a microbatch waits between its forward and its backward, and the link to the host passes
-              a number of bytes per second
+              later stages; the bytes times the seconds of all microbatches, over the limit of the rank. Memory that is
+              filled or emptied at the ends of a step is not used in full
+    rounds    if K microbatches of a stage fit, the forward K later waits for the end of a backward
     link      what comes before the first activation, all messages of one direction one after another
 
-Where a step ends for every rank alone, nothing comes before or after.
+Offloads add to the memory what passes the link to the host: that is counted as free where it can be. Where a step ends
+for every rank alone, nothing comes before or after.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
+from operator import add
 
 from penstock.planning.orders.rows import ROUNDING, WEIGHT, OrderCosts
 
@@ -34,69 +39,108 @@ class Bound:
 
 def bound_of(costs: OrderCosts, link_seconds: tuple[float, ...] = ()) -> Bound:
     """The largest of the bounds. `link_seconds`: what a message occupies its link behind each stage, if it does."""
-    each = [*_of_ranks(costs), *_of_memory(costs), *_of_links(costs, link_seconds)]
-    return max(each, key=lambda bound: bound.seconds)
+    paths = _Paths.of(costs)
+    ranks = (each for rank in range(costs.length) for each in _of_rank(costs, paths, rank))
+    return max((*ranks, *_of_links(costs, paths, link_seconds)), key=lambda bound: bound.seconds)
 
 
-def _heads(costs: OrderCosts) -> list[float]:
-    """By stage: the seconds until its first forward can start."""
-    if not costs.barrier:
-        return [0.0] * costs.stages
-    steps = (own + sent for own, sent in zip(costs.forward, costs.activation, strict=False))
-    return [0.0, *accumulate(steps)]
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """What a microbatch takes at least, by stage."""
+
+    down: list[float]
+    """From the start of its forward on stage 0 to that on each stage."""
+    loop: list[float]
+    """From the start of its forward to the end of its backward, there and back through all later stages."""
+    back: list[float]
+    """From the end of its backward to that on stage 0."""
+
+    @classmethod
+    def of(cls, costs: OrderCosts) -> "_Paths":
+        forward, backward = costs.seconds[:2]
+        down = list(accumulate(map(add, forward, costs.activation), initial=0.0))
+        back = list(accumulate(map(add, backward, costs.gradient), initial=0.0))
+        turn = down[-1] + forward[-1] + backward[-1] + back[-1]
+        return cls(down, [turn - here - there for here, there in zip(down, back, strict=True)], back)
 
 
-def _tails(costs: OrderCosts) -> list[float]:
-    """By stage: the seconds after its last input backward until the input backward of stage 0 has ended."""
-    if not costs.barrier:
-        return [0.0] * costs.stages
-    backward = costs.seconds[1]
-    return [0.0, *accumulate(backward[stage] + costs.gradient[stage] for stage in range(costs.stages - 1))]
+def _of_rank(costs: OrderCosts, paths: _Paths, rank: int) -> Iterator[Bound]:
+    held, limit, count = costs.held[rank], costs.limits[rank], costs.microbatches
+    if limit <= 0:
+        return
+    (forward, backward, weight), (down, loop, back) = costs.seconds, (paths.down, paths.loop, paths.back)
+    first, last, split = held[0], held[-1], [stage for stage in held if stage not in costs.whole]
+    kept = {stage: costs.bytes_after[WEIGHT][stage] * -1 for stage in split}
+    head = down[first] if costs.barrier else 0.0
+    rest = [weight[stage] if stage in kept else 0.0 for stage in range(costs.stages)]
+    # What comes behind the last backward of the rank, and may be hidden by weight parts.
+    tail = max(rest[first], back[first] + rest[0]) if costs.barrier else rest[first]
+    movable = costs.movable or (0.0,) * costs.stages
+    bandwidth = costs.host_bandwidth if any(map(movable.__getitem__, held)) else 0.0
+
+    forwards = [(forward[stage], costs.saved[stage]) for stage in held]
+    weights = [(weight[stage], kept[stage]) for stage in split]
+    returns = [(backward[stage] + rest[stage], costs.saved[stage]) for stage in held]
+    own = sum(seconds for seconds, _ in returns)
+    pending = min(count * sum(rest[stage] for stage in held), _fitting(weights, limit, 0.0, 0.0))
+    opening = down[last] - down[first] + loop[last] - backward[last]
+    begun = opening - min(count * sum(map(forward.__getitem__, held)), _fitting(forwards, limit, bandwidth, opening))
+    away = loop[last] - forward[last] + back[last] - back[first] + tail
+    room = limit if bandwidth else max(0.0, limit - sum(costs.saved[stage] for stage in held))
+    closing = away - own - min((count - 1) * own, _fitting([*returns, *weights], room, bandwidth, away))
+    begun, closing, behind = max(0.0, begun), max(0.0, closing), max(0.0, tail - pending)
+    # Forwards that do not all fit end behind the first backward.
+    apart = not bandwidth and count * sum(costs.saved[stage] for stage in held) > limit * ROUNDING
+    waits = begun + max(closing, behind) if apart else max(begun + behind, closing)
+    yield Bound(
+        head + costs.work[rank] + waits, f"rank {rank}'s {'memory' if behind < waits and limit < inf else 'work'}"
+    )
+    if limit == inf:
+        return
+
+    area = sum(costs.saved[stage] * loop[stage] + kept.get(stage, 0.0) * rest[stage] for stage in held)
+    behind = 0.0 if split else back[first] * costs.barrier
+    if bandwidth:
+        farthest = max(loop[stage] - forward[stage] - backward[stage] for stage in held)
+        moved = sum(movable[stage] * (loop[stage] - forward[stage] - backward[stage]) for stage in held)
+        spread = max(area / (limit + bandwidth * farthest), (area - moved) / limit)
+        yield Bound(head + count * spread + behind, f"rank {rank}'s memory")
+        return
+    ends = [*((backward[stage], costs.saved[stage] - kept.get(stage, 0.0)) for stage in held), *weights]
+    unused = _unused(forwards, limit) + _unused(ends, limit) if apart else 0.0
+    yield Bound(head + (count * area + unused) / limit + behind, f"rank {rank}'s memory")
+    for stage in held:
+        fitting = int(limit * ROUNDING / costs.saved[stage]) if costs.saved[stage] else count
+        if fitting:
+            ahead, rounds = (count - 1) % fitting, (count - 1) // fitting
+            # Where nothing is freed before it, the next forward waits for the weight part.
+            longer = rest[stage] if kept.get(stage) == costs.saved[stage] else 0.0
+            seconds = ahead * forward[stage] + rounds * (loop[stage] + longer) + loop[stage]
+            start = down[stage] * costs.barrier
+            stop = max(rest[stage], (back[stage] + rest[0]) * costs.barrier)
+            yield Bound(start + seconds + stop, f"rank {rank}'s memory")
 
 
-def _of_ranks(costs: OrderCosts) -> list[Bound]:
-    heads, tails, count = _heads(costs), _tails(costs), costs.microbatches
-    found = []
-    for rank, held in enumerate(costs.held):
-        hidden = count * sum(costs.weight[stage] for stage in held if stage not in costs.whole)
-        behind = max(0.0, min(tails[stage] for stage in held) - hidden)
-        found.append(Bound(heads[held[0]] + costs.work[rank] + behind, f"rank {rank}'s work"))
-    return found
+def _fitting(items: list[tuple[float, float]], limit: float, bandwidth: float, seconds: float) -> float:
+    """The most seconds of `items`, (seconds, bytes), of which any number take at most `limit` bytes together; more of
+    them with what passes the link to the host in `seconds`, which is all if it keeps up.
+    """
+    rate = max((own / size if size else inf for own, size in items if own), default=0.0)
+    if bandwidth:
+        return inf if rate * bandwidth >= 1 else rate * (limit + bandwidth * seconds)
+    if rate == inf or limit == inf:
+        return inf if rate else 0.0
+    number = int(limit * ROUNDING / min((size for own, size in items if own), default=inf))
+    return min(rate * limit, number * max((own for own, _ in items), default=0.0))
 
 
-def _of_memory(costs: OrderCosts) -> list[Bound]:
-    """The input part frees `freed` of the bytes, the weight part the others."""
-    heads, tails = _heads(costs), _tails(costs)
-    backward = costs.seconds[1]
-    kept_on = costs.bytes_after[WEIGHT]
-    # Seconds from the start of a stage's forward to the end of its backward, there and back.
-    loops = [0.0] * costs.stages
-    for stage in reversed(range(costs.stages)):
-        loops[stage] = costs.forward[stage] + backward[stage]
-        if stage + 1 < costs.stages:
-            loops[stage] += costs.activation[stage] + loops[stage + 1] + costs.gradient[stage]
-    found = []
-    for rank, held in enumerate(costs.held):
-        kept = moved = longest = 0.0
-        for stage in held:
-            away = loops[stage] - costs.forward[stage] - backward[stage] if costs.host_bandwidth else 0.0
-            moved += costs.movable[stage] * away if away else 0.0
-            longest = max(longest, away)
-            longer = 0.0 if stage in costs.whole else costs.weight[stage]
-            kept += costs.saved[stage] * loops[stage] - kept_on[stage] * longer
-        limit = costs.limits[rank]
-        if 0 < limit < float("inf"):
-            spread = kept / (limit + costs.host_bandwidth * longest)
-            seconds = heads[held[0]] + costs.microbatches * max(spread, (kept - moved) / limit)
-            # A weight part may keep its bytes until the end of the step.
-            whole = all(stage in costs.whole for stage in held)
-            behind = min(tails[stage] for stage in held) if whole else 0.0
-            found.append(Bound(seconds + behind, f"rank {rank}'s memory"))
-    return found
+def _unused(items: list[tuple[float, float]], limit: float) -> float:
+    """Bytes times seconds that are free while `limit` is filled by `items`, (seconds, bytes), one after another."""
+    rate = max((size / own if own else inf for own, size in items if size), default=0.0)
+    return max(0.0, limit - max(size for _, size in items)) ** 2 / (2 * rate) if rate else 0.0
 
 
-def _of_links(costs: OrderCosts, link_seconds: tuple[float, ...]) -> list[Bound]:
-    heads = _heads(costs)
+def _of_links(costs: OrderCosts, paths: _Paths, link_seconds: tuple[float, ...]) -> list[Bound]:
     occupied: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for stage, seconds in enumerate(link_seconds):
         here, there = costs.ranks[stage], costs.ranks[stage + 1]
@@ -105,7 +149,7 @@ def _of_links(costs: OrderCosts, link_seconds: tuple[float, ...]) -> list[Bound]
                 occupied.setdefault(ends, []).append((stage, seconds))
     return [
         Bound(
-            min(heads[stage] + costs.forward[stage] for stage, _ in sent) * costs.barrier
+            min(paths.down[stage] + costs.forward[stage] for stage, _ in sent) * costs.barrier
             + costs.microbatches * sum(seconds for _, seconds in sent),
             f"the link from rank {here} to rank {there}",
         )
