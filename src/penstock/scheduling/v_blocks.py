@@ -2,10 +2,11 @@
 
 Rank r of p holds the stages r and 2p - 1 - r. A forward, an input backward and a weight backward of a stage take one
 unit each, so that six units of a rank serve a microbatch. A microbatch goes down the ranks, up again, and its gradients
-take the same way back. A block says how many units lie between neighbouring ranks on each of the four ways, and how
-many a microbatch waits where it turns. The larger these are, the more microbatches are in flight. Every rank must have
-its operations at six different times modulo six. The times give an order; ranks follow the order and not the times.
-A schedule squeezes its block: whatever can begin earlier than in the block does so, as long as no more is in flight.
+take the same way back. A block says how many units lie between neighbouring ranks on each of the four ways, up to some
+rank and behind it, and how many a microbatch waits where it turns. The larger these are, the more microbatches are in
+flight. Every rank must have its operations at six different times modulo six. The times give an order; ranks follow
+the order and not the times. A schedule squeezes its block: whatever can begin earlier than in the block does so, as
+long as no more is in flight.
 Source: [V 2024, section 3].
 """
 
@@ -24,43 +25,59 @@ from penstock.scheduling.definitions import PipelineShape
 _PERIOD = 6
 """The units of a rank for one microbatch: forward, input backward and weight backward of two stages."""
 
+_WAITS = list(product(range(_PERIOD), repeat=3))
+_NEAR = (1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 1)
+_FAR = (2, 2, 2, 2), (3, 3, 3, 3), (1, 1, 2, 2), (2, 2, 1, 1), (3, 3, 2, 2), (2, 2, 3, 3)
+"""The offsets before a switch and behind it: all ranks have about equally many microbatches in flight."""
+_SWITCHES = 16
+"""About how many ranks are tried as the one behind which offsets change."""
+
 Times: TypeAlias = tuple[tuple[str, int, int], ...]
 """Each operation of a rank for microbatch 0: its letter (F, I or W), 0 for the first stage or 1, and its unit."""
 
 
+Offsets: TypeAlias = tuple[int, int, int, int]
+"""Units on the four ways: forwards down the ranks, forwards up, backwards down, backwards up."""
+
+
 @dataclass(frozen=True, slots=True)
 class VBlock:
-    """A building block: `offsets` between neighbouring ranks on the four ways, `waits` at the three turns between them.
+    """A building block: `offsets` between neighbouring ranks, and `waits` at the three turns between the four ways.
 
-    The ways: forwards down the ranks, forwards up, backwards down, backwards up. Units; see the module.
+    Behind rank `switch`, if it is given, `farther` are the offsets.
     """
 
-    offsets: tuple[int, int, int, int]
+    offsets: Offsets
     waits: tuple[int, int, int]
+    switch: int | None = None
+    farther: Offsets = (0, 0, 0, 0)
 
     def times(self, length: int) -> tuple[Times, ...] | None:
         """The times on each rank of `length`; None if two operations of a rank fall together."""
         rows: list[Times] = []
-        for rank in range(length):
+        for rank in reversed(range(length)):
             row = _with_weights(self.ways(length, rank))
             if row is None:
                 return None
             rows.append(row)
-        return tuple(rows)
+        return tuple(reversed(rows))
 
     def ways(self, length: int, rank: int) -> tuple[int, int, int, int]:
         """When rank `rank` does the forwards of its two stages and the input backwards of its second and first."""
-        down, up, back, home = self.offsets
         last = length - 1
-        turned = down * last + 1 + self.waits[0]
-        looped = turned + up * last + 1 + self.waits[1]
-        returned = looped + back * last + 1 + self.waits[2]
-        return down * rank, turned + up * (last - rank), looped + back * rank, returned + home * (last - rank)
+        here, there = self._from_first(rank), self._from_first(last)
+        turned = there[0] + 1 + self.waits[0]
+        looped = turned + there[1] + 1 + self.waits[1]
+        returned = looped + there[2] + 1 + self.waits[2]
+        return here[0], turned + there[1] - here[1], looped + here[2], returned + there[3] - here[3]
 
-    def in_flight(self, length: int) -> int | None:
-        """The most stages' microbatches in flight on a rank of `length` in the steady state; None as for `times`."""
-        times = self.times(length)
-        return None if times is None else max(map(_most_in_flight, times))
+    def _from_first(self, rank: int) -> Offsets:
+        """The units between rank 0 and `rank`."""
+        near = rank if self.switch is None else min(rank, self.switch)
+        down, up, back, home = (
+            own * near + other * (rank - near) for own, other in zip(self.offsets, self.farther, strict=True)
+        )
+        return down, up, back, home
 
     def row(self, length: int, rank: int, microbatches: int) -> Iterator[tuple[str, int, int]]:
         """The letter, the stage (0 or 1) and the microbatch of each operation of `rank`, in order."""
@@ -99,16 +116,29 @@ def _most_in_flight(times: Times) -> int:
 
 @lru_cache(maxsize=64)
 def find_blocks(length: int, farthest: int = 3) -> tuple[tuple[VBlock, int], ...]:
-    """All blocks with offsets of 1 to `farthest` that `length` ranks can follow, each with what it has in flight."""
-    steps, units = range(1, farthest + 1), range(_PERIOD)
-    blocks = (
-        VBlock(offsets, waits)
-        for offsets in product(steps, steps, steps, steps)
-        for waits in product(units, units, units)
-    )
-    known = ((block, block.in_flight(length)) for block in blocks)
-    found = [(block, count) for block, count in known if count is not None]
-    return tuple(sorted(found, key=lambda each: (each[1], sum(each[0].offsets), sum(each[0].waits))))
+    """All blocks with equal offsets of 1 to `farthest` that `length` ranks can follow, each with the most stages'
+    microbatches in flight on a rank in the steady state.
+    """
+    every = product(range(1, farthest + 1), repeat=4)
+    return _followed(length, (VBlock(offsets, waits) for offsets, waits in product(every, _WAITS)))
+
+
+@lru_cache(maxsize=64)
+def find_switched(length: int) -> tuple[tuple[VBlock, int], ...]:
+    """Blocks whose offsets change behind a rank, as `find_blocks` gives them."""
+    every = product(_NEAR, _WAITS, range(1, length - 1, 1 + length // _SWITCHES), _FAR)
+    return _followed(length, (VBlock(near, waits, switch, far) for near, waits, switch, far in every))
+
+
+def _followed(length: int, blocks: Iterator[VBlock]) -> tuple[tuple[VBlock, int], ...]:
+    """The least in flight first, and of those with equally much the shortest."""
+    known = ((block, block.times(length)) for block in blocks)
+    found = [
+        (max(map(_most_in_flight, rows)), max(max(at for *_, at in row) - row[0][2] for row in rows), block)
+        for block, rows in known
+        if rows is not None
+    ]
+    return tuple((block, count) for count, _, block in sorted(found, key=lambda each: each[:2]))
 
 
 Turn: TypeAlias = tuple[str, int, int]
@@ -116,8 +146,9 @@ Turn: TypeAlias = tuple[str, int, int]
 
 
 @lru_cache(maxsize=64)
-def squeeze(block: VBlock, length: int, microbatches: int, most: int) -> tuple[tuple[Turn, ...], ...]:
-    """By rank of `length`: its operations for `microbatches` in order, each as early as it can begin.
+def squeeze(block: VBlock, length: int, microbatches: int, most: int) -> tuple[tuple[Turn, ...], ...] | None:
+    """By rank of `length`: its operations for `microbatches` in order, each as early as it can begin; None if `block`
+    needs more than `most`.
 
     A rank does the first operation of the block whose data is there, and if there is none, a weight backward. At most
     `most` microbatches are in flight on its two stages; forwards keep their order, so that none takes the room of
@@ -128,7 +159,8 @@ def squeeze(block: VBlock, length: int, microbatches: int, most: int) -> tuple[t
     for now in count():
         if not any([filling.go_on(rank, now) for rank in range(length)]):
             break
-    assert all(len(ended) == microbatches for ended in filling.ended.values()), f"{block} needs more than {most}"
+    if any(len(ended) < microbatches for ended in filling.ended.values()):
+        return None
     return tuple(tuple(filling.turns[rank]) for rank in range(length))
 
 
@@ -199,7 +231,9 @@ def follow_block(block: VBlock, most: int, shape: PipelineShape, rank: int, mini
     Updates come at the end of the step, when gradients of weights that two stages share are all complete.
     """
     stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
-    for letter, place, k in squeeze(block, shape.placement.length, len(microbatches), most)[stages[0]]:
+    turns = squeeze(block, shape.placement.length, len(microbatches), most)
+    assert turns is not None, f"{block} needs more than {most}"
+    for letter, place, k in turns[stages[0]]:
         yield _ACTIONS[letter](stages[place], microbatches[k], minibatch)
     for stage in stages:
         yield Update(stage, minibatch + 1, minibatch)

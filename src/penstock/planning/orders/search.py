@@ -44,8 +44,6 @@ _MOVED_OPERATIONS = 400_000
 """Local moves on a seed end when this number of operations has been timed, in about half a second."""
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
-_JUDGED = 2
-"""The improved rows of each that the simulator judges."""
 _ROUNDS = 5
 """How often limits are lowered by what the simulator found above them: links and messages take bytes, too."""
 _FEWER = 0.8
@@ -56,8 +54,8 @@ _SHORT = 3, 48
 """... and is found for 3 times the ranks, or for 48 if these are more."""
 _RELAXED = 1.5, 2.5
 """How much more memory orders may take that are brought within their limits by offloads."""
-_MOVED_STAGES, _LEAST_MOVES = 40_000, 8
-"""Moves of stages end when seeds for them have this number of operations, but not before there are 8."""
+_MOVED_STAGES, _LEAST_MOVES = 20_000, 6
+"""Moves of stages end when seeds for them have this number of operations, but not before there are 6."""
 _MORE, _LOOKED_AT = 16, 24
 """How much longer rows are when they are compared, and how many are."""
 
@@ -431,13 +429,14 @@ class _Search:
         return _Start(self, costs, seed, judged) if faster else None
 
     def _improved(self, start: _Start) -> Iterator[_Judged]:
-        """The best orders that lead on from `start`; some may not fit."""
+        """The best order that leads on from `start`, if it can be repeated; it may not fit."""
         short = self._searched(start.costs)
         tries = _MOVED_OPERATIONS // short.operations
         improved = improve(short, start.seed, tries)
         score = partial(self._whole_score, start.costs)
-        best = sorted((improved, *spread_weights(short, improved)), key=score)[:_JUDGED]
-        return (self._judge(self._plan(start.costs, timed)) for timed in best if score(timed) < inf)
+        best = min((improved, *spread_weights(short, improved)), key=score)
+        if score(best) < inf:
+            yield self._judge(self._plan(start.costs, best))
 
     def _whole_score(self, costs: OrderCosts, timed: TimedRows) -> float:
         """The score of rows with some more microbatches, if their middle is repeated; infinite if that cannot run."""

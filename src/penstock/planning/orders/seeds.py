@@ -4,14 +4,26 @@ Named orders; list schedules by several rules; and, where the stages lie in a V,
 of each put where a rank would wait. The best of each kind go on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from penstock.planning.orders.list_orders import ListRule, delay_forwards, list_order, place_weights
-from penstock.planning.orders.rows import BACKWARD, FORWARD, WEIGHT, Op, OrderCosts, Rows, TimedRows, rows_of, time_rows
+from penstock.planning.orders.rows import (
+    BACKWARD,
+    FORWARD,
+    ROUNDING,
+    WEIGHT,
+    Op,
+    OrderCosts,
+    Rows,
+    TimedRows,
+    rows_of,
+    time_rows,
+)
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.v_blocks import VBlock, find_blocks
+from penstock.scheduling.v_blocks import Turn, VBlock, find_blocks, find_switched, squeeze
 
 _WEIGHT_SHARES = (1.0, 0.7, 0.4, 0.0)
 _FORWARD_SHARES = (1.0, 0.5, 0.0)
@@ -21,8 +33,8 @@ _PASSES, _AGAIN = 3, 4
 """How often list schedules are made, and by how many rules in each pass behind the first."""
 _QUICK = (ListRule(0.5), ListRule(0.0), ListRule(0.5, 0.5))
 """The rules of list schedules that are tried for each move of stages."""
-_BLOCKS = 8
-"""The building blocks whose weight parts are put anew."""
+_BLOCKS, _IMPROVED = 6, 3
+"""The building blocks that are tried of each number in flight, and those whose weight parts are put anew."""
 _LARGE = 4_000
 """Of rows with more operations than these, fewer seeds are made."""
 
@@ -117,29 +129,55 @@ def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
     length = costs.length
     if costs.stages != 2 * length or costs.ranks != costs.ranks[::-1] or len(costs.whole) == costs.stages:
         return
-    # A block with more in flight than fits may do with its weight parts put earlier.
     saved = [sum(costs.saved[stage] for stage in held) / len(held) or inf for held in costs.held]
-    most = max(limit / each for limit, each in zip(costs.limits, saved, strict=True)) + 2
-    blocks = [block for block, in_flight in find_blocks(length) if in_flight <= most]
+    most = min(2.0 * length, *(limit * ROUNDING / each for limit, each in zip(costs.limits, saved, strict=True)))
     # Two rounds of the ranks show which blocks are fast.
     short = replace(costs, microbatches=min(costs.microbatches, 2 * length))
-    timings = ((block, time_rows(short, _rows_of_block(short, block))) for block in blocks)
-    tried = sorted(((block, timed) for block, timed in timings if timed is not None), key=lambda each: each[1].score)
+    tries: list[tuple[VBlock, Callable[[OrderCosts, VBlock], TimedRows | None]]] = []
+    groups: dict[tuple[int, bool], list[VBlock]] = {}
+    for block, in_flight in (*find_blocks(length), *find_switched(length)):
+        # A block with more in flight than fits may do with its weight parts put earlier, or squeezed.
+        if in_flight <= most + 2:
+            groups.setdefault((in_flight, block.switch is None), []).append(block)
+    for (in_flight, plain), alike in groups.items():
+        tries += [(block, _time_block) for block in alike[: _number(_BLOCKS, costs)] if plain]
+        tries += [
+            (block, partial(_time_squeezed, most=int(most)))
+            for block in alike[: _number(_BLOCKS, costs)]
+            if in_flight >= most - 1
+        ]
+    timings = ((time(short, block), block, time) for block, time in tries)
+    tried = [(timed, bool(_fitting(short, timed)), block, time) for timed, block, time in timings if timed is not None]
+    tried.sort(key=lambda each: each[0].score)
     for fits in (True, False):
-        alike = [block for block, timed in tried if bool(_fitting(short, timed)) is fits]
-        for block in alike[: _number(_BLOCKS, costs)]:
-            timed = time_rows(costs, _rows_of_block(costs, block))
+        for block, time in [each[2:] for each in tried if each[1] is fits][: _number(_IMPROVED, costs)]:
+            timed = time(costs, block)
             if timed is not None:
                 yield from _fitting(costs, timed)
                 yield from spread_weights(costs, timed)
 
 
-def _rows_of_block(costs: OrderCosts, block: VBlock) -> Rows:
-    kinds = {"F": FORWARD, "I": BACKWARD, "W": WEIGHT}
-    rows = (
-        ((kinds[letter], held[place], microbatch) for letter, place, microbatch in ops)
-        for held, ops in (
-            (held, block.row(costs.length, rank, costs.microbatches)) for rank, held in enumerate(costs.held)
-        )
+def _time_block(costs: OrderCosts, block: VBlock) -> TimedRows | None:
+    return time_rows(
+        costs, _rows_of(costs, (block.row(costs.length, rank, costs.microbatches) for rank in range(costs.length)))
     )
-    return [[op for op in row if op[0] != WEIGHT or op[1] not in costs.whole] for row in rows]
+
+
+def _time_squeezed(costs: OrderCosts, block: VBlock, most: int) -> TimedRows | None:
+    turns = squeeze(block, costs.length, costs.microbatches, most)
+    timed = None if turns is None else time_rows(costs, _rows_of(costs, turns))
+    return None if timed is None or not _fitting(costs, timed) else timed
+
+
+def _rows_of(costs: OrderCosts, turns: Iterable[Iterable[Turn]]) -> Rows:
+    """`turns`: by rank, its operations in a V."""
+    kinds = {"F": (FORWARD,), "I": (BACKWARD,), "W": (WEIGHT,), "B": (BACKWARD, WEIGHT)}
+    return [
+        [
+            (kind, held[place], microbatch)
+            for letter, place, microbatch in ops
+            for kind in kinds[letter]
+            if kind != WEIGHT or held[place] not in costs.whole
+        ]
+        for held, ops in zip(costs.held, turns, strict=True)
+    ]
