@@ -10,7 +10,7 @@ from penstock.planning.orders.list_orders import ListRule, list_order, place_wei
 from penstock.planning.orders.rows import WEIGHT, OrderCosts, rows_of, text_of_rows, time_rows
 from penstock.planning.orders.seeds import find_seeds
 from penstock.scheduling import Placement, Schedule, define_by_programs, verify
-from penstock.scheduling.v_blocks import find_blocks
+from penstock.scheduling.v_blocks import find_blocks, find_switched, squeeze
 from penstock.simulating import Costs, execute
 
 Row = tuple[int, int, int, int, int, int, int, int, float, float]
@@ -153,3 +153,28 @@ def test_building_blocks_keep_what_they_say(p: int) -> None:
                 held += {"F": 1, "I": 0, "W": -1}[letter]
                 most = max(most, held)
             assert most <= in_flight
+
+
+@pytest.mark.parametrize("p", [3, 4, 5])
+def test_squeezed_blocks_keep_what_they_say(p: int) -> None:
+    """With offsets that change behind a rank, too: everything once, and at most what the block has in flight."""
+    squeezed = [(squeeze(block, p, 6, most), most) for block, most in (*find_blocks(p)[:5], *find_switched(p)[:20])]
+
+    assert squeeze(find_blocks(p)[0][0], p, 6, 1) is None, "a microbatch is in flight on both stages of the last rank"
+    for turns, most in squeezed:
+        for row in turns or ():
+            held = 0
+            for letter, _, _ in row:
+                held += {"F": 1, "I": 0, "W": -1, "B": -1}[letter]
+                assert held <= most
+            assert len({turn for turn in row if turn[0] in "FIB"}) == 24
+    assert any(turns is not None for turns, _ in squeezed[5:])
+
+
+@pytest.mark.parametrize(("p", "m", "in_flight", "seconds"), [(4, 8, 4, 59), (4, 8, 6, 53), (5, 10, 5, 74)])
+def test_seeds_reach_the_frontier_of_building_blocks(p: int, m: int, in_flight: int, seconds: int) -> None:
+    """Steps of 6 m + 3p - 1 - 3k + max(3p, p - 1 + 2 (1 + floor((k + 1) / 2))) [V 2024]."""
+    ranks = (*range(p), *reversed(range(p)))
+    costs = replace(unit(ranks, m, in_flight), barrier=False)
+
+    assert find_seeds(costs, [Schedule("v-half", p, m, 2)])[0].seconds == seconds

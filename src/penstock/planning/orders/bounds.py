@@ -7,7 +7,7 @@
               later stages; the bytes times the seconds of all microbatches, over the limit of the rank. Memory that is
               filled or emptied at the ends of a step is not used in full
     rounds    if K microbatches of a stage fit, the forward K later waits for the end of a backward
-    link      what comes before the first activation, all messages of one direction one after another
+    link      what comes before the first message, all messages of one direction one after another, and what comes then
 
 Offloads add to the memory what passes the link to the host: that is counted as free where it can be. Where a step ends
 for every rank alone, nothing comes before or after.
@@ -70,9 +70,9 @@ def _of_rank(costs: OrderCosts, paths: _Paths, rank: int) -> Iterator[Bound]:
         return
     (forward, backward, weight), (down, loop, back) = costs.seconds, (paths.down, paths.loop, paths.back)
     first, last, split = held[0], held[-1], [stage for stage in held if stage not in costs.whole]
-    kept = {stage: costs.bytes_after[WEIGHT][stage] * -1 for stage in split}
+    kept = {stage: -costs.bytes_after[WEIGHT][stage] for stage in split}
     head = down[first] if costs.barrier else 0.0
-    rest = [weight[stage] if stage in kept else 0.0 for stage in range(costs.stages)]
+    rest = [0.0 if stage in costs.whole else weight[stage] for stage in range(costs.stages)]
     # What comes behind the last backward of the rank, and may be hidden by weight parts.
     tail = max(rest[first], back[first] + rest[0]) if costs.barrier else rest[first]
     movable = costs.movable or (0.0,) * costs.stages
@@ -141,17 +141,22 @@ def _unused(items: list[tuple[float, float]], limit: float) -> float:
 
 
 def _of_links(costs: OrderCosts, paths: _Paths, link_seconds: tuple[float, ...]) -> list[Bound]:
-    occupied: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    (forward, backward, weight), (down, loop, back) = costs.seconds, (paths.down, paths.loop, paths.back)
+    rest = 0.0 if 0 in costs.whole else weight[0]
+    # By link: what each of its messages takes, and what comes at least before the first and behind the last one.
+    sent: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for stage, seconds in enumerate(link_seconds):
         here, there = costs.ranks[stage], costs.ranks[stage + 1]
-        for ends in ((here, there), (there, here)):
-            if here != there:
-                occupied.setdefault(ends, []).append((stage, seconds))
+        if here != there:
+            after = loop[stage + 1] + back[stage + 1] + rest
+            sent.setdefault((here, there), []).append((seconds, down[stage] + forward[stage], after))
+            before = down[stage + 1] + loop[stage + 1]
+            sent.setdefault((there, here), []).append((seconds, before, backward[stage] + back[stage] + rest))
     return [
         Bound(
-            min(paths.down[stage] + costs.forward[stage] for stage, _ in sent) * costs.barrier
-            + costs.microbatches * sum(seconds for _, seconds in sent),
+            (min(before) + min(after)) * costs.barrier + costs.microbatches * sum(seconds),
             f"the link from rank {here} to rank {there}",
         )
-        for (here, there), sent in occupied.items()
+        for (here, there), messages in sent.items()
+        for seconds, before, after in [tuple(zip(*messages, strict=True))]
     ]
