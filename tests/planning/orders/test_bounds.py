@@ -1,6 +1,7 @@
 """No order is faster than its lower bound, and of small pipelines the search finds the best order."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import inf
 from random import Random
@@ -142,7 +143,7 @@ def test_bounds_name_what_binds() -> None:
     """By hand: f, b, w = 2, 2, 1 and 1, 3, 2; messages take 0.5 and 0.25."""
     by_work = bound_of(costs_of(2, 8, 9, split=True))
     by_memory = bound_of(costs_of(2, 8, 1, split=True))
-    by_link = bound_of(costs_of(2, 8, 9, split=True), link_seconds=(7.0,))
+    by_link = bound_of(replace(costs_of(2, 8, 9, split=True), occupied=(7.0,)))
 
     # Rank 1 starts after 2.5, works 8 x 6, and its weight parts (16) hide what comes after its last input backward.
     assert (by_work.seconds, by_work.reason) == (2.5 + 48, "rank 1's work")

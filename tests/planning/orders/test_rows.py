@@ -171,7 +171,7 @@ def test_squeezed_blocks_keep_what_they_say(p: int) -> None:
     assert any(turns is not None for turns, _ in squeezed[5:])
 
 
-@pytest.mark.parametrize(("p", "m", "in_flight", "seconds"), [(4, 8, 4, 59), (4, 8, 6, 53), (5, 10, 5, 74)])
+@pytest.mark.parametrize(("p", "m", "in_flight", "seconds"), [(4, 8, 4, 59), (4, 8, 6, 53), (8, 16, 8, 119)])
 def test_seeds_reach_the_frontier_of_building_blocks(p: int, m: int, in_flight: int, seconds: int) -> None:
     """Steps of 6 m + 3p - 1 - 3k + max(3p, p - 1 + 2 (1 + floor((k + 1) / 2))) [V 2024]."""
     ranks = (*range(p), *reversed(range(p)))

@@ -37,11 +37,11 @@ class Bound:
         return max(0.0, 1 - self.seconds / seconds) if seconds else 0.0
 
 
-def bound_of(costs: OrderCosts, link_seconds: tuple[float, ...] = ()) -> Bound:
-    """The largest of the bounds. `link_seconds`: what a message occupies its link behind each stage, if it does."""
+def bound_of(costs: OrderCosts) -> Bound:
+    """The largest of the bounds."""
     paths = _Paths.of(costs)
     ranks = (each for rank in range(costs.length) for each in _of_rank(costs, paths, rank))
-    return max((*ranks, *_of_links(costs, paths, link_seconds)), key=lambda bound: bound.seconds)
+    return max((*ranks, *_of_links(costs, paths)), key=lambda bound: bound.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +140,12 @@ def _unused(items: list[tuple[float, float]], limit: float) -> float:
     return max(0.0, limit - max(size for _, size in items)) ** 2 / (2 * rate) if rate else 0.0
 
 
-def _of_links(costs: OrderCosts, paths: _Paths, link_seconds: tuple[float, ...]) -> list[Bound]:
+def _of_links(costs: OrderCosts, paths: _Paths) -> list[Bound]:
     (forward, backward, weight), (down, loop, back) = costs.seconds, (paths.down, paths.loop, paths.back)
     rest = 0.0 if 0 in costs.whole else weight[0]
     # By link: what each of its messages takes, and what comes at least before the first and behind the last one.
     sent: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-    for stage, seconds in enumerate(link_seconds):
+    for stage, seconds in enumerate(costs.occupied):
         here, there = costs.ranks[stage], costs.ranks[stage + 1]
         if here != there:
             after = loop[stage + 1] + back[stage + 1] + rest

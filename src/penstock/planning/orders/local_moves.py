@@ -5,7 +5,7 @@ message to the one whose message the next block waited for. A step gets shorter 
 operation moves forward, its first one back, or a weight part out of it. A move that makes the step longer is taken if
 the step is still shorter than it was some moves ago (late acceptance), so that the search passes over small rises.
 
-Stages move as well: a cut by a layer, and which of them recompute. That changes seconds and bytes at once.
+Stages move as well: a cut by some layers, and which of them recompute. That changes seconds and bytes at once.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,8 @@ Move: TypeAlias = tuple[int, int, int]
 
 _MEMORY = 20
 """How many moves ago a step that is accepted may have been as long."""
+_STEPS = 1, 2, 4
+"""By how many layers a cut moves: behind one that sends less there may be some that send more."""
 _LOOKED_AT = 40
 """How many operations behind the beginning of a block may move there."""
 
@@ -110,7 +112,7 @@ class StageMoves:
     def of(self, plan: Plan) -> Iterator[Plan]:
         """The plans that are one move away from `plan`, which has no prediction."""
         for stage, (before, behind) in enumerate(pairwise(plan.stages) if self.cuts else ()):
-            for cut in (before.stop - 1, before.stop + 1):
+            for cut in (before.stop + layers for step in _STEPS for layers in (-step, step)):
                 if before.start < cut < behind.stop:
                     moved = replace(before, stop=cut), replace(behind, start=cut)
                     yield replace(plan, stages=(*plan.stages[:stage], *moved, *plan.stages[stage + 2 :]))

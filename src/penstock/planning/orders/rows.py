@@ -4,8 +4,8 @@ An operation is a triple: its kind (a forward, a backward, or the weight part of
 row is the list of one rank's operations. A backward is an input backward if the weight part of its stage is an
 operation of its own, else a whole one.
 
-Time: each rank does its operations in order, each as soon as the rank is free and its data has arrived. Messages do not
-wait for one another here; the simulator, which judges the best rows, knows that they share links.
+Time: each rank does its operations in order, each as soon as the rank is free and its data has arrived. Messages wait
+for those of the same stage here; the simulator, which judges the best rows, knows that others share their links.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,11 @@ class OrderCosts:
     `backward` is that of the input part alone. `activation`, `gradient`: the seconds from the end of stage s until
     stage s + 1 has its activation, and from the end of stage s + 1 until stage s has its gradient. `saved`: the bytes
     that a microbatch keeps from its forward to the end of its backward; `freed`: those of them that the input part
-    frees. `limits`: the most bytes of microbatches in flight on each rank. `whole`: the stages whose backwards are not
-    split. `movable`: the bytes of `saved` that an offload moves, where there is a `host_bandwidth`, in bytes per
-    second; rows have no offloads, and bounds hold with them. `barrier`: whether a step ends when all ranks are done;
-    else each rank goes on with the next step at once, as without norms, and the longest span of a rank counts
+    frees. `occupied`: the seconds for which a message behind each stage keeps its link from the next one of that stage,
+    in each direction. `limits`: the most bytes of microbatches in flight on each rank. `whole`: the stages whose
+    backwards are not split. `movable`: the bytes of `saved` that an offload moves, where there is a `host_bandwidth`,
+    in bytes per second; rows have no offloads, and bounds hold with them. `barrier`: whether a step ends when all ranks
+    are done; else each rank goes on with the next step at once, as without norms, and the longest span of a rank counts
     [ZeroBubble 2024, section 4].
     """
 
@@ -59,6 +60,7 @@ class OrderCosts:
     saved: tuple[float, ...]
     limits: tuple[float, ...]
     freed: tuple[float, ...] = ()
+    occupied: tuple[float, ...] = ()
     whole: frozenset[int] = frozenset()
     movable: tuple[float, ...] = ()
     host_bandwidth: float = 0.0
@@ -168,6 +170,8 @@ def time_rows(costs: OrderCosts, rows: Rows) -> TimedRows | None:
     """When everything in `rows` happens; None if ranks wait for each other for ever."""
     last, seconds, activation, gradient = costs.stages - 1, costs.seconds, costs.activation, costs.gradient
     forwarded, returned = ([[-1.0] * costs.microbatches for _ in costs.ranks] for _ in range(2))
+    occupied = (0.0, *(costs.occupied or (0.0,) * last), 0.0)
+    free_down, free_up = [0.0] * costs.stages, [0.0] * costs.stages
     places, now = [0] * len(rows), [0.0] * len(rows)
     starts = [[0.0] * len(row) for row in rows]
     ready, waiting = list(range(len(rows))), dict[Op, int]()
@@ -192,10 +196,12 @@ def time_rows(costs: OrderCosts, rows: Rows) -> TimedRows | None:
             time += seconds[kind][stage]
             place += 1
             if kind == FORWARD:
-                forwarded[stage][microbatch] = time
+                forwarded[stage][microbatch] = sent = max(time, free_down[stage])
+                free_down[stage] = sent + occupied[stage + 1]
                 then = waiting.pop((FORWARD, stage + 1, microbatch), None)
             elif kind == BACKWARD:
-                returned[stage][microbatch] = time
+                returned[stage][microbatch] = sent = max(time, free_up[stage])
+                free_up[stage] = sent + occupied[stage]
                 then = waiting.pop((BACKWARD, stage - 1, microbatch), None)
             else:
                 then = None

@@ -489,6 +489,7 @@ class _Search:
             gradient=tuple(seconds - again[stage] for stage, seconds in enumerate(late)),
             saved=tuple((inputs if stage in plan.recomputed else costs.saved_bytes)[stage] for stage in stages),
             limits=limits,
+            occupied=tuple(0.0 if route is None else _occupied(route) for route in routes),
             whole=whole,
             movable=costs.offloaded_bytes,
             host_bandwidth=self.cluster.host_bandwidth or 0.0,
@@ -521,10 +522,8 @@ class _Search:
         search = replace(self, options=free, profile=replace(self.profile, split_share=0.0))
         costs, ranks = self._plan_costs, [held[0] for held in self.plan.placement.stages]
         limits = map(sub, self.limits, _weight_bytes(costs, ranks))
-        routes = (self._route(costs.wire_bytes[cut], ranks[cut], ranks[cut + 1]) for cut in range(len(ranks) - 1))
-        links = tuple(0.0 if route is None else max(seconds for _, seconds in route.legs) for route in routes)
         # Any backward that directly follows its forward recomputes nothing.
-        return bound_of(search._costs(whole, tuple(limits), recomputes=False), links)
+        return bound_of(search._costs(whole, tuple(limits), recomputes=False))
 
 
 def _weight_bytes(costs: Costs, ranks: Sequence[int]) -> list[float]:
@@ -535,9 +534,14 @@ def _weight_bytes(costs: Costs, ranks: Sequence[int]) -> list[float]:
     return found
 
 
+def _occupied(route: Route) -> float:
+    """How long a message keeps the slowest of its links."""
+    return max(seconds for _, seconds in route.legs)
+
+
 def _seconds(route: Route) -> float:
     """From when a message is sent until it has arrived, alone on its links."""
-    return max(seconds for _, seconds in route.legs) + route.latency_seconds + route.handling_seconds
+    return _occupied(route) + route.latency_seconds + route.handling_seconds
 
 
 def _explain(best: _Judged, judged: Sequence[_Judged], bound: Bound, fits: Callable[[_Judged], bool]) -> str:
