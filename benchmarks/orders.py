@@ -315,8 +315,8 @@ def main() -> None:
     if gaps:
         shown.add(f"to gain: {median(gaps):.1%} in the median (the aim is 3.0%), {max(gaps):.1%} at most")
         for share in LIMITS:
-            own = [row["to_gain"] for row in every if row["limit"] == share and "to_gain" in row]
-            shown.add(f"    at {share:g}: {median(own):.1%} of {len(own)} rows")
+            alike = [row["to_gain"] for row in every if row["limit"] == share and "to_gain" in row]
+            shown.add(f"    at {share:g}: {median(alike):.1%} of {len(alike)} rows")
     slowest = max(rows.values(), key=lambda done: max(row["seconds"] for row in done["rows"]))
     seconds = median(row["seconds"] for row in every), max(row["seconds"] for row in slowest["rows"])
     shown.add("processor time per row: {:.1f} s in the median, {:.1f} s at most ({})".format(*seconds, slowest["case"]))

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count, product
+from itertools import chain, count, product
 from math import inf
 from typing import TypeAlias
 
@@ -25,19 +25,21 @@ from penstock.scheduling.definitions import PipelineShape
 _PERIOD = 6
 """The units of a rank for one microbatch: forward, input backward and weight backward of two stages."""
 
-_WAITS = list(product(range(_PERIOD), repeat=3))
-_NEAR = (1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 1)
-_FAR = (2, 2, 2, 2), (3, 3, 3, 3), (1, 1, 2, 2), (2, 2, 1, 1), (3, 3, 2, 2), (2, 2, 3, 3)
-"""The offsets before a switch and behind it: all ranks have about equally many microbatches in flight."""
-_SWITCHES = 16
-"""About how many ranks are tried as the one behind which offsets change."""
-
 Times: TypeAlias = tuple[tuple[str, int, int], ...]
 """Each operation of a rank for microbatch 0: its letter (F, I or W), 0 for the first stage or 1, and its unit."""
 
 
 Offsets: TypeAlias = tuple[int, int, int, int]
 """Units on the four ways: forwards down the ranks, forwards up, backwards down, backwards up."""
+Waits: TypeAlias = tuple[int, int, int]
+
+_OFFSETS: list[Offsets] = list(product((1, 2, 3), (1, 2, 3), (1, 2, 3), (1, 2, 3)))
+_WAITS: list[Waits] = list(product(range(_PERIOD), range(_PERIOD), range(_PERIOD)))
+_NEAR: tuple[Offsets, ...] = (1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 1)
+_FAR: tuple[Offsets, ...] = (2, 2, 2, 2), (3, 3, 3, 3), (1, 1, 2, 2), (2, 2, 1, 1), (3, 3, 2, 2), (2, 2, 3, 3)
+"""The offsets before a switch and behind it: all ranks have about equally many microbatches in flight."""
+_SWITCHES = 16
+"""About how many ranks are tried as the one behind which offsets change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class VBlock:
     """
 
     offsets: Offsets
-    waits: tuple[int, int, int]
+    waits: Waits
     switch: int | None = None
     farther: Offsets = (0, 0, 0, 0)
 
@@ -71,13 +73,11 @@ class VBlock:
         returned = looped + there[2] + 1 + self.waits[2]
         return here[0], turned + there[1] - here[1], looped + here[2], returned + there[3] - here[3]
 
-    def _from_first(self, rank: int) -> Offsets:
+    def _from_first(self, rank: int) -> tuple[int, ...]:
         """The units between rank 0 and `rank`."""
         near = rank if self.switch is None else min(rank, self.switch)
-        down, up, back, home = (
-            own * near + other * (rank - near) for own, other in zip(self.offsets, self.farther, strict=True)
-        )
-        return down, up, back, home
+        pairs = zip(self.offsets, self.farther, strict=True)
+        return tuple(own * near + other * (rank - near) for own, other in pairs)
 
     def row(self, length: int, rank: int, microbatches: int) -> Iterator[tuple[str, int, int]]:
         """The letter, the stage (0 or 1) and the microbatch of each operation of `rank`, in order."""
@@ -115,24 +115,16 @@ def _most_in_flight(times: Times) -> int:
 
 
 @lru_cache(maxsize=64)
-def find_blocks(length: int, farthest: int = 3) -> tuple[tuple[VBlock, int], ...]:
-    """All blocks with equal offsets of 1 to `farthest` that `length` ranks can follow, each with the most stages'
-    microbatches in flight on a rank in the steady state.
+def find_blocks(length: int) -> tuple[tuple[VBlock, int], ...]:
+    """Blocks that `length` ranks can follow, each with the most stages' microbatches in flight on a rank in the steady
+    state: the least of these first, and of those with equally many the shortest.
+
+    All with equal offsets of 1 to 3, and some whose offsets change behind a rank.
     """
-    every = product(range(1, farthest + 1), repeat=4)
-    return _followed(length, (VBlock(offsets, waits) for offsets, waits in product(every, _WAITS)))
-
-
-@lru_cache(maxsize=64)
-def find_switched(length: int) -> tuple[tuple[VBlock, int], ...]:
-    """Blocks whose offsets change behind a rank, as `find_blocks` gives them."""
-    every = product(_NEAR, _WAITS, range(1, length - 1, 1 + length // _SWITCHES), _FAR)
-    return _followed(length, (VBlock(near, waits, switch, far) for near, waits, switch, far in every))
-
-
-def _followed(length: int, blocks: Iterator[VBlock]) -> tuple[tuple[VBlock, int], ...]:
-    """The least in flight first, and of those with equally much the shortest."""
-    known = ((block, block.times(length)) for block in blocks)
+    ranks = range(1, length - 1, 1 + length // _SWITCHES)
+    equal = (VBlock(offsets, waits) for offsets, waits in product(_OFFSETS, _WAITS))
+    switched = (VBlock(*own) for own in product(_NEAR, _WAITS, ranks, _FAR))
+    known = ((block, block.times(length)) for block in chain(equal, switched))
     found = [
         (max(map(_most_in_flight, rows)), max(max(at for *_, at in row) - row[0][2] for row in rows), block)
         for block, rows in known

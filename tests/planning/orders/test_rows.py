@@ -10,7 +10,7 @@ from penstock.planning.orders.list_orders import ListRule, list_order, place_wei
 from penstock.planning.orders.rows import WEIGHT, OrderCosts, rows_of, text_of_rows, time_rows
 from penstock.planning.orders.seeds import find_seeds
 from penstock.scheduling import Placement, Schedule, define_by_programs, verify
-from penstock.scheduling.v_blocks import find_blocks, find_switched, squeeze
+from penstock.scheduling.v_blocks import find_blocks, squeeze
 from penstock.simulating import Costs, execute
 
 Row = tuple[int, int, int, int, int, int, int, int, float, float]
@@ -158,7 +158,7 @@ def test_building_blocks_keep_what_they_say(p: int) -> None:
 @pytest.mark.parametrize("p", [3, 4, 5])
 def test_squeezed_blocks_keep_what_they_say(p: int) -> None:
     """With offsets that change behind a rank, too: everything once, and at most what the block has in flight."""
-    squeezed = [(squeeze(block, p, 6, most), most) for block, most in (*find_blocks(p)[:5], *find_switched(p)[:20])]
+    squeezed = [(squeeze(block, p, 6, most), most) for block, most in find_blocks(p)[:40]]
 
     assert squeeze(find_blocks(p)[0][0], p, 6, 1) is None, "a microbatch is in flight on both stages of the last rank"
     for turns, most in squeezed:
@@ -168,7 +168,9 @@ def test_squeezed_blocks_keep_what_they_say(p: int) -> None:
                 held += {"F": 1, "I": 0, "W": -1, "B": -1}[letter]
                 assert held <= most
             assert len({turn for turn in row if turn[0] in "FIB"}) == 24
-    assert any(turns is not None for turns, _ in squeezed[5:])
+    assert any(
+        turns is not None and block.switch for (turns, _), (block, _) in zip(squeezed, find_blocks(p)[:40], strict=True)
+    )
 
 
 @pytest.mark.parametrize(("p", "m", "in_flight", "seconds"), [(4, 8, 4, 59), (4, 8, 6, 53), (8, 16, 8, 119)])

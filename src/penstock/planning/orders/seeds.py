@@ -4,9 +4,8 @@ Named orders; list schedules by several rules; and, where the stages lie in a V,
 of each put where a rank would wait. The best of each kind go on.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 from penstock.planning.orders.list_orders import ListRule, delay_forwards, list_order, place_weights
@@ -23,7 +22,7 @@ from penstock.planning.orders.rows import (
     time_rows,
 )
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.v_blocks import Turn, VBlock, find_blocks, find_switched, squeeze
+from penstock.scheduling.v_blocks import Turn, VBlock, find_blocks, squeeze
 
 _WEIGHT_SHARES = (1.0, 0.7, 0.4, 0.0)
 _FORWARD_SHARES = (1.0, 0.5, 0.0)
@@ -133,40 +132,36 @@ def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
     most = min(2.0 * length, *(limit * ROUNDING / each for limit, each in zip(costs.limits, saved, strict=True)))
     # Two rounds of the ranks show which blocks are fast.
     short = replace(costs, microbatches=min(costs.microbatches, 2 * length))
-    tries: list[tuple[VBlock, Callable[[OrderCosts, VBlock], TimedRows | None]]] = []
     groups: dict[tuple[int, bool], list[VBlock]] = {}
-    for block, in_flight in (*find_blocks(length), *find_switched(length)):
+    for block, in_flight in find_blocks(length):
         # A block with more in flight than fits may do with its weight parts put earlier, or squeezed.
         if in_flight <= most + 2:
             groups.setdefault((in_flight, block.switch is None), []).append(block)
-    for (in_flight, plain), alike in groups.items():
-        tries += [(block, _time_block) for block in alike[: _number(_BLOCKS, costs)] if plain]
-        tries += [
-            (block, partial(_time_squeezed, most=int(most)))
-            for block in alike[: _number(_BLOCKS, costs)]
-            if in_flight >= most - 1
-        ]
-    timings = ((time(short, block), block, time) for block, time in tries)
-    tried = [(timed, bool(_fitting(short, timed)), block, time) for timed, block, time in timings if timed is not None]
-    tried.sort(key=lambda each: each[0].score)
+    tries = [
+        (block, squeezed)
+        for (in_flight, equal), alike in groups.items()
+        for squeezed in ([None] if equal else []) + ([int(most)] if in_flight >= most - 1 else [])
+        for block in alike[: _number(_BLOCKS, costs)]
+    ]
+    timings = ((_time_block(short, *each), each) for each in tries)
+    tried = sorted(((timed, each) for timed, each in timings if timed is not None), key=lambda pair: pair[0].score)
     for fits in (True, False):
-        for block, time in [each[2:] for each in tried if each[1] is fits][: _number(_IMPROVED, costs)]:
-            timed = time(costs, block)
+        for each in [each for timed, each in tried if bool(_fitting(short, timed)) is fits][
+            : _number(_IMPROVED, costs)
+        ]:
+            timed = _time_block(costs, *each)
             if timed is not None:
                 yield from _fitting(costs, timed)
                 yield from spread_weights(costs, timed)
 
 
-def _time_block(costs: OrderCosts, block: VBlock) -> TimedRows | None:
-    return time_rows(
-        costs, _rows_of(costs, (block.row(costs.length, rank, costs.microbatches) for rank in range(costs.length)))
-    )
-
-
-def _time_squeezed(costs: OrderCosts, block: VBlock, most: int) -> TimedRows | None:
-    turns = squeeze(block, costs.length, costs.microbatches, most)
+def _time_block(costs: OrderCosts, block: VBlock, most: int | None) -> TimedRows | None:
+    """`block`, or what squeezing it under `most` leaves, which is None if it does not fit."""
+    length, count = costs.length, costs.microbatches
+    plain = (tuple(block.row(length, rank, count)) for rank in range(length))
+    turns = tuple(plain) if most is None else squeeze(block, length, count, most)
     timed = None if turns is None else time_rows(costs, _rows_of(costs, turns))
-    return None if timed is None or not _fitting(costs, timed) else timed
+    return timed if most is None or timed is None or _fitting(costs, timed) else None
 
 
 def _rows_of(costs: OrderCosts, turns: Iterable[Iterable[Turn]]) -> Rows:
