@@ -219,8 +219,8 @@ def slow_rank(p: int, bandwidth: float) -> Cluster:
 
 
 SECTIONS = {
-    "one stage per rank": "measured times and bytes; bubbles of the longest span of a rank, beside ZB-1p and ZB-2p",
-    "two half-stages": "in a V; bubbles of the longest span of a rank, beside half of ZB-1p's",
+    "one stage per rank": "measured times and bytes; bubbles of a rank's longest span, beside ZB-1p and ZB-2p",
+    "two half-stages": "in a V; bubbles of the longest span, beside half of ZB-1p's; three limits from 24 ranks on",
     "blocks": "two stages per rank in a V, F = B = W; the step as a share of 1F1B's, beside [V 2024]'s",
     "small": "seconds beside the best named order that fits",
     "cuts": "the step as a share of 1F1B's with the most equal cut, beside the best named one, also with PyTorch's cut",
