@@ -138,7 +138,7 @@ def _legend(entries: Sequence[LabeledSpan], strips: Sequence[Strip], scale: str,
     elif "backward" in kinds:
         signs += [f"[{number}]  its backward"]
     signs += [f"{COPIES[kind]}{number}  its {kind}" for kind in COPIES if kind in kinds]
-    signs += ["U  update"] if "update" in kinds else []
+    signs += [f"{kind[0].upper()}  {kind}" for kind in ("update", "validate") if kind in kinds]
     signs += ["+  sum of gradients"] if "+" in text else []
     signs += [".  idle"] if "." in text else []
     signs += ["- =  too short for a number"] if "-" in text or "=" in text else []

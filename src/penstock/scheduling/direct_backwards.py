@@ -20,6 +20,7 @@ from penstock.scheduling.actions import (
     Recompute,
     Reduce,
     Update,
+    Validate,
 )
 
 
@@ -42,7 +43,7 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
                 if latest == (action.stage, action.microbatch):
                     direct.append(latest)
                 latest = None
-            case BackwardWeight() | Update() | Recompute():
+            case BackwardWeight() | Update() | Recompute() | Validate():
                 latest = None
             case _:
                 assert_never(action)

@@ -3,7 +3,8 @@
 Orders contain no communication, so an order cannot get it wrong: this one pass derives all of it.
 
 Rules of this file:
-  1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives), `Reduce` and `Recompute`.
+  1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives), `Reduce`, `Recompute`
+     and `Validate`.
   2. A receive is directly before the action that uses it, and a send is directly after the action that makes its value.
      The gradient of a split backward is sent after the input backward; the weight backward has no messages.
   3. Only adjacent stages and the two stages of a skip exchange activations and gradients. Stages of one rank send each
@@ -24,6 +25,7 @@ Rules of this file:
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import assert_never
 
 from penstock.errors import ScheduleError
@@ -49,6 +51,7 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    Validate,
 )
 from penstock.scheduling.definitions import EarlierNorms, Entry, NormRule, Summed
 from penstock.scheduling.placements import Placement, Skip
@@ -152,6 +155,24 @@ class Lowering:
     recomputed: frozenset[int]
     known: dict[tuple[type[Entry], int], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """The results of `_ends`, by kind of entry and stage."""
+
+    def lower_validated(self, row: Iterable[Entry], version: int) -> list[Action]:
+        """The row with its messages, of a rank of one stage whose update to `version` is still to be validated.
+
+        Norms of earlier stages come before the first activation, and those of later ones before the first gradient: no
+        rank waits for them longer than for these. The last stage has all of them before it computes a loss.
+        """
+        stage, entries = self.placement.stages_of(self.rank)[0], list(row)
+        last = stage == len(self.placement.stages) - 1
+        begun = list(takewhile(lambda entry: isinstance(entry, Forward | Offload) and not last, entries))
+        return [
+            *self._receive_norms(stage, version),
+            *self._send_norms(stage, version, stage + 1),
+            *self.lower(begun),
+            *self._send_norms_back(stage, version),
+            Validate(stage, version),
+            *self.lower(entries[len(begun) :]),
+        ]
 
     def lower(self, row: Iterable[Entry]) -> list[Action]:
         made: list[Action] = []

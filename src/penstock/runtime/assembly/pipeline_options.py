@@ -63,6 +63,7 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "skips": choice(get_args(SkipChoice)),
     "balance": choice(get_args(Balance)),
     "state_on_host": FLAG,
+    "post_validation": FLAG,
 }
 _RUN_RULES: Mapping[str, Rule[Any]] = {
     "parallelize": function(
@@ -101,6 +102,7 @@ class PlanOptions:
     skips: SkipChoice = "auto"
     recompute: RecomputeChoice = None
     state_on_host: bool = False
+    post_validation: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _PLAN_RULES, PlanError, function="Pipeline")
@@ -178,5 +180,6 @@ class PipelineOptions:
         # In a single process all weights are there by now.
         init_fn = self.model.init_fn if is_weightless(self.model.model) else None
         kept = self.plan
-        chosen = PlanOptions(plan, skips=kept.skips, recompute=kept.recompute, state_on_host=kept.state_on_host)
+        names = ("skips", "recompute", "state_on_host", "post_validation")
+        chosen = PlanOptions(plan, **{name: getattr(kept, name) for name in names})
         return replace(self, model=replace(self.model, init_fn=init_fn), plan=chosen)

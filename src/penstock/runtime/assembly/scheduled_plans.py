@@ -169,7 +169,8 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     check_plan(plan, chain)
     schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
     whole = frozenset(stage for stage, granularity in granularities.items() if granularity == "stage")
-    schedule = replace(schedule, recomputed=whole)
+    schedule = replace(schedule, recomputed=whole, post_validation=options.plan.post_validation)
+    _check_post_validation(options)
     verify(schedule)
     _check_backwards(schedule, bool(options.run.compile), granularities)
     _check_offloads(schedule, granularities)
@@ -254,6 +255,21 @@ def _check_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[
             f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
             f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
         )
+
+
+def _check_post_validation(options: PipelineOptions) -> None:
+    """Raises `PlanError` for options with which an update cannot be taken back to the bits."""
+    reasons = {
+        "state_on_host=True": (options.plan.state_on_host, "keeps the state where no copy of it is made"),
+        "parallelize=": (options.run.parallelize is not None, "has modules that change their parameters themselves"),
+        "seed=None": (options.run.seed is None, "lets a forward that is run again draw other random numbers"),
+    }
+    for option, (given, reason) in reasons.items():
+        if given and options.plan.post_validation:
+            raise PlanError(
+                f"post_validation=True: an update may be taken back, and {option} {reason}: expected one of both. "
+                f"Leave {option.split('=')[0]}= or post_validation= out"
+            )
 
 
 def _check_offloads(schedule: Schedule, granularities: Mapping[int, Granularity]) -> None:

@@ -36,7 +36,8 @@ def check_options(world: World, options: PipelineOptions) -> None:
     given: dict[str, object] = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
     del given["optimizer"]
     given["loss_fn"] = "penstock.model_loss" if recipe.reads_model_loss else "a function"
-    given |= {"balance": options.plan.balance, "recompute": options.plan.recompute, "seed": run.seed}
+    given |= {name: getattr(options.plan, name) for name in ("balance", "recompute", "post_validation")}
+    given["seed"] = run.seed
     given |= {"compile": run.compile, "check": run.check, "timeout_seconds": run.timeout_seconds}
     mine = {name: f"{name}={_describe(value)}" for name, value in given.items()}
     gathered = world.gather(mine, "while they compared their options")

@@ -5,8 +5,9 @@ which action comes next, and with which version of the weights, is in the progra
 
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's.
-  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, and in an `Update` with a loss scaler, which
-     reads norms from the device, with state on the host, or while a snapshot is copied; nowhere else.
+  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, in a `Validate` and an `Update` with a loss
+     scaler, which read norms from the device, and in an `Update` with state on the host, or while a snapshot is copied;
+     nowhere else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
+from penstock.runtime.execution.repeated_forwards import RepeatedForwards
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.failures import explained
@@ -51,8 +53,10 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    Validate,
 )
 from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.validations import begun_by
 from penstock.timelines.spans import trace_label
 from penstock.torch_internals.autograd import is_profiling
 
@@ -82,7 +86,7 @@ class Worker:
         """
         self.rank, self.stages, self.gradients = rank, stages, gradients
         self._mailbox, self._inputs, self._forwards, self._heads = mailbox, inputs, forwards, heads
-        self._updater, self._now = updater, now
+        self.updater, self._now = updater, now
         self.snapshots = snapshots
         """Of all stages of the process; its workers share it."""
         self._weights = weights
@@ -100,6 +104,10 @@ class Worker:
         self.row = FlightRow(rank, ())
         """How far the present program is."""
         self._microbatches: dict[int, Microbatch] = {}
+        self.verdicts: dict[int, tuple[bool, Mapping[str, Tensor] | None]] = {}
+        """By stage that was validated in this segment: whether its update stands, and what to update with."""
+        self._repeated = RepeatedForwards([*modules.values()])
+        self._validates = False
 
     @property
     def checks_losses(self) -> bool:
@@ -129,7 +137,26 @@ class Worker:
         offloaded = frozenset((action.stage, action.microbatch) for action in program if isinstance(action, Offload))
         self._forwards.begin(batch, program, offloaded)
         self.gradients.begin(batch)
-        self._mailbox.begin(schedule, self._microbatches, program)
+        self._validates = self._training and schedule.post_validation
+        begun = begun_by(program) if self._validates else ()
+        self.verdicts = {}
+        self._repeated.begin(any(isinstance(action, Forward) for action in begun))
+        # What other ranks send after their validations is expected after that of this rank.
+        self._mailbox.begin(schedule, self._microbatches, begun or program)
+
+    def go_on(self, program: Sequence[Action]) -> None:
+        """Prepares for `program`, the next part of the segment."""
+        self._repeated.check()
+        self.row.program = (*self.row.program[: len(self.row.stops)], *program)
+        self._mailbox.expect(program)
+
+    def take_back(self) -> None:
+        """Drops the forwards of this segment so far, and what came for others."""
+        self._mailbox.forget()
+        self._forwards.offloads.discard()
+        self._repeated.restore()
+        for stage in self.stages.values():
+            stage.executor.discard()
 
     def end(self) -> list[ActionTiming]:
         """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
@@ -149,7 +176,7 @@ class Worker:
         self._timings.clear()
         self._mailbox.discard()
         self.gradients.discard()
-        self._updater.discard()
+        self.updater.discard()
         for head in self._heads.values():
             head.discard()
         self._forwards.offloads.discard()
@@ -187,7 +214,7 @@ class Worker:
                     self._backward_input(action)
                 case BackwardWeight():
                     self._backward_weight(action)
-                case Update():
+                case Update() | Validate():
                     update = self._update(action)
                 case Offload() | Reload() | Recompute():
                     self._change_saved(action)
@@ -313,20 +340,27 @@ class Worker:
         if action.stage == self._first:
             del self._microbatches[action.microbatch]
 
-    def _update(self, action: Update) -> tuple[Timestamp, Timestamp]:
-        """Returns when it began and ended."""
+    def _update(self, action: Update | Validate) -> tuple[Timestamp, Timestamp] | None:
+        """Returns when an update began and ended."""
         stage, version = action.stage, action.version
         weights, order = self.stages[stage].weights, self.stages[stage].order
+        if isinstance(action, Validate):
+            if order is not None:
+                # The update reads the gradients, and has changed weights that it may have to restore.
+                order.settle()
+            self.verdicts[stage] = self.gradients.validate(stage, version)
+            return None
         gradients, skipped = self.gradients.for_update(stage, version)
         with nullcontext() if order is None else order.making(version, gradients):
             self.snapshots.before_update(stage)
             start = self._now()
-            if not self._updater.together:
+            if not self.updater.together:
                 # The optimizers have the parameters of all stages, and step those with gradients.
                 for other in self._weights:
                     other.set_aside()
-            for made in self._updater.update(stage, version, weights, None if skipped else gradients):
+            for made in self.updater.update(stage, version, weights, None if skipped else gradients):
                 self.snapshots.after_update(made, version)
             stop = self._now()
-        self.gradients.forget(stage, version)
+        if not self._validates:
+            self.gradients.forget(stage, version)
         return start, stop

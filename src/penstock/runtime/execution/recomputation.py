@@ -157,7 +157,7 @@ class Recomputation:
             yield
             return
         self._watched.add(module)
-        state = _PythonState(module)
+        state = PythonState(module)
         try:
             yield
         finally:
@@ -181,7 +181,7 @@ class Recomputation:
         return _ForwardContext.observe(writable, devices, given if checked else ())
 
 
-class _PythonState:
+class PythonState:
     """What a forward of `module` may change beside buffers: attributes, lists and plain tensors of the user's modules,
     and Python's random generators.
     """
