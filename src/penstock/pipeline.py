@@ -154,7 +154,7 @@ class Pipeline(Advised):
             device while they are used: docs/memory.md.
         post_validation: under a schedule that flushes, with one stage per process, stages update without waiting for
             the norms of all gradients, and take an update back where these clip or skip it; the numbers are the same
-            after a drain: docs/schedules.md.
+            after a drain: docs/semantics.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all

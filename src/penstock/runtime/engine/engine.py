@@ -457,14 +457,8 @@ class Engine:
                 worker.go_on(dropped[worker.rank])
             run_cooperatively(self._workers, dropped, self._context.streams)
             for worker in self._workers:
-                with self._context.streams.on(worker.rank):
-                    worker.take_back()
-            if self.device.type == "cuda":
-                # The weights are changed in the present stream, and ranks of this process have others.
-                torch.cuda.synchronize(self.device)
+                worker.take_back()
             self._updater.make_again({stage: gradients for stage, (_, gradients) in verdicts.items()})
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
             left = {rank: (*repeated(begun[rank]), *row) for rank, row in left.items()}
         for worker in self._workers:
             worker.go_on(left[worker.rank])

@@ -29,7 +29,7 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
-from penstock.runtime.execution.repeated_forwards import RepeatedForwards
+from penstock.runtime.execution.recomputation import RepeatedForwards
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.failures import explained
@@ -345,9 +345,6 @@ class Worker:
         stage, version = action.stage, action.version
         weights, order = self.stages[stage].weights, self.stages[stage].order
         if isinstance(action, Validate):
-            if order is not None:
-                # The update reads the gradients, and has changed weights that it may have to restore.
-                order.settle()
             self.verdicts[stage] = self.gradients.validate(stage, version)
             return None
         gradients, skipped = self.gradients.for_update(stage, version)
