@@ -288,6 +288,32 @@ def test_forwards_that_cannot_run_again_are_refused() -> None:
         pipe.step(x, x)
 
 
+@pytest.mark.parametrize("most", [1e9, 1e-3])
+def test_buffers_count_every_microbatch_once(most: float) -> None:
+    batches, found = torch.randn(3, 8, 6), []
+    for later in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)]
+        pipe = penstock.Pipeline(
+            layers,
+            (torch.zeros(2, 6),),
+            nn.functional.mse_loss,
+            models.momentum,
+            stages=2,
+            microbatches=4,
+            check="off",
+            clip_grad_norm=most,
+            post_validation=later,
+        )
+        losses = [float(pipe.step(x, x).loss) for x in batches]
+        found.append((losses, pipe.state_dict()["model"]))
+    (expected, weights), (actual, others) = found
+
+    assert actual == expected
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    assert any(int(tensor) == 12 for name, tensor in weights.items() if name.endswith("num_batches_tracked"))
+
+
 def test_inputs_that_a_layer_writes_are_whole_when_it_runs_again() -> None:
     batches = torch.randn(3, 8, 6)
     plain, later = (build_of(Shifting, post_validation=later, check="off") for later in (False, True))

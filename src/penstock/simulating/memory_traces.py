@@ -191,8 +191,9 @@ def _changes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> tu
     users = _users(effects, np.array(track.instructions.contents, dtype=np.int64)[counted][~sent], len(sizes.saved))
     used = np.where(backward[users], freed[users], starts[users])
     validations = np.flatnonzero(effects // len(sizes.saved) == MemoryEffect.VALIDATE)
-    # A rank with validations has one stage. One without gradients of a minibatch has fewer updates here.
-    ended = stops[validations[-len(updates) :]] if len(validations) else stops[updates]
+    # A rank with validations has one stage, and each update is followed by its own.
+    ended = stops[validations[np.searchsorted(validations, updates)] if len(validations) else updates]
+    begun = np.nextafter(starts[updates], -np.inf)
     copies = weights[updates] * (1 + costs.assumptions.optimizer_copies) * bool(len(validations))
     times = [
         stops[makers],
@@ -201,7 +202,7 @@ def _changes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> tu
         used,
         freed[first_backwards],
         ended,
-        starts[updates],
+        begun,
         ended,
     ]
     amounts = [passed[sends], passed[receives], -passed[sends], -passed[receives]]

@@ -29,7 +29,7 @@ from penstock.capturing.preservation import python_generators
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PenstockError
 from penstock.torch_internals.autograd import is_profiling
-from penstock.torch_internals.tensors import times_written
+from penstock.torch_internals.tensors import set_times_written, times_written
 
 Granularity: TypeAlias = Literal["stage", "layers"]
 _Results: TypeAlias = tuple[Tensor, ...]
@@ -225,14 +225,19 @@ class RepeatedForwards:
 
     def check(self) -> None:
         """Raises `PenstockError` if the first forwards have changed what is in no buffer."""
-        written = [buffer.detach().clone() for buffer, _ in self._kept] if self._states else []
-        if self._states:
-            self.restore()
+        if not self._states:
+            return
+        buffers = [buffer for buffer, _ in self._kept]
+        # Backwards may read the buffers: autograd is not to see these writes.
+        written, times = [buffer.detach().clone() for buffer in buffers], tuple(map(times_written, buffers))
+        self.restore()
         changed = [name for state in self._states for name in state.changes()]
         self._states = []
         with torch.no_grad():
-            for (buffer, _), values in zip(self._kept, written, strict=False):
+            for buffer, values in zip(buffers, written, strict=True):
                 buffer.copy_(values)
+        if buffers:
+            set_times_written(tuple(buffers), times)
         if changed:
             raise PenstockError(
                 f"a forward changes {changed[0]}, which would happen twice where post_validation=True runs it again: "
