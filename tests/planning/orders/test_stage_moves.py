@@ -99,8 +99,9 @@ def test_moves_are_never_worse(sizes: list[int], share: float) -> None:
 
 
 def test_a_cut_moves_past_layers_that_send_much() -> None:
-    """Only behind the second of eight layers a message is small, and the link is slow."""
-    layers = (replace(PROFILE.layers[0], name=str(k), cut_bytes=1e5 if k == 1 else 1e8) for k in range(8))
+    """Behind the second of eight layers a message is small, behind the third large; the link is slow."""
+    sizes = (1e8, 1e5, 3e8, 1e8, 1e8, 1e8, 1e8, 1e8)
+    layers = (replace(PROFILE.layers[0], name=str(k), cut_bytes=size) for k, size in enumerate(sizes))
     profile = Profile(tuple(layers), 2)
     plan = Plan.of_cuts((0, 4, 8), 2)
     found = find_order(replace(plan, microbatches=6), profile, Cluster.uniform(2, 1e8), move_cuts=True)
