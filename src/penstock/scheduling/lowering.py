@@ -208,8 +208,8 @@ class Lowering:
                 case Summed(stage, version):
                     made.extend(self._leave(stage, version))
                 case EarlierNorms(stage, version):
-                    if version > 0 and self.norms is NormRule.LAGGED and self._is_apart(stage - 1):
-                        append(ReceiveNorms(stage, version, stage - 1))
+                    if version > 0 and self.norms is NormRule.LAGGED:
+                        made.extend(self._receive_norms(stage, version))
                 case _:
                     assert_never(entry)
         if updates:
@@ -255,8 +255,7 @@ class Lowering:
             if update.stage not in self.deferred:
                 yield from self._send_norms_back(update.stage, update.version)
         for update in ascending:
-            if self._is_apart(update.stage - 1):
-                yield ReceiveNorms(update.stage, update.version, update.stage - 1)
+            yield from self._receive_norms(update.stage, update.version)
             yield from self._send_norms(update.stage, update.version, update.stage + 1)
         yield from updates
 
@@ -314,6 +313,10 @@ class Lowering:
     def _send_norms(self, stage: int, version: int, target: int) -> Iterator[Action]:
         if self._is_apart(target):
             yield SendNorms(stage, version, target)
+
+    def _receive_norms(self, stage: int, version: int) -> Iterator[Action]:
+        if self._is_apart(stage - 1):
+            yield ReceiveNorms(stage, version, stage - 1)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         return nexts(stage, len(self.placement.stages), self.skips, later=later)
