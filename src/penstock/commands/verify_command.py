@@ -41,8 +41,8 @@ def _run(arguments: argparse.Namespace) -> None:
 VERIFY = Command(
     name="verify",
     summary="prove that a plan's schedule keeps its rules",
-    description="Proves that a plan's schedule cannot deadlock, mixes no weight versions and leaks nothing. "
-    "Exit code 1 if it violates one of these rules.",
+    description="Proves that a plan's schedule cannot deadlock, reads the weight versions that it promises and leaks "
+    "nothing. Exit code 1 if it violates one of these rules.",
     example="penstock verify plan.yaml --minibatches 8",
     declare=_declare,
     run=_run,
