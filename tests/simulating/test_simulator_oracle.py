@@ -154,7 +154,7 @@ class Oracle:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(), st.booleans(), st.booleans())
 def test_equals_the_fixed_point(
     problem: tuple[Schedule, Plan, Profile, Cluster, int], overlap: bool, overlap_reduce: bool

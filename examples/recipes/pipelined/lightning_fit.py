@@ -26,10 +26,16 @@ loader = torch.utils.data.DataLoader([(batch[:, :-1], batch[:, 1:]) for batch in
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.mix = nn.LayerNorm(width), nn.GRU(width, width, batch_first=True)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.joined, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x):
-        return x + self.mix(self.norm(x))[0]
+    def forward(self, x):  # (B, T, C) -> (B, T, C)
+        heads = self.joined(self.first(x)).view(*x.shape[:2], 3, 4, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attention = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attention.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.second(x))
 
 
 def loss_of(scores, target):
