@@ -378,7 +378,8 @@ class Pipeline(Advised):
         the buffers of the first one (each has seen only its own microbatches, for BatchNorm's statistics). All messages
         of this rank have been sent when this returns, so that its process may leave the process group.
         """
-        self._guarded.run("in a drain", self._engine.drain)
+        with self._updater.interrupts:
+            self._guarded.run("in a drain", self._engine.drain)
 
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.

@@ -126,9 +126,6 @@ class Trap(nn.Module):
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     Trap.left, Trap.error = -1, ValueError("the layer is broken")
-    # Python's own, as in a training, whatever tests of the same process have left.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     yield
     Trap.left = -1
 
@@ -283,6 +280,15 @@ def test_ctrl_c_in_an_update_waits_for_the_end_of_the_step(schedule: str) -> Non
 
     assert train(interrupted, range(2, STEPS)) == train(plain, range(STEPS))[2:]
     assert_same(weights(interrupted), weights(plain))
+
+
+@pytest.mark.parametrize("most", [1e-3, 1e9])
+def test_ctrl_c_is_python_s_own_after_a_drain_that_validates_an_update(most: float) -> None:
+    pipe = make("zb-h1", clip_grad_norm=most, post_validation=True)
+    train(pipe, range(2))
+    pipe.drain()
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_ctrl_c_has_its_effect_at_once() -> None:
