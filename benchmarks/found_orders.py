@@ -16,6 +16,7 @@ two processes compute, on a core each.
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -141,6 +142,21 @@ def plans_of(case: Case, profile: Profile, cluster: Cluster) -> tuple[Plan, Plan
     return min(found, key=lambda each: each[0])[1], min(named)[2]
 
 
+def alternate(
+    pipes: Mapping[str, penstock.Pipeline], x: Tensor, y: Tensor, *, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """By name: the seconds of a step in each round, in which each pipeline makes `steps` after the other."""
+    seconds: dict[str, list[float]] = {name: [] for name in pipes}
+    for _ in range(rounds):
+        for name, pipe in pipes.items():
+            begun = time.perf_counter()
+            for _ in range(steps):
+                result = pipe.step(x, y)
+            float(result.loss)
+            seconds[name].append((time.perf_counter() - begun) / steps)
+    return seconds
+
+
 def work(case: Case, path: Path) -> None:
     """One process; rank 0 writes what was found."""
     torch.set_num_threads(1)
@@ -157,14 +173,7 @@ def work(case: Case, path: Path) -> None:
     found, named = alone(lambda: plans_of(case, profile, cluster))
     pipes = {"found": build(case, plan=found), "named": build(case, plan=named)}
     losses = {name: [float(pipe.step(x, y).loss) for _ in range(2)] for name, pipe in pipes.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in pipes}
-    for _ in range(ROUNDS):
-        for name, pipe in pipes.items():
-            begun = time.perf_counter()
-            for _ in range(STEPS):
-                result = pipe.step(x, y)
-            float(result.loss)
-            seconds[name].append((time.perf_counter() - begun) / STEPS)
+    seconds = alternate(pipes, x, y, rounds=ROUNDS, steps=STEPS)
     predicted = {name: evaluate(pipe.plan, profile, cluster).minibatch_seconds for name, pipe in pipes.items()}
     if torch.distributed.get_rank() == 0:
         same = all(each == expected for each in losses.values())

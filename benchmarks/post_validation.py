@@ -12,7 +12,6 @@ one does so where every update clips and is taken back. `same bits`: whether the
 
 import json
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import penstock
-from found_orders import Case, batch_of, model_of, sgd
+from found_orders import Case, alternate, batch_of, model_of, sgd
 from measurement.launches import alone, launch_and_read
 from measurement.reports import Report, conditions, option_parser, table
 from orders import MEASURED, order_costs, search
@@ -82,14 +81,7 @@ def work(path: Path) -> None:
         for name, options in WAYS.items()
     }
     losses = {name: [float(pipe.step(x, y).loss) for _ in range(3)] for name, pipe in pipes.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in pipes}
-    for _ in range(ROUNDS):
-        for name, pipe in pipes.items():
-            begun = time.perf_counter()
-            for _ in range(STEPS):
-                result = pipe.step(x, y)
-            float(result.loss)
-            seconds[name].append((time.perf_counter() - begun) / STEPS)
+    seconds = alternate(pipes, x, y, rounds=ROUNDS, steps=STEPS)
     if torch.distributed.get_rank() == 0:
         same = losses["waits"] == losses["validated later"]
         path.write_text(json.dumps({"seconds": seconds, "same": same, "order": str(plan.schedule)}))

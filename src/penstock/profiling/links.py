@@ -40,11 +40,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.arguments import check_arguments, instance
+from penstock.arguments import check_arguments
 from penstock.capturing.initialization import read_device
 from penstock.errors import ProfileError
 from penstock.profiling.action_costs import measure_action_seconds, measure_message_costs
 from penstock.progress import progress_line
+from penstock.runtime.assembly.pipeline_options import OFFLOAD_TO
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.host_stores import HOST, make_host_store
 from penstock.runtime.devices.local_devices import local_device
@@ -72,9 +73,6 @@ _LONGEST_SECONDS = 0.2
 """Larger messages than those that take so long are not measured."""
 _HOST_BYTES, _HOST_CALLS = 2**25, 5
 """What goes to the host at once, and how often."""
-_RULES = {
-    "offload_to": instance((str, Path), f"{HOST!r} or a directory", "pass a directory on CPUs, else leave it out")
-}
 _SEGMENTS = 100
 """More segments than those that a transport between GPUs treats as first steps, which are slower."""
 
@@ -99,7 +97,7 @@ def probe(
     Raises `ProfileError` in a single process or for an unknown device, and `TransportError` if a rank fails or does not
     answer for `timeout_seconds`.
     """
-    check_arguments("probe", _RULES, ProfileError, offload_to=offload_to)
+    check_arguments("probe", {"offload_to": OFFLOAD_TO}, ProfileError, offload_to=offload_to)
     joined = dist.is_available() and dist.is_initialized()
     world = join_world(check_timeout(timeout_seconds))
     try:

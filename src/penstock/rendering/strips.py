@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-_HEIGHTS = {"reduce": 0, "update": 2, "validate": 2}
+UPDATES = ("update", "validate")
+_HEIGHTS = {"reduce": 0, **dict.fromkeys(UPDATES, 2)}
 """The order from bottom to top: a sum of gradients may overlap a computation. Everything else is 1."""
 COPIES = {"offload": "v", "reload": "^"}
 """The kinds of copies between a device and its host, and the signs of their directions."""
@@ -55,7 +56,7 @@ def label_spans(timeline: Timeline) -> tuple[LabeledSpan, ...]:
         held = span.rank, span.stage  # replicas update one by one
         if span.kind == "update":
             newest[held] = span.number
-        if span.kind in ("update", "validate"):
+        if span.kind in UPDATES:
             entries.append(LabeledSpan(span, span.kind[0].upper()))
         elif span.kind == "reduce":
             entries.append(LabeledSpan(span, ""))
@@ -103,7 +104,7 @@ def draw_strips(
                     continue
                 if entry.span.stage != stage:
                     row[start:stop] = " " * (stop - start)
-                elif entry.span.kind in ("update", "validate"):
+                elif entry.span.kind in UPDATES:
                     _write_update(row, start, stop, entry.label)
                 elif entry.span.kind == "reduce":
                     row[start:stop] = "+" * (stop - start)

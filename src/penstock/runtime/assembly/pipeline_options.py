@@ -65,12 +65,13 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "state_on_host": FLAG,
     "post_validation": FLAG,
 }
+OFFLOAD_TO = instance((str, Path), f"{HOST!r} or a directory", f"pass {HOST!r} for the memory of the host")
 _RUN_RULES: Mapping[str, Rule[Any]] = {
     "parallelize": function(
         ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
     ).optional,
     "check": choice(get_args(Check)),
-    "offload_to": instance((str, Path), f"{HOST!r} or a directory", f"pass {HOST!r} for the memory of the host"),
+    "offload_to": OFFLOAD_TO,
     "seed": SEED.but("give one such as 0, or None for PyTorch's own stream").optional,
 }
 
