@@ -6,8 +6,11 @@ Then it hands the programs of the schedule to the workers, step by step.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from logging import getLogger
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from penstock.autoplans import AutoPlan, plan_pipeline
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import modules_in
-from penstock.capturing.outside_state import OutsideState
+from penstock.capturing.reads import Change
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
@@ -45,8 +48,9 @@ from penstock.runtime.assembly.pipeline_options import (
     RecomputeChoice,
     RunOptions,
 )
+from penstock.runtime.assembly.recaptures import is_same, refit, refuse_unfollowed, refused
 from penstock.runtime.assembly.setup_agreement import check_agreement, check_optimizers, check_options
-from penstock.runtime.assembly.started_engines import start_engine
+from penstock.runtime.assembly.started_engines import replace_stages, start_engine
 from penstock.runtime.assembly.weight_exports import export_weights, hold
 from penstock.runtime.batches.batch_splitter import (
     BatchSplitter,
@@ -78,6 +82,8 @@ from penstock.training.update_corrections import UpdateHook
 from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
+
+log = getLogger("penstock")
 
 
 @collective
@@ -273,7 +279,7 @@ class Pipeline(Advised):
             self._device = captured.device
             # 2. The plan has a schedule, which is the same on all ranks.
             planned, self.auto_plan = plan_pipeline(options, self._world, captured)
-            self.plan, self.schedule = planned.plan, planned.schedule
+            self._planned, self.plan, self.schedule = planned, planned.plan, planned.schedule
             held = held_stages(self.plan, self.schedule, planned.ranks)
             self.required_inputs = find_inputs(captured.chain, held)
             check_agreement(self._world, self.plan, captured.chain, self.schedule, weights=not again)
@@ -322,7 +328,6 @@ class Pipeline(Advised):
         self._drain_reminder = remind_to_drain(self, engine, world.rank)
         self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=model.sample)
         give_hints(modules, self.schedule, world.rank)
-        self._outside = OutsideState(model.model, self._chain)
         self._opened.callback(watch_flight(world, self.plan, engine.recorder, guarded, self._device))
         known = self.auto_plan.profile if self.auto_plan else None
         self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, world, profile=known)
@@ -359,9 +364,10 @@ class Pipeline(Advised):
         backwards of this minibatch are left to the next step, or to `drain`. The learning rates are in ``result.lr``.
         What your own backwards have left in ``.grad`` of the parameters is dropped.
         """
+        if (change := self._chain.reads.change()) is not None:
+            self._follow(change)
         with self._guarded("reading a batch", harmless=True):
             self._conditions.check()
-            self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
             if self._first_batch is not None:
@@ -370,6 +376,31 @@ class Pipeline(Advised):
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
+
+    def _follow(self, change: Change) -> None:
+        """Captures the model again, since what the code between its blocks has read has a `change`. Raises
+        `PenstockError` if the running stages cannot follow it.
+        """
+        start = perf_counter()
+        with self._guarded("in a step"):
+            self._engine.calls.announce(f"step after a change of {change.name}", (), self._engine.trained, None)
+        with self._guarded("capturing the model again", harmless=True), refused(change):
+            refuse_unfollowed(change, self._own_stages)
+            with self._chain.reads.modes_as_read():
+                captured = capture_for_training(self._world, self._options)
+            plan, chain = refit(self.plan, self._chain, captured.chain)
+            planned = replace(self._planned, plan=plan)
+            own = make_own_stages(self._options, self._world, replace(captured, chain=chain), planned)
+        if not is_same(self._chain, own.chain):
+            self.drain()
+        self.plan, self._planned, self._own_stages, self._chain = plan, planned, own, own.chain
+        replace_stages(self._engine, plan, self._chain)
+        self.required_inputs = find_inputs(self._chain, held_stages(plan, self.schedule, planned.ranks))
+        self._splitter = replace(self._splitter, chain=self._chain, required=self.required_inputs)
+        self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=self._options.model.sample)
+        if self._first_batch is not None:
+            self._first_batch = FirstBatch(self._options, captured, self.schedule, self.required_inputs.target)
+        log.info("%s: the model was captured again in %.2f s", change, perf_counter() - start)
 
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
@@ -387,6 +418,8 @@ class Pipeline(Advised):
         Drains first. The loss is the mean over the batch's samples.
         """
         self.drain()
+        if (change := self._chain.reads.without("training").change()) is not None:
+            self._follow(change)
         with self._guarded("reading a batch", harmless=True):
             microbatches = self._splitter.for_evaluation(inputs, target)
         with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
@@ -399,6 +432,8 @@ class Pipeline(Advised):
         concatenated, and others are stacked.
         """
         self.drain()
+        if (change := self._chain.reads.without("training").change()) is not None:
+            self._follow(change)
         with self._guarded("reading a batch", harmless=True):
             microbatches = self._splitter.for_prediction(inputs)
         with self._guarded("in a prediction"), self._explained("predict", inputs):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
+from penstock.capturing.reads import Reads
 from penstock.errors import PlanError
 from penstock.torch_internals.modules import runs_plainly
 from penstock.values.crossings import Crossing
@@ -217,6 +218,8 @@ class LayerChain:
     """The same layers in evaluation mode, over the same parameters and buffers; captured on the first call."""
     communicates: bool = field(default=False, kw_only=True)
     """Whether the model was seen to wait for other processes in its forward, so that all must run it together."""
+    reads: Reads = field(default_factory=Reads, kw_only=True, repr=False)
+    """What the code outside of its blocks has read; in evaluation mode, too, once that is captured."""
 
     def cut(self, index: int) -> tuple[str, ...]:
         """The values that cross the cut before layer `index`, in the order in which they were written.

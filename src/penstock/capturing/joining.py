@@ -72,6 +72,8 @@ def with_evaluation(chain: LayerChain, model: nn.Module, name: str, capture: Cal
             evaluated = capture()
         own, others = ([layer.name for layer in each.layers] for each in (chain, evaluated))
         if own == others:
+            # Everything between the blocks is in evaluation mode then.
+            chain.reads.extend(evaluated.reads.without("training"))
             return replace(evaluated, evaluation=lambda: evaluation())
         different = next(iter(sorted(set(own) ^ set(others))), own[0])
         raise CaptureError(

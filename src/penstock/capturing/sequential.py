@@ -24,6 +24,7 @@ from penstock.capturing.observation import Observation, SharedObjects, keep_last
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.read_names import FunctionModule
+from penstock.capturing.reads import Reads, note_module
 from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -230,12 +231,23 @@ def _capture(
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         buffers=SavedBuffers(model),
         evaluation=lambda: chain,
+        reads=_reads_of(model),
     )
     if trained is None:
         chain = with_gradients(chain, gradients_of(sampled, chain))
     return with_evaluation(
         chain, model, "the list of layers", lambda: _capture(named, spread, call, inputs, model, trained=chain)
     )
+
+
+def _reads_of(model: nn.Module, path: str = "") -> Reads:
+    """What nn.Sequentials that are opened consist of, or a list."""
+    reads = Reads()
+    note_module(reads, path, model, mode=False)
+    for name, child in registered_children(model):
+        if is_plain_sequential(child):
+            reads.extend(_reads_of(child, f"{path}.{name}".lstrip(".")))
+    return reads
 
 
 class _Held:

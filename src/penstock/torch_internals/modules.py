@@ -17,6 +17,9 @@ from penstock.torch_internals.availability import missing
 TENSOR_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 """The attributes of a module that hold what is registered with it, under names that are those of the state dict."""
 
+HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes that hold what runs around the forward and the backward of a module itself."""
+
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether something runs around the forward or the backward of `module` itself."""
@@ -64,7 +67,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any], *, hooks: b
 
 
 def _hook_tables(module: nn.Module) -> list[MutableMapping[int, Any]]:
-    return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+    return [getattr(module, name) for name in HOOK_TABLES]
 
 
 def is_compiled(module: nn.Module) -> bool:

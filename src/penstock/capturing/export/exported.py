@@ -28,6 +28,7 @@ from penstock.capturing.export.cutting import Partition, call_stacks, cut, resul
 from penstock.capturing.export.dependence import depend, is_random, node_memory
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, is_block, opaque_paths
+from penstock.capturing.export.read_tracing import trace_reads
 from penstock.capturing.export.tracing import Trace, is_mutating, trace
 from penstock.capturing.joining import join_layers, with_evaluation
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
@@ -102,6 +103,7 @@ def _capture(
         buffers=SavedBuffers(model),
         evaluation=lambda: chain,
         communicates=run.communicates,
+        reads=trace_reads(sampled, own, run.called_by_forward),
     )
     return Draft(chain, tuple(_questions(sampled, chain, recorded, check=check, trains=trains))), partition
 

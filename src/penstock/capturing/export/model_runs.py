@@ -63,6 +63,11 @@ class ModelRun:
     opened."""
 
     @property
+    def called_by_forward(self) -> frozenset[str]:
+        """The blocks that are called as ``block.forward(x)``."""
+        return frozenset(path for path, calls in self.calls[0].items() if any(call.by_forward for call in calls))
+
+    @property
     def changes_itself(self) -> bool:
         """Whether a run changes what the model holds, but for caches, which only the first one fills."""
         return bool(self.changed or self.written or self.writes or self.written_buffers)

@@ -183,6 +183,11 @@ class Watch:
         made.leaves = [ResultShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     @property
+    def in_call(self) -> bool:
+        """Whether one of the modules runs."""
+        return bool(self._stack)
+
+    @property
     def _path(self) -> str:
         """The innermost module that runs."""
         return self._stack[-1][0] if self._stack else ""

@@ -171,6 +171,12 @@ def _check_evaluation(chain: LayerChain) -> None:
         )
 
 
+def computes_alike(chain: LayerChain, other: LayerChain) -> bool:
+    """Whether two chains of as many layers compute and return the same."""
+    alike = all(map(_compute_alike, chain.layers, other.layers))
+    return alike and _returned(chain.output) == _returned(other.output)
+
+
 def _compute_alike(layer: Layer, other: Layer) -> bool:
     """Whether two layers call the same blocks alike, by the same operators over the same values and tensors."""
     if list(_facts(layer)) != list(_facts(other)):

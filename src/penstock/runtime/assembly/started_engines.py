@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain, StageModule, crossings_of
+from penstock.capturing.module_copies import Copies
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, evaluate_in_place, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
@@ -238,7 +239,7 @@ def build_stages(
         if index in modules:
             evaluation = partial(partial, evaluate_in_place, weights)
         else:
-            evaluation = cache(lambda start=start, stop=stop: chain.evaluation().stage(start, stop))
+            evaluation = _evaluation(chain, start, stop)
         firsts[index] = LocalStage(
             weights,
             evaluation=evaluation,
@@ -275,6 +276,26 @@ def build_stages(
                 order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
             )
     return stages
+
+
+def replace_stages(engine: Engine, plan: Plan, chain: LayerChain) -> None:
+    """Has the stages of `engine` run the layers of `chain` by `plan`, over the weights that they have."""
+    firsts: dict[int, StageModule] = {}
+    for own in engine.stages.values():
+        for index, stage in own.items():
+            start, stop = plan.stages[index].start, plan.stages[index].stop
+            if index in firsts:
+                module = Copies([firsts[index]]).of(firsts[index])
+            else:
+                module = firsts[index] = chain.stage(start, stop)
+                _reroute(module, index, engine.schedule, plan, chain)
+            stage.weights.replace(module)
+            stage.evaluation = _evaluation(chain, start, stop)
+    engine.use_chain(chain)
+
+
+def _evaluation(chain: LayerChain, start: int, stop: int) -> Callable[[], Callable[..., tuple[Tensor, ...]]]:
+    return cache(lambda: chain.evaluation().stage(start, stop))
 
 
 def _reducer(

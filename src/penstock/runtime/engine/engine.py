@@ -299,6 +299,11 @@ class Engine:
         self.restart(self.trained)
         return intact
 
+    def use_chain(self, chain: LayerChain) -> None:
+        """Runs the stages, whose modules are of `chain` by now, and ends them as it does."""
+        for worker in self._workers:
+            worker.use_chain(chain)
+
     def _newest_versions(self) -> dict[int, int]:
         return {index: stage.weights.newest for own in self.stages.values() for index, stage in own.items()}
 

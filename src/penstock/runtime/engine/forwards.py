@@ -41,8 +41,6 @@ class Forwards:
         """The copies of what these forwards saved."""
         self._offloaded: Collection[tuple[int, int]] = ()
         """The stages and microbatches of the present segment that will be offloaded."""
-        self._random = frozenset(index for index, stage in stages.items() if any(stage.weights.stage.random))
-        """The stages with layers that draw random numbers."""
         self._recomputations = {
             index: Recomputation(stage.recomputes, heads[index].loss_fn if index in heads else None)
             for index, stage in stages.items()
@@ -51,6 +49,11 @@ class Forwards:
         self._direct: frozenset[tuple[int, int]] = frozenset()
         """The stages and microbatches whose backward directly follows their forward, so that nothing is recomputed."""
         self._batch = BatchRun(training=True)
+        self.read_modules()
+
+    def read_modules(self) -> None:
+        """Finds the stages with layers that draw random numbers."""
+        self._random = frozenset(index for index, stage in self._stages.items() if any(stage.weights.stage.random))
 
     def begin(self, batch: BatchRun, program: Sequence[Action], offloaded: Collection[tuple[int, int]]) -> None:
         """`offloaded`: the stages and microbatches that `program` offloads."""

@@ -54,7 +54,7 @@ class LossHead:
         checks: bool,
     ) -> None:
         self.loss_fn, self.checks = loss_fn, checks
-        self._rank, self._chain, self._weigh = rank, chain, weigh
+        self._rank, self.chain, self._weigh = rank, chain, weigh
         self._batch = BatchRun(training=True)
         self._parameters: LossParameters | None = LossParameters(chain, held)
         """None after the first loss, whose parameters have been looked at."""
@@ -82,7 +82,7 @@ class LossHead:
         loss_fn, parameters = self.loss_fn, self._parameters
         if module is not None and parameters is not None:
             loss_fn = parameters.examined(loss_fn, module, outputs, microbatch.tensors)
-        chain = self._chain if self._batch.training else self._chain.evaluation()
+        chain = self.chain if self._batch.training else self.chain.evaluation()
         loss, beside = compute_loss(loss_fn, chain.output.build(outputs), microbatch.target)
         metrics.update(beside)
         if self._batch.training and microbatch.amount:

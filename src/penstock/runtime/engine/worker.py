@@ -18,6 +18,7 @@ from typing import NoReturn, TypeAlias, assert_never, cast
 from torch import Tensor
 from torch.profiler import record_function
 
+from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.batches.results import ActionTiming, BatchRun
@@ -90,12 +91,6 @@ class Worker:
         self.snapshots = snapshots
         """Of all stages of the process; its workers share it."""
         self._weights = weights
-        modules = {index: stage.weights.stage for index, stage in stages.items()}
-        self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
-        self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
-        self._differentiable = {
-            index: tuple(name in module.differentiable for name in module.sent) for index, module in modules.items()
-        }
         self._first = min(stages)
         self._batch, self._training = BatchRun(training=True), True
         self._labels = False
@@ -106,8 +101,25 @@ class Worker:
         self._microbatches: dict[int, Microbatch] = {}
         self.verdicts: dict[int, tuple[bool, Mapping[str, Tensor] | None]] = {}
         """By stage that was validated in this segment: whether its update stands, and what to update with."""
-        self._repeated = RepeatedForwards([*modules.values()])
         self._validates = False
+        self._read_modules()
+
+    def _read_modules(self) -> None:
+        modules = {index: stage.weights.stage for index, stage in self.stages.items()}
+        self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
+        self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
+        self._differentiable = {
+            index: tuple(name in module.differentiable for name in module.sent) for index, module in modules.items()
+        }
+        self._repeated = RepeatedForwards([*modules.values()])
+
+    def use_chain(self, chain: LayerChain) -> None:
+        """Runs the stages as modules of `chain`, which they have by now, and ends them as it does."""
+        self._inputs = chain.inputs
+        self._read_modules()
+        self._forwards.read_modules()
+        for head in self._heads.values():
+            head.chain = chain
 
     @property
     def checks_losses(self) -> bool:

@@ -38,6 +38,7 @@ Laws of this file:
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -48,7 +49,7 @@ from penstock.capturing.module_copies import Copies
 from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import Memory, layout_of
 from penstock.runtime.parameters.shards import local_shard, redistributed_like, set_local_shard
-from penstock.torch_internals.modules import tensor_tables
+from penstock.torch_internals.modules import TENSOR_TABLES, tensor_tables
 from penstock.torch_internals.tensors import copy_each, set_times_written, times_written
 
 
@@ -250,16 +251,16 @@ class VersionedWeights:
         slots = _Slots.of(
             dict(parameters), versions, lenders=lenders, weights=compute_weights, host=host, drifts=drifts
         )
-        self._hold(slots, module, sharers or Sharers(), [] if swapped else _places_of(module, slots.parameters))
+        self._hold(slots, module, sharers or Sharers(), compared=not swapped)
 
     def replica(self) -> "VersionedWeights":
         """Another replica of the stage in this process: the same weights, with buffers and state of its own."""
         other = VersionedWeights.__new__(VersionedWeights)
-        other._hold(self._slots, Copies([self.stage]).of(self.stage), self._sharers, [])
+        other._hold(self._slots, Copies([self.stage]).of(self.stage), self._sharers, compared=False)
         return other
 
-    def _hold(self, slots: _Slots, module: StageModule, sharers: Sharers, places: list[_Place]) -> None:
-        self._slots, self._sharers, self._places = slots, sharers, places
+    def _hold(self, slots: _Slots, module: StageModule, sharers: Sharers, *, compared: bool) -> None:
+        self._slots, self._sharers = slots, sharers
         self._aside: dict[str, Tensor] = {}
         """Accumulated gradients that are not in ``.grad``."""
         self.stage = module
@@ -270,6 +271,24 @@ class VersionedWeights:
         """Those that are trained, here or by another stage of this process."""
         self.stepped = slots.stepped
         """Those that are trained, and not updated by another stage of this process."""
+        self._read_module(compared=compared)
+
+    def _read_module(self, *, compared: bool) -> None:
+        """Notes where the module has its parameters, unless they are not `compared`."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        tables = [tensor_tables(inner)[0] for inner in self.stage.modules()] if compared else []
+        found = [(table, key, names[id(p)]) for table in tables for key, p in table.items() if id(p) in names]
+        self._places: list[_Place] = found
+        self._placed = [self.parameters[name] for _, _, name in found]
+        held = [vars(inner).get(name) for inner in self.stage.modules() for name in TENSOR_TABLES if compared]
+        self._tables = [table for table in held if isinstance(table, dict)]
+        """What its modules register."""
+        self._sizes = list(map(len, self._tables))
+
+    def replace(self, module: StageModule) -> None:
+        """Puts `module`, with the same parameters, in the place of the stage's."""
+        self.stage = module
+        self._read_module(compared=bool(self._places))
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -292,13 +311,9 @@ class VersionedWeights:
 
     def _check(self) -> None:
         slots = self._slots
-        for table, key, name in self._places:
-            if table[key] is not slots.parameters[name]:
-                raise PenstockError(
-                    f"parameter {name}: another tensor was assigned to it after the pipeline was built, which would "
-                    "not be trained. Expected the parameter that the pipeline was built with. Write in it instead "
-                    "(with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
-                )
+        found = [table.get(key) for table, key, _ in self._places]
+        if list(map(len, self._tables)) != self._sizes or not all(map(is_, found, self._placed)):
+            self._check_places()
         for name, parameter in slots.parameters.items():
             if parameter.requires_grad is not (name in slots.trained):
                 raise PenstockError(
@@ -313,6 +328,21 @@ class VersionedWeights:
                     "and its schedule keeps the versions of the weights in memory of their own. Expected the same "
                     "memory. Write in it instead (with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
                 )
+
+    def _check_places(self) -> None:
+        """Raises `PenstockError` unless the modules have the parameters that they had, under the same names."""
+        moved = [name for table, key, name in self._places if table.get(key) is not self.parameters[name]]
+        now = {id(parameter): path for path, parameter in self.stage.named_parameters()}
+        lost = [*moved, *(name for name, parameter in self.parameters.items() if id(parameter) not in now)]
+        added = now.keys() - set(map(id, self.parameters.values()))
+        if lost or added:
+            what = f"parameter {lost[0]}: it was replaced, renamed or removed" if lost else f"a new {now[added.pop()]}"
+            raise PenstockError(
+                f"{what}, after the pipeline was built. Expected the parameters that it was built with, which its "
+                "optimizer steps. Write in them instead (with torch.no_grad(): parameter.copy_(...)), or build a new "
+                "Pipeline"
+            )
+        self._read_module(compared=True)
 
     def point(self, version: int) -> None:
         """Points the parameters at the weights of `version`, for a forward, or for a backward of one: autograd reads
@@ -448,9 +478,3 @@ class VersionedWeights:
             for version, tensor in (history or {})[name].items():
                 slots.stored(slots.slot_of(int(version)), name).copy_(tensor)
                 slots.oldest = min(slots.oldest, int(version))
-
-
-def _places_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[_Place]:
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    tables = (tensor_tables(inner)[0] for inner in module.modules())
-    return [(table, key, names[id(p)]) for table in tables for key, p in table.items() if id(p) in names]
