@@ -205,7 +205,7 @@ def content_of(value: Any, own: Callable[[Any], Any] = lambda value: value, dept
         case MethodType():
             return id(own(value.__self__)), value.__func__
         case _ if isinstance(value, _ARRAYS):
-            return type(value), getattr(value, "dtype", None), memoryview(value).tobytes()
+            return type(value), getattr(value, "dtype", None), bytes(memoryview(cast(Any, value)))
         case _:
             return Same(own(value))
 

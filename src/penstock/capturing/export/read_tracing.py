@@ -47,7 +47,7 @@ def trace_reads(sampled: SampledModel, blocks: Collection[str], by_forward: Coll
     outside = {path: module for path, module in model.named_modules() if id(module) not in inside}
     with sampled.copied() as copies, torch.no_grad():
         watch = Watch(model, copies, blocks, by_forward=by_forward)
-        before: dict[tuple[int, Any], Any] = {}
+        before: Mapping[Any, Any] = {}
         changed = ""
         for again in (False, True):
             tracer = _ReadTracer(model, copies, outside, watch)
@@ -78,8 +78,8 @@ class _ReadTracer:
         self._functions: dict[CodeType, FunctionType] = {}
         self.filled = False
         """Whether the copy has something else than the model in a place that was read."""
-        self.read: dict[tuple[int, Any], tuple[str, Table, Any]] = {}
-        """Places of the copy: the name, the table and the content when it was read."""
+        self.read: dict[Any, tuple[str, Table, Any, Any]] = {}
+        """Places of the copy: the name, the table, the key, and the content when it was read."""
         for path, module in model.named_modules():
             self._lasts(path, module)
         for path, module in outside.items():
@@ -97,11 +97,11 @@ class _ReadTracer:
         finally:
             sys.settrace(before)
 
-    def changed(self, before: Mapping[tuple[int, Any], Any]) -> str:
+    def changed(self, before: Mapping[Any, Any]) -> str:
         """The name of something that the run, or one `before`, has changed; empty if there is nothing."""
-        for place, (name, table, content) in self.read.items():
-            now = content_of(table.get(place[1], NOTHING), self._own)
-            if now != content or content != before.get(place, (name, table, content))[2]:
+        for place, (name, table, key, content) in self.read.items():
+            now = content_of(table.get(key, NOTHING), self._own)
+            if now != content or content != before.get(place, (content,))[-1]:
                 return name
         return ""
 
@@ -247,7 +247,7 @@ class _ReadTracer:
             return
         held = copied.get(key, NOTHING)
         content = content_of(held, self._own)
-        self.read[place] = name, copied, content
+        self.read[place] = name, copied, key, content
         if content == content_of(table.get(key, NOTHING)):
             self.reads.note(name, table, key)
         else:

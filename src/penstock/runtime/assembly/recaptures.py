@@ -36,8 +36,9 @@ def refit(plan: Plan, before: LayerChain, now: LayerChain) -> tuple[Plan, LayerC
     homes: defaultdict[int | str, set[int]] = defaultdict(set)
     for index, stage in enumerate(plan.stages):
         for layer in before.layers[stage.start : stage.stop]:
-            for key in (layer.name, *map(id, _bodies(layer)), *map(id, _tensors(layer))):
+            for key in map(id, (*_bodies(layer), *_tensors(layer))):
                 homes[key].add(index)
+            homes[layer.name].add(index)
     starts = list[int]()
     stage_of = 0
     for position, layer in enumerate(now.layers):
