@@ -385,7 +385,7 @@ class Pipeline(Advised):
         with self._guarded("in a step"):
             self._engine.calls.announce(f"step after a change of {change.name}", (), self._engine.trained, None)
         with self._guarded("capturing the model again", harmless=True), refused(change):
-            refuse_unfollowed(change, self._own_stages)
+            refuse_unfollowed(change, self._own_stages, weightless=self._options.model.init_fn is not None)
             with self._chain.reads.modes_as_read():
                 captured = capture_for_training(self._world, self._options)
             plan, chain = refit(self.plan, self._chain, captured.chain)

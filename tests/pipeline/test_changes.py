@@ -242,7 +242,7 @@ Planned = tuple[int, str, float]
 """Before which step, which of `KINDS`, and a number."""
 
 
-def train_both(changes: list[Planned], schedule: str, stages: int, evaluates: bool, **options: Any) -> str:
+def train_both(changes: list[Planned], schedule: str, stages: int | None, evaluates: bool, **options: Any) -> str:
     """Trains a plain loop and a pipeline with `changes`. Returns the refusal; empty if all numbers are equal."""
     with restored():
         torch.manual_seed(0)
@@ -259,7 +259,8 @@ def train_both(changes: list[Planned], schedule: str, stages: int, evaluates: bo
             microbatches=MICROBATCHES,
             schedule=schedule,
             check="off",
-            **({"stages": stages} | options),
+            stages=stages,
+            **options,
         )
         with pipe:
             for step in range(STEPS):
@@ -335,7 +336,7 @@ def train_here(seed: int) -> list[str]:
     for _ in range(6):
         names = draw.sample(sorted(KINDS), 2)
         drawn = [(draw.randrange(STEPS), name, draw.choice([0.25, 0.5, 2.0])) for name in names]
-        refusals.append(train_both(drawn, "1f1b-flush", 2, False, stages=None, timeout_seconds=60))
+        refusals.append(train_both(drawn, "1f1b-flush", None, False, timeout_seconds=60))
         if refusals[-1]:
             assert any(KINDS[name].named in refusals[-1] for name in names), (names, refusals[-1])
     return refusals
@@ -348,3 +349,25 @@ def test_two_processes_follow_changes_together(pool: Pool, seed: int) -> None:
     first, second = pool.run(2, train_here, seed)
 
     assert [bool(each) for each in first] == [bool(each) for each in second]
+
+
+def test_a_change_of_a_model_whose_weights_were_made_in_parts_is_refused() -> None:
+    with torch.device("meta"):
+        model = Root()
+    model.tensor = 1.0
+    with penstock.Pipeline(
+        model,
+        sample=(torch.randn(2, WIDTH),),
+        loss_fn=mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        init_fn=lambda name, tensor: tensor.fill_(0.1),
+        stages=2,
+        check="off",
+    ) as pipe:
+        x = torch.randn(2, WIDTH)
+        pipe.step(x, x)
+        model.blocks[1].active = False  # type: ignore[union-attr]
+        with pytest.raises(penstock.PenstockError, match=r"blocks.1.active was True and is False .* init_fn="):
+            pipe.step(x, x)
+        model.blocks[1].active = True  # type: ignore[union-attr]
+        pipe.step(x, x)

@@ -17,7 +17,7 @@ from types import MethodType
 from typing import Any, Protocol, cast
 
 import numpy
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.capturing.module_state import is_plain
 from penstock.torch_internals.modules import HOOK_TABLES, TENSOR_TABLES
@@ -87,7 +87,7 @@ class Change:
 
 
 class Reads:
-    """The places that were read. It is empty for a model without weights."""
+    """The places that were read."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], _Place] = {}
@@ -116,10 +116,11 @@ class Reads:
         self._stale = True
         return True
 
-    def without(self, key: str) -> "Reads":
-        """All places but those under `key`."""
-        rest = Reads()
-        rest._places = {place: each for place, each in self._places.items() if each.key != key}
+    def without(self, *keys: str, tensors: bool = False) -> "Reads":
+        """All places but those under `keys`; and but those that hold tensors, if `tensors`."""
+        rest, kinds = Reads(), (Tensor,) if tensors else ()
+        kept = {key: place for key, place in self._places.items() if not isinstance(place.held, kinds)}
+        rest._places = {key: place for key, place in kept.items() if place.key not in keys}
         return rest
 
     def extend(self, other: "Reads") -> None:

@@ -41,8 +41,6 @@ def trace_reads(sampled: SampledModel, blocks: Collection[str], by_forward: Coll
     reads and changes there. `by_forward`: as for `Watch`.
     """
     model = sampled.model
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return Reads()
     inside = {id(inner) for path in blocks for inner in model.get_submodule(path).modules()}
     outside = {path: module for path, module in model.named_modules() if id(module) not in inside}
     with sampled.copied() as copies, torch.no_grad():
@@ -56,7 +54,9 @@ def trace_reads(sampled: SampledModel, blocks: Collection[str], by_forward: Coll
             changed = tracer.changed(before)
             # A cache is filled in the first run, and stays as it is in the second.
             if not changed and (again or not tracer.filled):
-                return tracer.reads
+                # Weights that are made later are other tensors.
+                weightless = any(parameter.is_meta for parameter in model.parameters())
+                return tracer.reads.without("_parameters", "_buffers", tensors=True) if weightless else tracer.reads
             before = tracer.read
     raise CaptureError(
         f"{changed} is read outside of the model's blocks, where code is traced, and a forward changes it: expected "

@@ -79,16 +79,19 @@ def refused(change: Change) -> Iterator[None]:
         ) from error
 
 
-def refuse_unfollowed(change: Change, own: ParallelStages) -> None:
-    """Raises `PenstockError` for a `change` after which the model is not captured again."""
+def refuse_unfollowed(change: Change, own: ParallelStages, *, weightless: bool) -> None:
+    """Raises `PenstockError` for a `change` after which the model is not captured again. `weightless`: its weights were
+    made by ``init_fn=``.
+    """
     if change.key == "training":
         raise PenstockError(
             "Expected the mode that the model was captured in, since its dropout would not follow. Call "
             f"model.train({change.before[1]}) before step(); evaluate() and predict() run in evaluation mode whatever "
             "the model is in"
         )
-    if own.modules:
-        raise PenstockError("Expected no change, since parallelize= has changed the modules. Build a new Pipeline")
+    if own.modules or weightless:
+        option = "parallelize=" if own.modules else "init_fn="
+        raise PenstockError(f"Expected no change, since {option} has made the modules of stages. Build a new Pipeline")
 
 
 def _unfit(why: str) -> PenstockError:
