@@ -138,6 +138,11 @@ def test_the_checks_take_half_of_the_weights_as_memory(fork_server: ForkServer) 
 class Exponential(nn.Module):
     """Autograd keeps its result."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # With a parameter it is a block, which runs as it is.
+        self.unused = nn.Parameter(torch.ones(()))
+
     def forward(self, x: Tensor) -> Tensor:
         PASSES.append(sum(not each.expired() for each in KEPT))
         result = x.exp()

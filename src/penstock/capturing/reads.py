@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any, Protocol, cast
 
 import numpy
+import torch
 from torch import Tensor, nn
 
 from penstock.capturing.module_state import is_plain
@@ -258,6 +259,8 @@ def _shown(content: Any) -> str:
 
 def note_module(reads: Reads, path: str, module: nn.Module, *, mode: bool = True) -> None:
     """Notes what a call of `module`, which is no block, depends on beside its code. `mode`: its mode as well."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     for key in (*sorted(TENSOR_TABLES), *HOOK_TABLES, "forward", *(("training",) if mode else ())):
         name = {**dict.fromkeys(TENSOR_TABLES, ""), **dict.fromkeys(HOOK_TABLES, "hooks")}.get(key, key)
         reads.note(f"{path}.{name}".strip("."), vars(module), key)

@@ -152,7 +152,7 @@ class _ReadTracer:
 
     def _loaded(self, value: Any) -> Any:
         """Notes what a container of modules or parameters registers, and which function has which code."""
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             own = self._own(value)
             if isinstance(own, _CONTAINERS) and id(own) in self._names:
                 for key in sorted(TENSOR_TABLES):
@@ -189,7 +189,7 @@ class _ReadTracer:
     def _attribute(self, base: Any, name: str) -> Any:
         """What ``base.name`` is, if that can be looked up without running code of the model but properties."""
         hidden = name.startswith("__") and name.endswith("__")
-        if hidden or isinstance(base, Tensor | CodeType) or type(base) in FIXED_TYPES - {type}:
+        if hidden or isinstance(base, Tensor | CodeType | torch.jit.ScriptModule) or type(base) in FIXED_TYPES - {type}:
             return _UNKNOWN
         own = self._own(base)
         if isinstance(base, ModuleType):
@@ -205,8 +205,12 @@ class _ReadTracer:
                 return _UNKNOWN if held is None else held.get(name, _UNKNOWN)
             self._lasts(type(base).__name__, own)
         where = f"{self._names[id(own)]}.{name}".lstrip(".")
+        if isinstance(base, nn.Module) and name == "forward":
+            # The watch has put one of its own there.
+            self.reads.note(where, vars(own), name)
+            return _UNKNOWN
         found = next((vars(each)[name] for each in type(base).__mro__ if name in vars(each)), _UNKNOWN)
-        if hasattr(type(found), "__set__"):
+        if getattr(type(found), "__set__", None) is not None:
             self._in_class(type(base), name)
             if isinstance(found, MemberDescriptorType):
                 place, copied = (Called(partial(getattr, each, name)) for each in (own, base))
