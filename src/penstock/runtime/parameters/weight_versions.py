@@ -311,8 +311,12 @@ class VersionedWeights:
 
     def _check(self) -> None:
         slots = self._slots
-        found = [table.get(key) for table, key, _ in self._places]
-        if list(map(len, self._tables)) != self._sizes or not all(map(is_, found, self._placed)):
+        try:
+            found = [table[key] for table, key, _ in self._places]
+        except KeyError:
+            found = []
+        same = len(found) == len(self._placed) and all(map(is_, found, self._placed))
+        if not same or list(map(len, self._tables)) != self._sizes:
             self._check_places()
         for name, parameter in slots.parameters.items():
             if parameter.requires_grad is not (name in slots.trained):
@@ -331,7 +335,8 @@ class VersionedWeights:
 
     def _check_places(self) -> None:
         """Raises `PenstockError` unless the modules have the parameters that they had, under the same names."""
-        moved = [name for table, key, name in self._places if table.get(key) is not self.parameters[name]]
+        places = ((key in table and table[key], name) for table, key, name in self._places)
+        moved = [name for found, name in places if found is not self.parameters[name]]
         now = {id(parameter): path for path, parameter in self.stage.named_parameters()}
         lost = [*moved, *(name for name, parameter in self.parameters.items() if id(parameter) not in now)]
         added = now.keys() - set(map(id, self.parameters.values()))
