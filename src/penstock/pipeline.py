@@ -38,6 +38,7 @@ from penstock.runtime.assembly.guarded_calls import (
     remind_to_drain,
 )
 from penstock.runtime.assembly.parallelize_hooks import make_own_stages
+from penstock.runtime.assembly.partial_models import ModelParts, old_numbers
 from penstock.runtime.assembly.pipeline_options import (
     Balance,
     Check,
@@ -59,7 +60,7 @@ from penstock.runtime.batches.batch_splitter import (
     find_inputs,
     held_stages,
 )
-from penstock.runtime.batches.microbatches import join
+from penstock.runtime.batches.microbatches import Microbatch, join
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
@@ -290,9 +291,8 @@ class Pipeline(Advised):
                 self._world, planned, self._own_stages, recipe, run, device=self._device, opened=self._opened
             )
             self.optimizers = self._updater.optimizers
-            self._first_batch: FirstBatch | None = None
-            if run.check != "off" and not again:
-                self._first_batch = FirstBatch(options, captured, self.schedule, self.required_inputs.target)
+            compared = FirstBatch(options, captured, self.schedule, self.required_inputs.target)
+            self._first_batch = None if run.check == "off" or again else compared
             self._prepare_calls()
         back = partial(self._checkpoints.go_back, guarded=self._guarded) if recipe.on_nonfinite == "rollback" else None
         claims = None if again else self._checkpoints.claims
@@ -318,6 +318,8 @@ class Pipeline(Advised):
             timeout_seconds=self._options.run.timeout_seconds,
         )
         self._opened.callback(lambda: checkpoints.close(guarded.failed))
+        self._parts, self._begins = ModelParts(model.model, self._chain, checkpoints.training.stages), True
+        guarded.after_load = partial(self._parts.leave, loaded=True)
         guarded.all_refuse = engine.calls.refuse
         guarded.undo_with(engine.discard, self.schedule)
         self._splitter = BatchSplitter(
@@ -343,7 +345,8 @@ class Pipeline(Advised):
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")
         sample, recipe = self._options.model.sample, self._options.recipe
         measured = partial(profile_layers, self._chain, sample, autocast=recipe.autocast, wire_dtype=recipe.wire_dtype)
-        return measured(iterations=iterations, warmup=warmup, progress=progress)
+        with old_numbers(self._options.model.model):
+            return measured(iterations=iterations, warmup=warmup, progress=progress)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -370,9 +373,8 @@ class Pipeline(Advised):
             self._conditions.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
-            if self._first_batch is not None:
-                self._first_batch.compare(microbatches, self._world, self._engine.calls)
-                self._first_batch = None
+            if self._begins:
+                self._begin(microbatches)
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
@@ -384,23 +386,34 @@ class Pipeline(Advised):
         start = perf_counter()
         with self._guarded("in a step"):
             self._engine.calls.announce(f"step after a change of {change.name}", (), self._engine.trained, None)
-        with self._guarded("capturing the model again", harmless=True), refused(change):
-            refuse_unfollowed(change, self._own_stages, weightless=self._options.model.init_fn is not None)
+        model = self._options.model
+        with self._guarded("capturing the model again", harmless=True), refused(change), old_numbers(model.model):
+            refuse_unfollowed(change, self._own_stages, weightless=model.init_fn is not None)
             with self._chain.reads.modes_as_read():
                 captured = capture_for_training(self._world, self._options)
             plan, chain = refit(self.plan, self._chain, captured.chain)
             planned = replace(self._planned, plan=plan)
             own = make_own_stages(self._options, self._world, replace(captured, chain=chain), planned)
-        if not is_same(self._chain, own.chain):
+            same = is_same(self._chain, own.chain)
+        if not same:
             self.drain()
         self.plan, self._planned, self._own_stages, self._chain = plan, planned, own, own.chain
         replace_stages(self._engine, plan, self._chain)
         self.required_inputs = find_inputs(self._chain, held_stages(plan, self.schedule, planned.ranks))
         self._splitter = replace(self._splitter, chain=self._chain, required=self.required_inputs)
-        self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=self._options.model.sample)
+        self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=model.sample)
         if self._first_batch is not None:
             self._first_batch = FirstBatch(self._options, captured, self.schedule, self.required_inputs.target)
         log.info("%s: the model was captured again in %.2f s", change, perf_counter() - start)
+
+    def _begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """What comes before the first step, and before the first one after `gather_model`."""
+        if self._first_batch is not None:
+            with old_numbers(self._options.model.model):
+                self._first_batch.compare(microbatches, self._world, self._engine.calls)
+            self._first_batch = None
+        self._parts.leave()
+        self._begins = False
 
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
@@ -462,7 +475,7 @@ class Pipeline(Advised):
     def averaged(self) -> Iterator[None]:
         """Gives the parameters their `averages` in a ``with`` block: for results, `state_dict` and `save_weights`."""
         averages = self.averages()
-        with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
+        with self._conditions.averaged(self._parts.leave), replaced_parameters(self._parameters(), averages):
             yield
 
     def timeline(self, minibatches: int = 1) -> Timeline:
@@ -515,8 +528,10 @@ class Pipeline(Advised):
             options = self._options.replanned(plan)
             saved, own = self.save(apply), self._checkpoints.own
             self.close()
-            self._build(options, again=True)
-            self._checkpoints.continue_from(own, saved, self._guarded)
+            with old_numbers(options.model.model):
+                self._build(options, again=True)
+                self._checkpoints.continue_from(own, saved, self._guarded)
+            self._parts.leave(loaded=True)
         return plan
 
     @property
@@ -634,6 +649,16 @@ class Pipeline(Advised):
         self.drain()
         return hold(self._chain, self._checkpoints.training.held, self._world).state_dict(rank)
 
+    def gather_model(self) -> None:
+        """Brings the newest weights and buffers of all processes into the model of each. Drains first. Collective.
+
+        The model, its ``generate`` and ``save_pretrained`` can then be called, until the next `step` or `load`. Without
+        it, a read of what another process trains is a `PenstockError`.
+        """
+        self.drain()
+        self._begins = True
+        self._parts.gather(self._world, self._device)
+
     def close(self) -> None:
         """Drains if microbatches are in flight, unless an exception is on its way. Waits for a save, ends the
         transport's threads, and removes its hooks on the process and the model. A second call does nothing.
@@ -643,6 +668,10 @@ class Pipeline(Advised):
         with self._guarded.closing(self._opened, self._drain_reminder) as drains:
             if drains and self._engine.undrained:
                 self.drain()
+
+    def __repr__(self) -> str:
+        run = f"{self.schedule.name}, {len(self.plan.stages)} stages, {self.plan.microbatches} microbatches"
+        return f"<{type(self).__name__}, rank {self.rank} of {self._world.processes}: {run}, {self.steps} steps>"
 
     def __enter__(self) -> Self:
         return self

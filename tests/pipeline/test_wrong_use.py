@@ -318,7 +318,7 @@ CALLS: dict[str, tuple[Callable[[penstock.Pipeline], object], type[Exception], s
     "eval": (lambda pipe: pipe.eval(), AttributeError, "evaluate(x, y) and predict(x)"),  # type: ignore[attr-defined]
     "zero_grad": (lambda pipe: pipe.zero_grad(), AttributeError, "begins with no gradients"),  # type: ignore[attr-defined]
     "backward": (lambda pipe: pipe.backward(), AttributeError, "step(x, y) computes the gradients"),  # type: ignore[attr-defined]
-    "generate": (lambda pipe: pipe.generate(), AttributeError, "save_weights"),  # type: ignore[attr-defined]
+    "generate": (lambda pipe: pipe.generate(), AttributeError, "gather_model() on all ranks"),  # type: ignore[attr-defined]
     "another": (lambda pipe: pipe.another, AttributeError, "'Pipeline' object has no attribute 'another'"),  # type: ignore[attr-defined]
     "call": (lambda pipe: pipe(X), PenstockError, "a Pipeline is not called: step(x, y) trains"),
     "loss": (lambda pipe: pipe.step(X, Y).loss.backward(), PenstockError, "step(x, y) has computed the gradients"),

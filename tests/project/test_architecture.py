@@ -122,6 +122,7 @@ METHODS = {
     "drain": "(self)",
     "evaluate": "(self, inputs, target=None)",
     "full_state_dict": "(self, *, rank=0)",
+    "gather_model": "(self)",
     "gradient_norm": "property",
     "load": "(self, directory)",
     "load_state_dict": "(self, state)",

@@ -82,6 +82,7 @@ def test_a_pipeline_that_saves(tmp_path: Path) -> None:
         save = pipe.save(tmp_path, wait=False)
         assert_type(save.wait(), Path)
         assert_type(pipe.full_state_dict(), dict[str, Tensor])
+        pipe.gather_model()
         assert_type(pipe.steps, int)
         with pipe.averaged():
             pipe.predict(batches[0][0])

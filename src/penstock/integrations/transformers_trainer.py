@@ -211,13 +211,10 @@ class PipelineTrainer(Trainer):
 
     def _close(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.drain()
-            state = self._pipeline.full_state_dict(rank=None)
+            # Each process has trained its own stages only.
+            self._pipeline.gather_model()
             self._pipeline.close()
             self._pipeline = None
-            # Each process has trained its own stages only.
-            whole: Any = self.model
-            whole.load_state_dict(state)
 
     def _loss_weight(self) -> LossWeight:
         """The number of labels that count, where the Trainer divides by it, else of samples."""

@@ -4,8 +4,8 @@ A model on the meta device gets its weights later, and stages may be compiled la
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from penstock.capturing.doors import draft
 from penstock.capturing.drafts import Draft
 from penstock.capturing.model_kinds import first_device
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
+from penstock.runtime.assembly.partial_models import old_numbers
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.execution.compilation import read_compilation
 from penstock.runtime.transport.worlds import World, agreed, gather_results
@@ -56,6 +57,8 @@ def capture_for_training(world: World, options: PipelineOptions) -> CapturedMode
             model_loss(made.chain.output.build([torch.empty(()) for _ in made.chain.output.values]))
     with recipe.autocast_context(device):
         chain = _settled(world, made)
+    # The first evaluation may come when the model is whole no more.
+    chain = replace(chain, evaluation=cache(old_numbers(model)(chain.evaluation)))
     if device.type == "cuda":
         # Ranks compute on streams of their own, which cannot use what the allocator keeps for this thread's stream.
         torch.cuda.empty_cache()

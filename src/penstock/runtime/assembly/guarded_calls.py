@@ -41,14 +41,15 @@ _FINISH_SECONDS = 120.0
 """Longer than closing takes, where each wait has a limit of its own."""
 
 _COLLECTIVE = """step drain evaluate predict averages timeline stragglers replan state_dict load_state_dict save load
-    save_weights full_state_dict close"""
+    save_weights full_state_dict gather_model close"""
 _CALLS = {
     "backward": "step(x, y) computes the gradients and makes the update",
     "zero_grad": "step(x, y) begins with no gradients",
     "train": "step(x, y) trains; call model.train() before the pipeline is built",
     "eval": "evaluate(x, y) and predict(x) run the model in evaluation mode",
+    "copy": "copy its state_dict(), which a Pipeline on another model loads, or save(directory)",
     "forward": "step(x, y) trains, predict(x) returns outputs, and evaluate(x, y) returns the loss",
-    "generate": "load what save_weights(directory) wrote into a whole model, and call its generate",
+    "generate": "gather_model() on all ranks makes the model whole; call its generate then",
 }
 
 
@@ -93,6 +94,8 @@ class FailureGuard:
         """Whether a new state repairs a pipeline whose stages have made different updates."""
         self._lost_state = False
         """Whether the pipeline failed in a way that a new state repairs."""
+        self.after_load: Callable[[], object] = bool
+        """Called when the pipeline was given a new state."""
         self.all_refuse: Callable[[str], bool] | None = None
         """Called with the reason on every process that refuses a call. Returns whether all of them do."""
         self.call: tuple[str, float, int] = "", time.perf_counter(), threading.get_ident()
@@ -214,6 +217,7 @@ class FailureGuard:
         except BaseException:
             self._failed = self._failed or lost
             raise
+        self.after_load()
         self._lost_state = False
 
     def _recovers(self, error: BaseException) -> bool:
@@ -296,6 +300,9 @@ class Advised:
     def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
         raise PenstockError(f"a {type(self).__name__} is not called: {_CALLS['forward']}")
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise PenstockError(f"a {type(self).__name__} cannot be copied or pickled: {_CALLS['copy']}")
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -312,13 +319,15 @@ class StepConditions:
         self._trains, self._averaged = trains, False
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Context manager in which the parameters hold averages."""
+    def averaged(self, change: Callable[[], None]) -> Iterator[None]:
+        """Context manager in which the parameters hold averages. `change` is called where they begin and end."""
+        change()
         self._averaged = True
         try:
             yield
         finally:
             self._averaged = False
+            change()
 
     def check(self) -> None:
         """Raises `PenstockError` if a step would train nothing, or other weights than those of this pipeline."""

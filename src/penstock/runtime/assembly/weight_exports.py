@@ -188,7 +188,7 @@ def _adapter_form(
     if len(model.peft_config) != 1:
         raise PenstockError(
             f"the model has the adapters {', '.join(model.peft_config)}: expected one, which save_weights writes. "
-            "Gather all with pipe.full_state_dict(), load them into a model, and save it with its save_pretrained()"
+            "Call pipe.gather_model() on all ranks, and model.save_pretrained() on one"
         )
     (adapter,) = model.peft_config
     stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
@@ -198,8 +198,8 @@ def _adapter_form(
     if changed:
         raise PenstockError(
             f"PEFT does not save {', '.join(changed)} as the model has it, but computes it first: expected adapters "
-            "whose tensors are saved as they are, such as LoRA. Gather the model with pipe.full_state_dict(), load it "
-            "into a model, and save that with its save_pretrained()"
+            "whose tensors are saved as they are, such as LoRA. Call pipe.gather_model() on all ranks, and "
+            "model.save_pretrained() on one"
         )
     return {origins[id(tensor)]: name for name, tensor in selected.items()}, True
 

@@ -552,7 +552,6 @@ def make_workers(
                 chain,
                 recipe.loss_fn,
                 gradients.loss_weight,
-                parameters_of(stages),
                 checks=recipe.checks_losses,
             )
             for index in own

@@ -11,13 +11,11 @@ Laws of this file:
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PenstockError
@@ -40,7 +38,7 @@ class LossHead:
     """Ends the forwards of `rank`, which holds the last stage of `chain`, with the loss.
 
     `weigh`: the weight of a microbatch's loss in the loss that its update minimizes, times the loss scale.
-    `checks`: a loss that is not finite is an error. `held`: the parameters of all stages of the process, by name.
+    `checks`: a loss that is not finite is an error.
     """
 
     def __init__(
@@ -49,14 +47,13 @@ class LossHead:
         chain: LayerChain,
         loss_fn: LossFunction,
         weigh: Callable[[int, Microbatch], float],
-        held: Collection[str],
         *,
         checks: bool,
     ) -> None:
         self.loss_fn, self.checks = loss_fn, checks
         self._rank, self.chain, self._weigh = rank, chain, weigh
         self._batch = BatchRun(training=True)
-        self._parameters: LossParameters | None = LossParameters(chain, held)
+        self._parameters: LossParameters | None = LossParameters(chain)
         """None after the first loss, whose parameters have been looked at."""
         self._gradients: dict[int, Tensor] = {}
         """By microbatch: the gradient of its loss, from its forward to its backward."""
@@ -176,15 +173,13 @@ class LateLosses:
 
 
 class LossParameters:
-    """Looks at what the losses of `chain` take gradients of, and at the parameters that they read of stages which are
-    not `held` by this process. It is made before the stages run.
+    """Looks at what the losses of `chain` take gradients of. It is made before the stages run.
 
-    Only the process of the last stage runs the loss, with the newest weights of that stage. Of a parameter of another
-    stage it may have an old copy, and the gradient would not reach the stage. A parameter outside of the model is in no
-    optimizer of the pipeline.
+    Only the process of the last stage runs the loss. The gradient of a parameter of another stage would not reach that
+    stage. A parameter outside of the model is in no optimizer of the pipeline.
     """
 
-    def __init__(self, chain: LayerChain, held: Collection[str]) -> None:
+    def __init__(self, chain: LayerChain) -> None:
         self._names = {id(parameter): name for name, parameter in chain.parameters.items()}
         self._places = [
             (self._names[id(parameter)], table, key)
@@ -195,8 +190,6 @@ class LossParameters:
             if id(parameter) in self._names
         ]
         """Where each parameter is registered: the stages put other leaves there while they run."""
-        self._elsewhere = {id(table[key]): name for name, table, key in self._places if name not in held}
-        """The parameters of stages in other processes."""
 
     def examined(
         self, loss_fn: LossFunction, stage: StageModule, outputs: Sequence[Tensor], given: Sequence[Tensor]
@@ -204,9 +197,8 @@ class LossParameters:
         """`loss_fn`, which also raises `PenstockError` if it takes a gradient that would be lost: of anything but the
         parameters of `stage`, the last one, its `outputs`, and the tensors `given` by the user.
 
-        A metric may not depend on other parameters of the model either, and neither may read those of other processes,
-        with gradients or without. Those of another pipeline's model may get gradients from the loss, as in adversarial
-        training.
+        A metric may not depend on other parameters of the model either. Those of another pipeline's model may get
+        gradients from the loss, as in adversarial training.
         """
         # Before the loss, which may write the outputs in place.
         ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -215,12 +207,9 @@ class LossParameters:
         names = {**self._names, **{id(table[key]): name for name, table, key in self._places}}
 
         def examine(output: Any, target: Any) -> Any:
-            reads = _Reads(self._elsewhere)
             # Compiled code would hide what it reads.
-            with torch.compiler.set_stance("force_eager"), reads if self._elsewhere else nullcontext():
+            with torch.compiler.set_stance("force_eager"):
                 found = loss_fn(output, target)
-            if reads.name:
-                raise _of_the_model(reads.name)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             for number, tensor in enumerate(tensors):
                 for leaf in leaves_behind(tensor, ends):
@@ -233,21 +222,6 @@ class LossParameters:
             return found
 
         return examine
-
-
-class _Reads(TorchFunctionMode):
-    """Notes the last of `parameters`, by id, that a function takes and makes a tensor of."""
-
-    def __init__(self, parameters: Mapping[int, str]) -> None:
-        super().__init__()
-        self._watched, self.name = parameters, ""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)):
-            given = map(id, pytree.tree_leaves((args, kwargs)))
-            self.name = next((self._watched[each] for each in given if each in self._watched), self.name)
-        return made
 
 
 def _of_the_model(name: str) -> PenstockError:
