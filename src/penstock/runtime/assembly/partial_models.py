@@ -21,10 +21,10 @@ from penstock.runtime.transport.worlds import World
 from penstock.torch_internals import pytrees as pytree
 from penstock.values.plan_stages import Stage
 
-_MOVES = "to cpu cuda double float half bfloat16"
-_FACTS = """__get__ __set__ __len__ dim ndimension size stride numel nelement element_size storage_offset get_device
-    is_contiguous is_floating_point is_complex is_signed is_pinned is_shared _has_compatible_shallow_copy_type"""
-"""Calls that tell no numbers. Of attributes, only those that are no tensors tell none."""
+_HARMLESS = """__get__ __set__ __len__ dim ndimension size stride numel nelement element_size storage_offset get_device
+    is_contiguous is_floating_point is_complex is_signed is_pinned is_shared _has_compatible_shallow_copy_type
+    to cpu cuda double float half bfloat16"""
+"""Calls that tell no numbers, beside those in place. Of attributes, only those that are no tensors tell none."""
 
 
 class _Elsewhere:
@@ -34,13 +34,13 @@ class _Elsewhere:
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call, moves = func.__name__, func.__name__ in _MOVES.split()
-        harmless = moves or call in _FACTS.split() or (call.endswith("_") and not call.endswith("__"))
+        call = func.__name__
+        harmless = call in _HARMLESS.split() or (call.endswith("_") and not call.endswith("__"))
         if harmless and all(isinstance(each, _Elsewhere) for each in pytree.tree_leaves(args[:1])):
             result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
-            if moves:
+            if isinstance(result, Tensor) and call != "__get__":
                 result.__class__ = cls
-            if not isinstance(result, Tensor) or isinstance(result, _Elsewhere):
+            if not isinstance(result, Tensor) or call != "__get__":
                 return result
         raise PenstockError(
             f"{cls.path}: its newest numbers are in another process: expected reads of what pipe.named_parameters() "
