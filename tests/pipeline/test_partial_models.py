@@ -295,7 +295,12 @@ def gather_meta() -> tuple[str, bool, Tensor]:
         layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)]
         layers[3].requires_grad_(False)
     model, x = nn.Sequential(*layers), X.float()
-    options = {"optimizer": models.adamw, "init_fn": penstock.reset_parameters(layers), "stages": 2, "microbatches": 2}
+    options: dict[str, Any] = {
+        "optimizer": models.adamw,
+        "init_fn": penstock.reset_parameters(layers),
+        "stages": 2,
+        "microbatches": 2,
+    }
     pipe = penstock.Pipeline(layers, (x[:4],), F.mse_loss, **options)
     pipe.step(x, x)
     text = error_of(lambda: model(x))
