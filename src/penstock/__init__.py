@@ -158,6 +158,8 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 
 def __getattr__(name: str) -> object:
+    if name == "integrations":
+        return import_module("penstock.integrations")
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return getattr(import_module(f"penstock.{_HOMES[name]}"), name)

@@ -111,14 +111,6 @@ def test_what_a_pipeline_cannot_follow_is_refused(given: dict[str, Any], remedy:
         PipelineTrainer(make_model(), arguments(tmp_path, **given))
 
 
-def test_optimizers_of_the_whole_model_are_refused(tmp_path: Path) -> None:
-    from penstock.integrations import PipelineTrainer
-
-    model = make_model()
-    with pytest.raises(penstock.PenstockError, match=r"optimizers=.*optimizer_cls_and_kwargs="):
-        PipelineTrainer(model, arguments(tmp_path), optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None))
-
-
 def test_an_epoch_that_ends_with_too_few_samples_is_refused_at_once(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, samples=26, stages=2)
     with pytest.raises(penstock.PenstockError, match="26 samples, so that the last step of an epoch has 2 for 3"):

@@ -5,9 +5,9 @@ are the microbatches of a step.
 
 Laws of this file:
   1. All processes see the same batches, so that to the Trainer there is one process. Only the first one writes files.
-  2. The pipeline has the optimizer and its scheduler. The Trainer steps a stand-in for them, whose learning rate it
-     logs and saves.
-  3. What would train otherwise than the arguments say is refused.
+  2. The optimizer is the Trainer's, and of it a process keeps its own parameters. The pipeline steps it; the Trainer
+     and its callbacks set, log and save the options of its groups.
+  3. What would train otherwise than the arguments, the callbacks or the methods of a subclass say is refused.
 """
 
 import os
@@ -18,16 +18,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+from transformers.training_args import OptimizerNames
 
 from penstock.errors import PenstockError
+from penstock.integrations.overrides import SteppedOptimizer, refuse_overrides
 from penstock.pipeline import Pipeline
 from penstock.training.losses import LossWeight, Microbatches, model_loss, token_count
 from penstock.training.optimizers import NamedParameters
+
+_OF_UPDATES = "pass max_grad_norm= or pipeline_options={'update_hooks': ...}, or use on_step_end"
+_OF_LOSSES = "let the model compute its loss, and pass bf16=, fp16= or pipeline_options={'loss_weight': ...}"
+_UNCALLED = {
+    **dict.fromkeys(("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager"), _OF_LOSSES),
+    **dict.fromkeys(("get_batch_samples", "_get_num_items_in_batch"), _OF_LOSSES),
+    **dict.fromkeys(("_clip_grad_norm", "_get_grad_norm"), _OF_UPDATES),
+    "_save": "override save_model, and call that of PipelineTrainer in it",
+}
+"""Methods of a Trainer that a subclass may not override, and the way out."""
+_EVENTS = dict.fromkeys(("on_pre_optimizer_step", "on_optimizer_step"), _OF_UPDATES)
+"""Events between gradients and the update, which callbacks may not have, and the way out."""
 
 
 class PipelineTrainer(Trainer):
@@ -42,7 +57,8 @@ class PipelineTrainer(Trainer):
         pipeline_options: further arguments of `Pipeline`, such as ``schedule``, ``stages``, ``plan`` or ``recompute``.
         args, kwargs: those of `Trainer`. Optimizer, scheduler, clipping and precision follow `TrainingArguments`.
 
-    Raises `PenstockError` for an argument that a pipeline cannot follow; the message says what to pass instead.
+    Raises `PenstockError` for an argument, a callback or a method of a subclass that a pipeline cannot follow; the
+    message says what to do instead.
     """
 
     def __init__(
@@ -54,10 +70,12 @@ class PipelineTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         _check(args, kwargs)
-        if taken := sorted({"model", "sample", "loss_fn", "optimizer"} & (pipeline_options or {}).keys()):
+        refuse_overrides("PipelineTrainer", self, _UNCALLED, PipelineTrainer, Trainer)
+        taken = {"model", "sample", "loss_fn", "optimizer", "lr_scheduler"} & (pipeline_options or {}).keys()
+        if taken:
             raise PenstockError(
-                f"PipelineTrainer(pipeline_options=) has {', '.join(taken)}, which the Trainer passes itself: give its "
-                "arguments (optimizers=, args=), and leave it out here"
+                f"PipelineTrainer(pipeline_options=) has {', '.join(sorted(taken))}, which the Trainer passes itself: "
+                "give its arguments (optimizers=, args=), and leave it out here"
             )
         _join_as_one(args)
         super().__init__(model=model, args=args, **kwargs)
@@ -65,11 +83,13 @@ class PipelineTrainer(Trainer):
         self.accelerator.scaler = None
         self._options = dict(pipeline_options or {})
         self._pipeline: Pipeline | None = None
-        self._steps = 1
-        """The updates of the training, which the learning rate depends on."""
+        self._members: list[list[tuple[str | None, nn.Parameter]]] = []
+        """By group of the optimizer, its parameters in all processes, with their names in the model."""
         self._resumes_from: Path | None = None
         self._given: list[dict[str, Any]] = []
         """The batches of the present step so far."""
+        self._stepped = False
+        """Whether the pipeline has made the present step."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -100,17 +120,11 @@ class PipelineTrainer(Trainer):
                 )
         return made
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The stand-in: it has the learning rate that the Trainer logs, and changes nothing."""
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=self.args.learning_rate)
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The scheduler of the stand-in; the pipeline that is built for the training has one like it."""
-        self._steps = num_training_steps
-        self._close()
-        return super().create_scheduler(num_training_steps, optimizer)
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """As that of `Trainer`. `PenstockError` for a callback that comes between gradients and the update."""
+        super().add_callback(callback)
+        for each in self.callback_handler.callbacks:
+            refuse_overrides("PipelineTrainer", each, _EVENTS, TrainerCallback)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Trains on the last batch of a step together with those before it, and returns the loss of all of them."""
@@ -119,8 +133,12 @@ class PipelineTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return nothing
         batches, self._given = self._given, []
-        pipe = self._built(batches[0], training=True)
+        pipe, optimizer = self._built(batches[0]), self._prepared()
+        optimizer.train()
+        skipped = pipe.skipped_updates
         result = pipe.step(Microbatches(_in_pieces(batches, pipe.plan.microbatches)))
+        # The Trainer then leaves out a step of the scheduler.
+        optimizer._is_overflow, self._stepped = pipe.skipped_updates > skipped, True
         return nothing + float(result.loss)
 
     def prediction_step(
@@ -174,17 +192,35 @@ class PipelineTrainer(Trainer):
         super()._load_best_model()
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        # The Trainer wraps only the model itself, in what its processes would share.
+        # The Trainer wraps only the model itself, in what its processes would share. A training begins with this.
+        if training:
+            self._close()
+            self._given, self._stepped, self._resumes_from = [], False, None
+            whole: Any = self.model
+            made = self.optimizer
+            if made is not None and not isinstance(made, AcceleratedOptimizer):
+                names = {id(parameter): name for name, parameter in whole.named_parameters()}
+                self._members = [[(names.get(id(p)), p) for p in group["params"]] for group in made.param_groups]
+                self.optimizer = SteppedOptimizer(made)
         return _Stages()
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
         # The pipeline has clipped.
-        return self.pipeline.gradient_norm
+        return None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
+        whole: Any = self.model
+        own = [name for name, parameter in whole.named_parameters() if parameter.grad is not None]
+        if own or not self._stepped:
+            found = f"gradients of its own ({own[0]}, ...)" if own else "none for the last batch of a step"
+            raise PenstockError(
+                f"{type(self).__qualname__}.training_step: expected a call of PipelineTrainer's for every batch, which "
+                f"makes all gradients, found {found}. Return super().training_step(...), and {_OF_LOSSES}"
+            )
+        self._stepped = False
         return self.pipeline.gradient_norm
 
-    def _built(self, batch: Mapping[str, Any], training: bool = False) -> Pipeline:
+    def _built(self, batch: Mapping[str, Any]) -> Pipeline:
         """The pipeline; built anew with `batch` as the sample of a microbatch if there is none."""
         if self._pipeline is None:
             args, plan = self.args, self._options.get("plan")
@@ -194,19 +230,22 @@ class PipelineTrainer(Trainer):
                 "clip_grad_norm": args.max_grad_norm or None,
                 "autocast": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
                 "loss_scale": "dynamic" if args.fp16 else None,
-                "lr_scheduler": self._make_scheduler,
                 "seed": args.seed,
                 **self._options,
             }
             whole: Any = self.model
-            self._pipeline = Pipeline(whole.train(), _sample_of(batch), model_loss, self._make_optimizer, **options)
+            self._pipeline = Pipeline(whole.train(), _sample_of(batch), model_loss, self._own_optimizer, **options)
             if self._pipeline.plan.microbatches != args.gradient_accumulation_steps:
                 raise PenstockError(
                     f"the plan has {self._pipeline.plan.microbatches} microbatches, and the Trainer passes "
                     f"gradient_accumulation_steps={args.gradient_accumulation_steps}: expected as many"
                 )
-            if self._resumes_from is not None and training:
+            if self._resumes_from is not None:
+                # Callbacks may have set options since the Trainer read them.
+                options = self._prepared().state_dict()
                 self._pipeline.load(self._resumes_from)
+                self._prepared().load_state_dict(options)
+                self._resumes_from = None
         return self._pipeline
 
     def _close(self) -> None:
@@ -222,38 +261,37 @@ class PipelineTrainer(Trainer):
             return token_count("labels", shifted=self._loss_shifts_labels)
         return _count_samples
 
-    def _make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        whole: Any = self.model
-        decayed = frozenset(self.get_decay_parameter_names(whole))
-        groups = [
-            {"params": parameters.where(lambda name, _: name in decayed), "weight_decay": self.args.weight_decay},
-            {"params": parameters.where(lambda name, _: name not in decayed), "weight_decay": 0.0},
-        ]
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, whole)
-        if set(options) & {"params", "model", "optimizer_dict"}:
-            raise PenstockError(
-                f"optim={self.args.optim} takes the whole model, of which a process trains a part: expected an "
-                "optimizer of groups of parameters, such as adamw_torch"
-            )
-        made: torch.optim.Optimizer = kind(groups, **options)
-        return made
+    def _own_optimizer(self, parameters: NamedParameters) -> Any:
+        """The optimizer of the Trainer, with the `parameters` of this process only; none for evaluations."""
+        if not self.is_in_train:
+            return []
+        named: dict[str | None, nn.Parameter] = dict(parameters.items())
+        for group, members in zip(self._prepared().param_groups, self._members, strict=True):
+            # A parameter without a name is none of the model's, which the pipeline refuses.
+            group["params"] = [named.get(name, p) for name, p in members if name is None or name in named]
+        return self._prepared().optimizer.own
 
-    def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        kept, self.lr_scheduler = self.lr_scheduler, None
-        made, self.lr_scheduler = Trainer.create_scheduler(self, self._steps, optimizer), kept
-        return made
+    def _prepared(self) -> Any:
+        """The optimizer in a training: that of accelerate around a `SteppedOptimizer`."""
+        return self.optimizer
 
 
 class _Stages(nn.Module):
     """Takes the place of a wrapped model, on which the Trainer calls nothing that computes."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise PenstockError(
+            "a method of a Trainer has called the model, whose stages may be in other processes: expected a call of "
+            "that method of PipelineTrainer by super(), or of trainer.pipeline.predict() or evaluate()"
+        )
+
 
 def _check(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
     refused = {
         "compute_loss_func=": (kwargs.get("compute_loss_func"), "let the model compute its loss"),
-        "optimizers=": (
-            any(kwargs.get("optimizers") or ()),
-            "pass optimizer_cls_and_kwargs=, or optim= and lr_scheduler_type= of TrainingArguments",
+        "optim=": (
+            args.optim if {"lomo", "adalomo", "layerwise"} & {*OptimizerNames(args.optim).value.split("_")} else None,
+            "choose one that steps after the backward, such as adamw_torch",
         ),
         "model_init=": (kwargs.get("model_init"), "pass the model"),
         "fsdp=": (args.fsdp, "pass pipeline_options={'parallelize': ...}"),
