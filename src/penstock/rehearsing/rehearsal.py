@@ -4,10 +4,12 @@ The two ends of the way are compared first. Only where they differ, the training
 does one thing more as the pipeline does it. So the first pair that differs names the cause.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
+from inspect import isfunction
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +31,6 @@ from penstock.rehearsing.training_records import (
     measure_rounding,
 )
 from penstock.rehearsing.trainings import (
-    Batch,
     FirstLook,
     Setup,
     look,
@@ -41,6 +42,7 @@ from penstock.rehearsing.trainings import (
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, RunOptions
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.torch_internals.modules import is_batch_norm
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import IGNORED, Microbatches
 from penstock.values.plans import Plan
 
@@ -69,6 +71,10 @@ _SIDE_WAYS = (
     "what passes between stages by another way than arguments and results: an object that blocks of two stages both "
     "change or read. The order of microbatches then decides what a block sees. Return it from the block, and pass it "
     "to the next one"
+)
+_EVALUATION = (
+    "the mode: the training is the same, and the evaluation is not. What train() or eval() of your own modules do "
+    "beside their flag, or what a block keeps for evaluations, is another than in a plain loop. Decide by self.training"
 )
 _FAULT = "a fault of Penstock's: the pipeline must compute what reference_train does. Please report it"
 _ACCEPT = "accumulation=True (--accumulation) compares with a loop in microbatches, and so leaves this out"
@@ -99,6 +105,14 @@ _CAUSES: Mapping[tuple[Rung, str], str] = {
     (Rung.STAGES, "update"): "the optimizer. The gradients agree, and the update differs: each process calls step() "
     "with the parameters of its own stages, so a norm of all gradients inside step() is the norm of these. Use an "
     "optimizer that updates each parameter by itself, and clip_grad_norm= for the norm",
+    (Rung.STAGES, "hook"): "a hook on a weight that several stages use: it sees the gradient of each stage by itself, "
+    "and not their sum. Use clip_grad_norm= or update_hooks=, which see the sum, or keep the hook to one stage",
+    (Rung.STAGES, "history"): "what a block asks of a tensor beside its values (grad_fn, is_leaf, _version, data_ptr): "
+    "a stage begins with tensors that no operator has made. Decide by values, or pass the block an argument",
+    (Rung.STAGES, "recomputation"): "state that a block writes within torch.utils.checkpoint, whose recomputation "
+    "writes it again, at another time than in your loop. Write it outside, or pass recompute= instead",
+    (Rung.STAGES, "view"): "a tensor that a block writes in place, perhaps by a view, and that others have, too: other "
+    "stages have copies of it. Write to a clone, and return that",
     (Rung.STAGES, ""): _SIDE_WAYS,
     (Rung.DELAYED, ""): _FAULT,
     (Rung.AS_GIVEN, ""): _FAULT,
@@ -108,6 +122,8 @@ _CAUSES: Mapping[tuple[Rung, str], str] = {
 
 def _explain_cause(rung: Rung, kind: str, setup: Setup) -> str:
     """The likely cause of a difference that comes in at `rung` with a value of `kind`, and the way out."""
+    if kind == "evaluation":
+        return _EVALUATION
     found = (_CAUSES.get((rung, condition)) for condition in _conditions(kind, setup))
     cause = next(filter(None, found), _CAPTURE)
     return f"{cause}. {_ACCEPT}" if rung is Rung.ACCUMULATION else cause
@@ -126,7 +142,26 @@ def _conditions(kind: str, setup: Setup) -> Iterator[str]:
         yield "loss of labels"
     if kind in ("option", "state", "parameter"):
         yield "update"
+    yield from _habits(kind, rooted(options.model.model))
     yield from (kind, "")
+
+
+def _habits(kind: str, model: nn.Module) -> Iterator[str]:
+    """What `model` does that stages may see otherwise: by its hooks, and by the names that its own code uses."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    if kind == "gradient" and any(
+        uses[id(p)] > 1 and (gradient_hooks(p) or accumulated_hooks(p)) for p in model.parameters()
+    ):
+        yield "hook"
+    kinds = {base for each in model.modules() for base in type(each).__mro__}
+    methods = [each for base in kinds if base.__module__.partition(".")[0] != "torch" for each in vars(base).values()]
+    names = {name for each in methods if isfunction(each) for name in each.__code__.co_names}
+    if names & {"grad_fn", "is_leaf", "_base", "_version", "data_ptr", "untyped_storage"}:
+        yield "history"
+    if "checkpoint" in names:
+        yield "recomputation"
+    if any(name == f"{name.strip('_')}_" and hasattr(Tensor, name) for name in names - {"requires_grad_"}):
+        yield "view"
 
 
 _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
@@ -134,7 +169,7 @@ _RULES: Mapping[str, Rule[Any]] = {"steps": integer(1), "accumulation": FLAG}
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    train: Callable[[PipelineOptions, Sequence[Batch]], TrainingRecord]
+    train: Callable[..., TrainingRecord]
     plan: PlanOptions
     seeded: bool = True
     plain: bool = True
@@ -195,25 +230,33 @@ def rehearse(
         steps: how many of them are trained on.
         accumulation: True compares with a loop that adds up the gradients of microbatches, instead of one with the
             whole batch: for BatchNorm and other models that train otherwise in microbatches, which you accept.
-        arguments: those of `Pipeline`. `stages` is 2 by default in a single process.
+        arguments: those of `Pipeline`. `stages` is 2 by default in a single process. And ``between``, a function of the
+            model and the number of the step, for what your loop changes: it is called before each step but the first,
+            in all trainings of schedules that flush.
 
-    Losses, metrics, gradients, options and state of the optimizers, parameters and buffers are compared, up to
-    rounding. The copies are float64 where the model can compute with it, and do without dropout. Asynchronous schedules
-    are compared in two parts: a flushing schedule with the loop, and their own with `reference_train`. Under
-    ``torchrun`` all processes call it.
+    Losses, metrics, gradients, options and state of the optimizers, parameters and buffers are compared, and the loss
+    of an evaluation at the end, up to rounding. The copies are float64 where the model can compute with it, and do
+    without dropout. Asynchronous schedules are compared in two parts: a flushing schedule with the loop, and their own
+    with `reference_train`. Under ``torchrun`` all processes call it.
 
     Returns what was compared. Raises `RehearsalError` with the first difference, its likely cause and the way out, and
     the errors of `Pipeline`. The model, the generators of random numbers and the optimizers stay as they are.
     """
     check_arguments("rehearse", _RULES, steps=steps, accumulation=accumulation)
-    with kept_generators():
-        setup, seen = _widest(read_setup(model, batches, steps, **arguments))
-        cut = any(isinstance(inputs, Microbatches) for inputs, _ in setup.batches)
-        world = join_world()
-        try:
+    world = join_world()
+    try:
+        with kept_generators():
+            setup, seen = _widest(read_setup(model, batches, steps, **arguments))
+            cut = any(isinstance(inputs, Microbatches) for inputs, _ in setup.batches)
             return _Rehearsing(setup, seen, world, whole=not (accumulation or cut or seen.draws)).run()
-        finally:
-            world.leave()
+    except RehearsalError:
+        # All processes have it.
+        raise
+    except BaseException as error:
+        world.report("in a rehearsal", error)
+        raise
+    finally:
+        world.leave()
 
 
 def _widest(setup: Setup) -> tuple[Setup, FirstLook]:
@@ -247,7 +290,7 @@ class _Rehearsing:
     not_judged: list[str] = field(default_factory=list)
 
     def run(self) -> Rehearsal:
-        given = self.setup.fresh()
+        given, between = self.setup.begin()
         parts, differs = self._plan_trainings(given)
         self._note_limits(given, parts)
         base = Rung.LOOP if self.whole else Rung.ACCUMULATION
@@ -258,7 +301,7 @@ class _Rehearsing:
         way = {
             base: True,
             Rung.ACCUMULATION: parts > 1 or not self.whole,
-            Rung.CHAIN: not loop.read_by_loss,
+            Rung.CHAIN: between is None and not loop.read_by_loss,
             Rung.ONE_STAGE: alone,
             Rung.STAGES: True,
         }
@@ -319,9 +362,10 @@ class _Rehearsing:
             f"{', '.join(left_out)}, left out": bool(left_out),
             "dropout, switched off": self.setup.drops,
             "the whole batch at once, since the model draws random numbers": self.seen.draws and parts > 1,
+            "an evaluation, in which your loop fails or draws random numbers": not self.seen.evaluates,
             "the types of the training: its copies are float64": self.setup.widened,
             "several processes: call it under torchrun, too": self.world.processes == 1,
-            "what your loop does between steps, with .grad or with the options of the optimizer": True,
+            "what your loop does between steps, but for between=, and with .grad or the optimizer": True,
         }
         self.not_judged += [text for text, holds in notes.items() if holds]
 
@@ -337,10 +381,13 @@ class _Rehearsing:
                     self._record(rung)
                     usable.append(rung)
             steps = {after: self._compare(before, after, rounding) for before, after in pairwise(usable)}
+            if not any(step.difference for step in steps.values()):
+                # Not all trainings between them evaluate.
+                steps[rungs[-1]] = ends
         self.compared += steps.values()
         if ends.difference is None:
             return
-        rung, found = next(((rung, step) for rung, step in steps.items() if step.difference), (rungs[-1], ends))
+        rung, found = next((rung, step) for rung, step in steps.items() if step.difference)
         cause = _explain_cause(rung, (found.difference or ends.difference).kind, self.setup)
         result = replace(self._result(), cause=cause)
         raise RehearsalError(
@@ -370,7 +417,8 @@ class _Rehearsing:
     def _train(self, rung: Rung, shaken: float = 0.0) -> TrainingRecord:
         way = self.ways[rung]
         with _explained(rung):
-            return way.train(way.options_of(self.setup.fresh(shaken)), self.setup.batches)
+            options, between = self.setup.begin(shaken)
+            return way.train(way.options_of(options), self.setup.batches, between, evaluates=self.seen.evaluates)
 
 
 @contextmanager

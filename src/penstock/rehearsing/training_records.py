@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.training.optimizers import MakeOptimizer, NamedParameters
 from penstock.values.plans import Plan
 
-KINDS = ("output", "loss", "metric", "gradient", "option", "state", "parameter", "buffer")
+KINDS = ("output", "loss", "metric", "gradient", "option", "state", "parameter", "buffer", "evaluation")
 """What a value is, in the order in which a step computes them. Options and state are those of the optimizers."""
 
 Key: TypeAlias = tuple[int, str, str]
@@ -119,7 +119,7 @@ class Difference:
     """What rounding may make of it."""
 
     def __str__(self) -> str:
-        when = "after" if self.kind == "buffer" else "in"
+        when = "after" if self.kind in ("buffer", "evaluation") else "in"
         where = f"{self.kind} {self.name}".rstrip()
         found = f"{self.found:.6g} instead of {self.expected:.6g} (rounding: up to {self.allowed:.1g})"
         return f"the {where} {when} step {self.step} is {found}"

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import SEED, text_of
+from penstock.arguments import SEED, function, text_of
 from penstock.capturing.initialization import rooted
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.model_kinds import check_model, first_device
@@ -39,11 +39,14 @@ from penstock.values.plans import Plan
 
 Batch: TypeAlias = tuple[Any, Any]
 """What `Pipeline.step` takes."""
+Between: TypeAlias = Callable[[Any, int], object] | None
+"""What a loop does before each step but the first: called with the model and the number of the step."""
 Options = TypeVar("Options", ModelOptions, Recipe, PlanOptions, RunOptions)
 
 _OWNED = ("loss_fn", "optimizer", "lr_scheduler", "loss_weight", "update_hooks")
 """Arguments that may hold the model or state of their own, and are copied with it."""
 _NAMES = {kind: [each.name for each in fields(kind)] for kind in (ModelOptions, Recipe, PlanOptions, RunOptions)}
+_BETWEEN = function(("model", "step"), "a function of the model and the number of the step").optional
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -51,7 +54,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 class Setup:
     """A training that can be begun any number of times."""
 
-    make: Callable[[], PipelineOptions]
+    make: Callable[[], tuple[PipelineOptions, Between]]
     batches: tuple[Batch, ...]
     remade: bool
     """Whether a function of the user's makes them; otherwise they are deep copies."""
@@ -62,8 +65,12 @@ class Setup:
 
     def fresh(self, shaken: float = 0.0) -> PipelineOptions:
         """The options of a training that is about to begin: its weights times 1 + `shaken` or 1 - `shaken`."""
+        return self.begin(shaken)[0]
+
+    def begin(self, shaken: float = 0.0) -> tuple[PipelineOptions, Between]:
+        """The same with what is done between its steps."""
         _seed(0)
-        options = self.make()
+        options, between = self.make()
         module = rooted(options.model.model)
         if self.widened:
             module.double()
@@ -77,7 +84,7 @@ class Setup:
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.mul_(1 + shaken * torch.randn_like(parameter).sgn())
         _seed(1)
-        return options
+        return options, between
 
     def in_float64(self) -> "Setup":
         """The same with copies in float64."""
@@ -91,6 +98,9 @@ def read_setup(model: Any, batches: Any, steps: int, /, **arguments: Any) -> Set
     def make() -> dict[str, Any]:
         if remade:
             made = model()
+            if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], tuple | Mapping):
+                found = "found (model, sample), as profile takes it: batches, loss_fn and optimizer are missing"
+                raise _unread(f"a dict with model, sample, batches, loss_fn and optimizer, {found}")
             return {**arguments, **(made if isinstance(made, Mapping) else {"model": made})}
         try:
             copies = Copies([model], parameters=True)
@@ -107,7 +117,7 @@ def read_setup(model: Any, batches: Any, steps: int, /, **arguments: Any) -> Set
     found: Any = batches if batches is not None else first.get("batches")
     if not isinstance(found, Iterable) or isinstance(found, str | Mapping | Tensor):
         raise _unread(f"batches, found {text_of(found)}")
-    own_target = _read_options(first).recipe.reads_model_loss
+    own_target = _read_options(first)[0].recipe.reads_model_loss
     kept = tuple(_pair(batch, own_target) for batch in islice(found, steps))
     if not kept:
         raise PenstockError("rehearse(batches=): expected at least one batch, found none: pass what a step takes")
@@ -115,10 +125,10 @@ def read_setup(model: Any, batches: Any, steps: int, /, **arguments: Any) -> Set
     return Setup(lambda: _read_options(make()), kept, remade, drops)
 
 
-def _read_options(arguments: Mapping[str, Any]) -> PipelineOptions:
+def _read_options(arguments: Mapping[str, Any]) -> tuple[PipelineOptions, Between]:
     """The options of the pipeline with these arguments, which a function of the user's may have returned."""
     known = {name for names in _NAMES.values() for name in names}
-    if strange := next((name for name in arguments if name not in known | {"batches"}), ""):
+    if strange := next((name for name in arguments if name not in known | {"batches", "between"}), ""):
         raise _unread(f"an argument of Pipeline, found {strange}=")
     if missing := next((name for name in ("sample", "loss_fn", "optimizer") if name not in arguments), ""):
         raise _unread(f"{missing}=")
@@ -126,7 +136,8 @@ def _read_options(arguments: Mapping[str, Any]) -> PipelineOptions:
     def chosen(kind: type[Options]) -> Options:
         return kind(**{name: arguments[name] for name in _NAMES[kind] if name in arguments})
 
-    return PipelineOptions(chosen(ModelOptions), chosen(Recipe), chosen(PlanOptions), chosen(RunOptions))
+    between = _BETWEEN.check("rehearse(between=)", arguments.get("between"))
+    return PipelineOptions(chosen(ModelOptions), chosen(Recipe), chosen(PlanOptions), chosen(RunOptions)), between
 
 
 def _unread(expected: str) -> PenstockError:
@@ -179,15 +190,20 @@ def _call_model(model: Any, spec: ModelInputs, values: Mapping[str, Tensor]) -> 
     return found
 
 
-def train_by_loop(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
+def train_by_loop(
+    options: PipelineOptions, batches: Sequence[Batch], between: Between, *, evaluates: bool
+) -> TrainingRecord:
     """The training as a user of PyTorch writes it, with the gradients of microbatches added up."""
     recipe, module, record = options.recipe, rooted(options.model.model), TrainingRecord()
     named = dict(module.named_parameters())
     optimizers = make_optimizers(record.watching(recipe.optimizer), named)
     schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in optimizers if recipe.lr_scheduler]
+    parts = options.plan.microbatches or 1
     for number, batch in enumerate(batches):
+        if number and between is not None:
+            between(options.model.model, number)
         module.zero_grad()
-        compute_gradients(options, batch, number, record, parts=options.plan.microbatches or 1)
+        compute_gradients(options, batch, number, record, parts=parts)
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(named.values(), recipe.clip_grad_norm)
         for optimizer in optimizers:
@@ -195,7 +211,18 @@ def train_by_loop(options: PipelineOptions, batches: Sequence[Batch]) -> Trainin
         for scheduler in schedulers:
             scheduler.step()
     record.finish(len(batches), named, {**named, **dict(module.named_buffers())})
+    if evaluates:
+        record.note(len(batches) - 1, "evaluation", "loss", _evaluate(options, batches[0], parts))
     return record
+
+
+def _evaluate(options: PipelineOptions, batch: Batch, parts: int) -> float:
+    """The loss of `batch` in evaluation mode, in which the model is left."""
+    record = TrainingRecord()
+    rooted(options.model.model).eval()
+    with torch.no_grad():
+        compute_gradients(options, batch, 0, record, parts=parts)
+    return float(record.values[0, "loss", ""])
 
 
 def compute_gradients(
@@ -230,8 +257,12 @@ def compute_gradients(
             record.note(number, "output", f"{index}", torch.cat(rows))
 
 
-def train_by_chain(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
-    """The training of the captured chain in one loop, by `reference_train`: in one stage, or by a plan."""
+def train_by_chain(
+    options: PipelineOptions, batches: Sequence[Batch], between: Between, *, evaluates: bool
+) -> TrainingRecord:
+    """The training of the captured chain in one loop, by `reference_train`: in one stage, or by a plan. It does nothing
+    between steps, and evaluates nothing.
+    """
     record, plan = TrainingRecord(), options.plan.plan
     recipe = replace(options.recipe, optimizer=record.watching(options.recipe.optimizer))
     assert plan is None or isinstance(plan, Plan)
@@ -250,12 +281,18 @@ def train_by_chain(options: PipelineOptions, batches: Sequence[Batch]) -> Traini
     return record
 
 
-def train_by_pipeline(options: PipelineOptions, batches: Sequence[Batch]) -> TrainingRecord:
+def train_by_pipeline(
+    options: PipelineOptions, batches: Sequence[Batch], between: Between, *, evaluates: bool
+) -> TrainingRecord:
     """The training in a pipeline."""
     record, recipe = TrainingRecord(), options.recipe
     watched = replace(options, recipe=replace(recipe, optimizer=record.watching(recipe.optimizer)))
     with build_pipeline(watched) as pipe:
-        results = [pipe.step(inputs, target) for inputs, target in batches]
+        results = []
+        for number, (inputs, target) in enumerate(batches):
+            if number and between is not None and pipe.schedule.flushes:
+                between(options.model.model, number)
+            results.append(pipe.step(inputs, target))
         pipe.drain()
         for number, result in enumerate(results):
             for name, value in {"": float(result.loss), **result.metrics}.items():
@@ -263,6 +300,8 @@ def train_by_pipeline(options: PipelineOptions, batches: Sequence[Batch]) -> Tra
         names = dict(rooted(options.model.model).named_parameters())
         record.finish(len(batches), names, pipe.state_dict()["model"])
         record.plan = pipe.plan
+        if evaluates:
+            record.note(len(batches) - 1, "evaluation", "loss", float(pipe.evaluate(*batches[0]).loss))
     return record
 
 
@@ -274,6 +313,8 @@ class FirstLook:
     """The distance of 1 to the next number in the coarsest type that it computes in."""
     draws: bool
     """Whether it draws random numbers, dropout aside."""
+    evaluates: bool
+    """Whether it can compute its loss in evaluation mode, without random numbers."""
 
 
 class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
@@ -292,10 +333,10 @@ class _CoarsestType(OperatorMode):  # type: ignore[no-untyped-call]
 def look(setup: Setup) -> FirstLook:
     """Raises `PenstockError` if the loss is not finite, or reads what copies of the model do not hold."""
     coarsest = _CoarsestType()  # type: ignore[no-untyped-call]
+    first, options, record = setup.fresh(), setup.fresh(), TrainingRecord()
     # Without gradients, since torch.cond has no backward after a mode that sees operators.
     with suppress(Exception), torch.compiler.set_stance("force_eager"), coarsest, torch.no_grad():
-        compute_gradients(setup.fresh(), setup.batches[0], 0, TrainingRecord(), parts=1)
-    options, record = setup.fresh(), TrainingRecord()
+        compute_gradients(first, setup.batches[0], 0, TrainingRecord(), parts=1)
     module, before = rooted(options.model.model), generator_states()
     compute_gradients(options, setup.batches[0], 0, record, parts=1)
     loss = record.values[0, "loss", ""]
@@ -310,4 +351,7 @@ def look(setup: Setup) -> FirstLook:
             "tensor outside of it: pass a function that makes model and loss_fn and returns all arguments in a dict, "
             "since a rehearsal trains each time anew. What the loss itself learns must be part of the model"
         )
-    return FirstLook(coarsest.eps, before != generator_states())
+    draws, before, evaluates = before != generator_states(), generator_states(), False
+    with suppress(Exception):
+        evaluates = math.isfinite(_evaluate(options, setup.batches[0], 1)) and before == generator_states()
+    return FirstLook(coarsest.eps, draws, evaluates)
