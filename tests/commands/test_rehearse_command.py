@@ -31,6 +31,9 @@ def wrong():
 def broken():
     return [1, 2][3]
 
+def pair():
+    return make()["model"], make()["sample"]
+
 def no_batches():
     return {name: value for name, value in make().items() if name != "batches"}
 """
@@ -81,6 +84,10 @@ def test_json(capsys: Any) -> None:
         ("train_setup.py:nothing", "there is no function 'nothing'"),
         ("train_setup.py:broken", "line 20: IndexError"),
         ("train_setup.py:no_batches", "expected batches"),
+        (
+            "train_setup.py:pair",
+            "found (model, sample), as profile takes it: batches, loss_fn and optimizer are missing",
+        ),
     ],
 )
 def test_refusals(subject: str, text: str, capsys: Any) -> None:

@@ -74,7 +74,8 @@ _SIDE_WAYS = (
 )
 _EVALUATION = (
     "the mode: the training is the same, and the evaluation is not. What train() or eval() of your own modules do "
-    "beside their flag, or what a block keeps for evaluations, is another than in a plain loop. Decide by self.training"
+    "beside their flag, or a block keeps for evaluations, is another than in a plain loop, or samples depend on each "
+    "other there. Decide by self.training, and by each sample alone"
 )
 _FAULT = "a fault of Penstock's: the pipeline must compute what reference_train does. Please report it"
 _ACCEPT = "accumulation=True (--accumulation) compares with a loop in microbatches, and so leaves this out"
