@@ -30,10 +30,8 @@ _STATE = ".pipeline"
 """The end of the name of the folder with the state of the pipeline, which lies beside a checkpoint."""
 _EVENTS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _UNCALLED = {
-    "configure_optimizers": "pass optimizer= and lr_scheduler= to the pipeline",
-    "lr_scheduler_step": "pass lr_scheduler= to the pipeline",
-    "configure_gradient_clipping": "pass clip_grad_norm= to the pipeline",
-    "clip_gradients": "pass clip_grad_norm= to the pipeline",
+    **dict.fromkeys(("configure_optimizers", "lr_scheduler_step"), "pass optimizer=, lr_scheduler= to the pipeline"),
+    **dict.fromkeys(("configure_gradient_clipping", "clip_gradients"), "pass clip_grad_norm= to the pipeline"),
     **dict.fromkeys(("backward", "manual_backward"), "pass loss_fn= to the pipeline"),
     **dict.fromkeys(("optimizer_step", "optimizer_zero_grad", *_EVENTS), "pass update_hooks= to the pipeline"),
 }
@@ -150,13 +148,6 @@ class PipelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` loads the pipeline, its optimizers included."""
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty: the state of the pipeline has it."""
-        return {}
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing, as `load_model_state_dict`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)

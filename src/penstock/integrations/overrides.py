@@ -12,7 +12,6 @@ class SteppedOptimizer(torch.optim.Optimizer):
     """Has the groups and the state of `own`, which a pipeline steps: its own `step` does nothing."""
 
     def __init__(self, own: torch.optim.Optimizer) -> None:
-        # Nothing of the base: all that it would hold is in `own`.
         self.own = own
 
     def __getattr__(self, name: str) -> Any:
@@ -27,7 +26,8 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            group.update({key: options[key] for key in options.keys() - {"params"}})
+            # Older checkpoints have the groups of another optimizer here.
+            group.update({} if "params" in options else options)
 
 
 def refuse_overrides(by: str, owner: object, remedies: Mapping[str, str], *bases: type) -> None:

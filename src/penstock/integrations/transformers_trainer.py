@@ -61,6 +61,9 @@ class PipelineTrainer(Trainer):
     message says what to do instead.
     """
 
+    optimizer: Any
+    """In a training that of accelerate around a `SteppedOptimizer`."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -133,12 +136,12 @@ class PipelineTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return nothing
         batches, self._given = self._given, []
-        pipe, optimizer = self._built(batches[0]), self._prepared()
-        optimizer.train()
+        pipe = self._built(batches[0])
+        self.optimizer.train()
         skipped = pipe.skipped_updates
         result = pipe.step(Microbatches(_in_pieces(batches, pipe.plan.microbatches)))
         # The Trainer then leaves out a step of the scheduler.
-        optimizer._is_overflow, self._stepped = pipe.skipped_updates > skipped, True
+        self.optimizer._is_overflow, self._stepped = pipe.skipped_updates > skipped, True
         return nothing + float(result.loss)
 
     def prediction_step(
@@ -242,9 +245,9 @@ class PipelineTrainer(Trainer):
                 )
             if self._resumes_from is not None:
                 # Callbacks may have set options since the Trainer read them.
-                options = self._prepared().state_dict()
+                options = self.optimizer.state_dict()
                 self._pipeline.load(self._resumes_from)
-                self._prepared().load_state_dict(options)
+                self.optimizer.load_state_dict(options)
                 self._resumes_from = None
         return self._pipeline
 
@@ -266,14 +269,10 @@ class PipelineTrainer(Trainer):
         if not self.is_in_train:
             return []
         named: dict[str | None, nn.Parameter] = dict(parameters.items())
-        for group, members in zip(self._prepared().param_groups, self._members, strict=True):
+        for group, members in zip(self.optimizer.param_groups, self._members, strict=True):
             # A parameter without a name is none of the model's, which the pipeline refuses.
             group["params"] = [named.get(name, p) for name, p in members if name is None or name in named]
-        return self._prepared().optimizer.own
-
-    def _prepared(self) -> Any:
-        """The optimizer in a training: that of accelerate around a `SteppedOptimizer`."""
-        return self.optimizer
+        return self.optimizer.optimizer.own
 
 
 class _Stages(nn.Module):

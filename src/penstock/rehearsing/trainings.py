@@ -40,7 +40,7 @@ from penstock.values.plans import Plan
 Batch: TypeAlias = tuple[Any, Any]
 """What `Pipeline.step` takes."""
 Between: TypeAlias = Callable[[Any, int], object] | None
-"""What a loop does before each step but the first: called with the model and the number of the step."""
+"""What a loop does before each step but the first, with the model and the number of the step."""
 Options = TypeVar("Options", ModelOptions, Recipe, PlanOptions, RunOptions)
 
 _OWNED = ("loss_fn", "optimizer", "lr_scheduler", "loss_weight", "update_hooks")
@@ -257,12 +257,8 @@ def compute_gradients(
             record.note(number, "output", f"{index}", torch.cat(rows))
 
 
-def train_by_chain(
-    options: PipelineOptions, batches: Sequence[Batch], between: Between, *, evaluates: bool
-) -> TrainingRecord:
-    """The training of the captured chain in one loop, by `reference_train`: in one stage, or by a plan. It does nothing
-    between steps, and evaluates nothing.
-    """
+def train_by_chain(options: PipelineOptions, batches: Sequence[Batch], *_: Any, **__: Any) -> TrainingRecord:
+    """The training of the captured chain in one loop, by `reference_train`: in one stage, or by a plan."""
     record, plan = TrainingRecord(), options.plan.plan
     recipe = replace(options.recipe, optimizer=record.watching(options.recipe.optimizer))
     assert plan is None or isinstance(plan, Plan)
