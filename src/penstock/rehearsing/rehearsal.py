@@ -161,7 +161,7 @@ def _habits(kind: str, model: nn.Module) -> Iterator[str]:
         yield "history"
     if "checkpoint" in names:
         yield "recomputation"
-    if any(name == f"{name.strip('_')}_" and hasattr(Tensor, name) for name in names - {"requires_grad_"}):
+    if any(name == f"{name.strip('_')}_" and name in dir(Tensor) for name in names - {"requires_grad_"}):
         yield "view"
 
 
