@@ -78,12 +78,12 @@ class PipelineModule(LightningModule):  # type: ignore[misc]
         return self.pipe.predict(self.split(batch)[0])
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those of the pipeline, with steps that do nothing."""
+        """The optimizers of the pipeline, with steps that do nothing."""
         nothing = torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=0.0)
         return [SteppedOptimizer(each) for each in self.pipe.optimizers] or [nothing]
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the stages in this process, as of `Pipeline`."""
+        """The parameters of the stages in this process, as `Pipeline` has them."""
         return self.pipe.named_parameters(prefix)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
