@@ -133,21 +133,95 @@ def test_look_ahead_is_nesterovs_method_with_discounted_steps() -> None:
     assert_close(list(expected.state.values()), list(actual.state.values()))
 
 
-def test_an_average_is_that_of_pytorch() -> None:
-    case = Case("perceptron", "gpipe", 3, 1)
-    model, options = case.build(), case.options
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    # PyTorch's begins with the weights after the first update.
-    averaged.update_parameters(model)
-    follow = partial(averaged.update_parameters, model)
-    train_by_loop(model, case.batches, options["loss_fn"], models.momentum, after_step=follow)
+AVERAGES: dict[float | None, Callable[[nn.Module], AveragedModel]] = {
+    0.9: lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    0.25: lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.25)),
+    0.0: lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.0)),
+    None: AveragedModel,
+}
 
-    pipe = penstock.Pipeline(case.build(), **options, update_hooks=[penstock.WeightAverage(0.9)])
-    for x, y in case.batches:
+
+class Sometimes(nn.Module):
+    """Has one weight that some batches give no gradient, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.extra = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.extra(x) if x[0, 0] > 0 else x)
+
+
+def averaged_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Sometimes(), nn.Linear(4, 4), Sometimes(), nn.Linear(4, 4)).double()
+    if kind == "tied":
+        model[2].weight = model[0].weight
+    if kind == "frozen":
+        model[2].weight.requires_grad_(False)
+    return model.float() if kind == "float32" else model
+
+
+@pytest.mark.parametrize("decay", AVERAGES)
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "float32"])
+def test_averages_are_those_of_pytorch(kind: str, decay: float | None) -> None:
+    """Of parameters without a gradient in some updates, of frozen and shared ones; buffers are the model's."""
+    model, twin = averaged_model(kind), averaged_model(kind)
+    dtype = model[0].weight.dtype
+    batches = [(torch.randn(6, 4, dtype=dtype), torch.randn(6, 4, dtype=dtype)) for _ in range(6)]
+    averaged = AVERAGES[decay](model)
+    missing: list[bool] = []
+
+    def after_step() -> None:
+        missing.append(model[1].extra.weight.grad is None)
+        averaged.update_parameters(model)
+
+    train_by_loop(model, batches, F.mse_loss, models.adamw, after_step=after_step)
+    assert {*missing} == {True, False}, "some updates have no gradient of it"
+
+    pipe = penstock.Pipeline(
+        twin, (batches[0][0],), F.mse_loss, models.adamw, stages=2, update_hooks=[penstock.WeightAverage(decay)]
+    )
+    assert all(torch.equal(average, twin.get_parameter(name)) for name, average in pipe.averages().items())
+    for x, y in batches:
         pipe.step(x, y)
     averages = pipe.averages()
 
-    assert_close([p.detach() for p in averaged.module.parameters()], [averages[n] for n, _ in model.named_parameters()])
+    assert averages.keys() == {name for name, p in twin.named_parameters() if p.requires_grad}
+    for name, average in averages.items():
+        assert torch.equal(average, averaged.module.get_parameter(name)), name
+    with pipe.averaged():
+        found = pipe.full_state_dict()
+    for name, tensor in averaged.module.state_dict().items():
+        assert torch.equal(tensor, found[name]), name
+
+
+class _Noted(penstock.UpdateHook):
+    """The weights after every update, by name."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {}
+
+    def after_step(self, update: penstock.WeightUpdate) -> None:
+        self.seen.setdefault(update.name, []).append(update.after.clone())
+
+
+@pytest.mark.parametrize("decay", [0.7, None])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_averages_without_a_flush_follow_every_update(schedule: str, decay: float | None) -> None:
+    case, noted = Case("layered", schedule, 3, 4), _Noted()
+    pipe = penstock.Pipeline(case.build(), **case.options, update_hooks=[noted, penstock.WeightAverage(decay)])
+    for x, y in case.batches:
+        pipe.step(x, y)
+    for name, average in pipe.averages().items():
+        one = nn.Linear(1, 1, bias=False)
+        one.weight = nn.Parameter(noted.seen[name][0])
+        expected = AveragedModel(one, multi_avg_fn=None if decay is None else get_ema_multi_avg_fn(decay))
+        for weights in noted.seen[name]:
+            one.weight.data = weights
+            expected.update_parameters(one)
+
+        assert torch.equal(average, expected.module.weight), name
 
 
 def test_evaluation_with_averages_leaves_the_weights_as_they_were() -> None:

@@ -10,7 +10,7 @@ weights at which the gradient was taken:
 - `WeightPrediction`: forwards read W' + d u, an estimate of the weights when the gradient comes back.
 - `ErrorFeedback`: W' becomes W' + d (u - the optimizer's step before it).
 - `LookAhead`: Nesterov's method around any optimizer.
-- `WeightAverage`: keeps an exponential average, and changes nothing.
+- `WeightAverage`: keeps an average of W', and changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class WeightUpdate:
 class UpdateHook:
     """A base class: derived hooks are called at every update of every trained parameter that has a gradient.
 
-    Updates that a loss scale skips do not count. A stage updates on every process that holds it, so a hook must compute
+    A `WeightAverage` is called for those without a gradient, too. Updates that a loss scale skips do not count. A stage updates on every process that holds it, so a hook must compute
     the same numbers for an update everywhere.
     """
 
@@ -135,20 +135,28 @@ class LookAhead(UpdateHook):
 
 @dataclass(frozen=True, slots=True)
 class WeightAverage(UpdateHook):
-    """Keeps the exponential average decay A + (1 - decay) W', beginning with the weights before the first update.
+    """Keeps an average A of the weights W' after every update, which ``pipe.averages()`` returns.
 
-    ``pipe.averages()`` returns it. Place it after hooks that change the weights.
+    It has the numbers of `torch.optim.swa_utils.AveragedModel` that is updated after every step. The first update
+    copies W'. Later ones make A the exponential average decay A + (1 - decay) W', as ``get_ema_multi_avg_fn(decay)``
+    does; or the mean of all W' if `decay` is None, as ``AveragedModel(model)`` does. There are no averages of buffers:
+    they stay the model's, as with ``use_buffers=False``. Place the hook after those that change the weights.
     """
 
-    decay: float = 0.999
+    decay: float | None = 0.999
 
     def __post_init__(self) -> None:
-        check_fields(self, {"decay": number(0, most=1).but("give one such as 0.999")})
+        check_fields(self, {"decay": number(0, most=1).but("give one such as 0.999, or None for the mean").optional})
 
     def after_step(self, update: WeightUpdate) -> None:
-        if "average" not in update.state:
-            update.state["average"] = update.before.clone()
-        update.state["average"].lerp_(update.after, 1 - self.decay)
+        state, after = update.state, update.after
+        if "average" not in state:
+            state["average"] = after.clone()
+        elif self.decay is not None:
+            state["average"].lerp_(after, 1 - self.decay)
+        else:
+            state["count"] = state.get("count", torch.ones((), dtype=torch.long, device=after.device)) + 1
+            state["average"] += (after - state["average"]) / state["count"]
 
 
 @dataclass(slots=True, eq=False)
@@ -164,18 +172,19 @@ class HookStates:
 
     @torch.no_grad()
     def after_step(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], delay: int) -> dict[str, Tensor]:
-        """Runs the hooks for an update of the parameters in `before`. Returns the weights that forwards read instead of
-        `after`.
+        """Runs the hooks for an update of the parameters in `after`, of which those in `before` had gradients. Returns
+        the weights that forwards read instead of `after`.
         """
         read: dict[str, Tensor] = {}
-        for name, old in before.items():
-            for hook, states in zip(self.hooks, self.states, strict=True):
-                update = WeightUpdate(name, old, after[name].detach(), delay, states.setdefault(name, {}))
-                _run(hook, update, predicts=False)
-            for hook, states in zip(self.hooks, self.states, strict=True):
+        for name, parameter in after.items():
+            now = parameter.detach()
+            own = [(hook, states.setdefault(name, {})) for hook, states in zip(self.hooks, self.states, strict=True)]
+            for hook, state in own:
+                if name in before or isinstance(hook, WeightAverage):
+                    _run(hook, WeightUpdate(name, before.get(name, now), now, delay, state), predicts=False)
+            for hook, state in own if name in before else ():
                 if hook.predicts(delay):
-                    update = WeightUpdate(name, old, after[name].detach(), delay, states[name])
-                    read[name] = _run(hook, update, predicts=True)
+                    read[name] = _run(hook, WeightUpdate(name, before[name], now, delay, state), predicts=True)
         return read
 
 

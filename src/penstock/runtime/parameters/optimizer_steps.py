@@ -202,7 +202,7 @@ class Updater:
             self._updates[stage] += 1
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
-        return self.hooks.after_step(before, stepped, self._delays[stages[0]]) if before else {}
+        return self.hooks.after_step(before, stepped, self._delays[stages[0]]) if self.hooks.hooks else {}
 
     def _in_parts(self, host: HostStates, stepped: Mapping[str, nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
         """Each optimizer for every part of what it steps: while nothing else has gradients, and the state is there."""
