@@ -8,16 +8,19 @@ batch to the device while the present one is computed.
 import inspect
 import itertools
 import logging
+import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from penstock.arguments import FLAG, SEED, Rule, check_arguments, function, integer, text_of
 from penstock.capturing.initialization import read_device
+from penstock.capturing.preservation import kept_generators
 from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError, suggestion
 from penstock.torch_internals import pytrees as pytree
@@ -88,7 +91,10 @@ class Batches:
         rest = iter(self._loader) if self._reads else map(self._shaped, self.order())
         for position in range(self.position, len(self)):
             # Without worker processes the transforms run here; they draw the same numbers in every process.
-            with seeded(mixed, position, ()):
+            with kept_generators(), seeded(mixed, position, ()):
+                number = microbatch_seed(mixed, position)
+                random.seed(number)
+                numpy.random.seed(number % 2**32)
                 batch = next(rest)
             self.position, self.used_at = position + 1, next(_USES)
             yield batch
@@ -328,8 +334,8 @@ def loader(
 ) -> Batches:
     """Global batches of `batch_size` samples, the same ones in the same order in every process.
 
-    `seed` and the epoch determine the order if `shuffle` is set, and the numbers that random transforms draw from
-    PyTorch's generators; the generators of the process are restored. `drop_last` leaves out a last batch that is not
+    `seed` and the epoch determine the order if `shuffle` is set, and the numbers that random transforms draw from the
+    generators of PyTorch, NumPy and Python; those of the process are restored. `drop_last` leaves out a last batch that is not
     full. `reads`: whether this process needs the values; with False only the first sample is read, and the batches are
     tensors on the meta device, with the shapes of batches of this sample. `microbatches`: those of the pipeline, which
     the last batch of an epoch must have samples for. `options` go to `DataLoader`: ``num_workers``, ``pin_memory``,

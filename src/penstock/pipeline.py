@@ -312,6 +312,7 @@ class Pipeline(Advised):
             self._options.recipe,
             self._updater,
             plan=self.plan,
+            model=model.model,
             chain=self._chain,
             drain=partial(guarded.run, "in a drain", engine.drain),
             parallelized=self._options.run.parallelize is not None,
@@ -641,13 +642,14 @@ class Pipeline(Advised):
         held = hold(self._chain, self._checkpoints.training.held, self._world)
         export_weights(self._options.model.model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
-    def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
-        """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
+    def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
+        """Copies of the whole model's ``state_dict()`` on the CPU of `rank`, or of all ranks if it is None.
 
         The other ranks return an empty dict. Drains first. Collective. `save_weights` needs no memory for all of them.
         """
         self.drain()
-        return hold(self._chain, self._checkpoints.training.held, self._world).state_dict(rank)
+        training, world = self._checkpoints.training, self._world
+        return hold(self._chain, training.held, world).state_dict(rank) | training.gather_entries(world, rank)
 
     def gather_model(self) -> None:
         """Brings the newest weights and buffers of all processes into the model of each. Drains first. Collective.

@@ -1,7 +1,7 @@
 """Hooks at the update: corrections of staleness and averages equal the oracle, and the formulas written out by hand."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import cycle
 from typing import Any
 

@@ -135,6 +135,15 @@ def is_persistent(module: nn.Module, name: str) -> bool:
     return name in module.state_dict(keep_vars=True) if outside is None else name not in outside
 
 
+def loads_itself(module: nn.Module) -> bool:
+    """Whether ``load_state_dict`` of `module` does more than to copy tensors: it has hooks, or code of its own. No public
+    name lists these hooks.
+    """
+    names = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+    own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
+    return own or any(getattr(module, f"_load_state_dict_{when}_hooks", ()) for when in ("pre", "post"))
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is a BatchNorm. Its base class is private; without it, the public ones that inherit from it."""
     lazy = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)

@@ -45,8 +45,8 @@ class WeightUpdate:
 class UpdateHook:
     """A base class: derived hooks are called at every update of every trained parameter that has a gradient.
 
-    A `WeightAverage` is called for those without a gradient, too. Updates that a loss scale skips do not count. A stage updates on every process that holds it, so a hook must compute
-    the same numbers for an update everywhere.
+    A `WeightAverage` is called for those without a gradient, too. Updates that a loss scale skips do not count. A stage
+    updates on every process that holds it, so a hook must compute the same numbers for an update everywhere.
     """
 
     def after_step(self, update: WeightUpdate) -> None:

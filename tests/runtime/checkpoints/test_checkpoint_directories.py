@@ -94,7 +94,9 @@ def test_the_weights_of_a_checkpoint_are_first_weights(tmp_path: Path) -> None:
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     trained().save(tmp_path / "run")
     for name, content in listing(tmp_path).items():
-        assert b"torch" not in content or name.endswith("manifest.json"), name
+        # A tensor of a generator has its library in its name.
+        own = content.replace(b"generators/torch/", b"")
+        assert b"torch" not in own or name.endswith("manifest.json"), name
         assert not content.startswith((b"\x80", b"PK")), name
 
 

@@ -39,6 +39,7 @@ from penstock.runtime.assembly.safetensors_files import (
 )
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.worlds import World, agreed, gather_results
+from penstock.torch_internals.subclasses import wraps_tensors
 from penstock.values.plan_stages import Stage
 
 ADAPTER, ADAPTER_CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
@@ -106,7 +107,7 @@ class HeldTensors:
         one = integer(0, processes - 1).but("give the number of a process, or None for all").optional
         rank = one.check("full_state_dict(rank=)", rank)
         found: dict[str, Tensor] = {}
-        for names in shared_names(self.every):
+        for names in shared_names({name: t for name, t in self.every.items() if not wraps_tensors(t)}):
             tensor = self.bring(names[0], self.every[names[0]].dtype, rank)
             if tensor is not None:
                 copied = tensor.clone() if names[0] in self.own else tensor

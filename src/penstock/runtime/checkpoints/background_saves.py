@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.training_state import TrainingState
+from penstock.runtime.checkpoints.manifests import copied_value
+from penstock.runtime.checkpoints.training_state import TrainingState, kept
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.engine import LocalStages
 from penstock.runtime.engine.snapshots import REST, Snapshot
@@ -86,7 +87,7 @@ class StageStates:
         own = {id(parameter) for parameter in weights.stepped.values()}
         updater.choose(stage)
         state = {
-            "model": {name: whole(t.detach()) for name, t in training.held.items() if id(t) in own},
+            "model": {name: kept(t) for name, t in training.held.items() if id(t) in own},
             "optimizer": training.named(whole, weights.stepped.keys()),
             "pipeline": {**updater.state(stage), **engine.scale_state(stage)},
         }
@@ -103,7 +104,7 @@ class StageStates:
         later = {id(b) for stages in self.stages.values() for s in stages.values() for b in s.weights.buffers} - own
         rest = {name: t for name, t in training.held.items() if id(t) not in stepped and id(t) not in later}
         buffers = training.chain.buffers
-        copies = {name: whole(t.detach()).clone() if name in buffers else whole(t.detach()) for name, t in rest.items()}
+        copies = {name: copied_value(kept(t)) if name in buffers else kept(t) for name, t in rest.items()}
         state: dict[str, Any] = {"model": copies}
         replicas: dict[str, dict[str, Tensor]] = {}
         for rank, stages in self.stages.items():
@@ -172,7 +173,9 @@ class BackgroundSaves:
                 self._engine.steps,
             )
         self.finish()
-        if not self._engine.cuts() or (self._states.parallelized and not self._states.schedule.flushes):
+        # Modules and losses have seen microbatches that a run which continues without them computes again.
+        later = self._states.parallelized or self._states.training.beside()
+        if not self._engine.cuts() or (later and not self._states.schedule.flushes):
             self.drain()
 
     def finish(self) -> None:

@@ -85,9 +85,10 @@ def find_and_verify(
             manifest = _checked_manifest(path)
             _check_model(manifest, chain)
             loaded = read(manifest)
-            tensors = [tensor for name, tensor in loaded.state["model"].items() if mine(name)]
-            parts = [loaded.state["optimizer"], loaded.state.get("history")]
-            tensors += [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, StoredTensor)]
+            state = loaded.state
+            parts = [[value for name, value in state["model"].items() if mine(name)], state["optimizer"]]
+            parts += [state["beside"], state.get("history")]
+            tensors = [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, StoredTensor)]
             tensors += [tensor for value in loaded.own.values() for tensor in manifest.tensors_in(value)]
         for tensor in tensors:
             tensor.verify()
@@ -153,9 +154,19 @@ def _check_model(manifest: Manifest, chain: LayerChain) -> None:
             )
 
 
-def model_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
-    """All tensors of the model, by name."""
-    return {name: manifest.tensor(MODEL + entry["stored"]) for name, entry in manifest.model.items()}
+def model_tensors(manifest: Manifest) -> dict[str, Any]:
+    """All tensors of the model, by name; those that wrap others as their parts."""
+    found = {}
+    for name, entry in manifest.model.items():
+        parts = manifest.model[entry["stored"]].get("parts")
+        found[name] = manifest.tensor(MODEL + entry["stored"]) if parts is None else manifest.value(parts)
+    return found
+
+
+def beside_of(manifest: Manifest) -> dict[str, Any] | None:
+    """What is kept beside weights and the state of parameters, by name; None if an older version wrote it."""
+    found = [own["beside"] for own in manifest.content["own"] if "beside" in own]
+    return {name: manifest.value(entry) for own in found for name, entry in own.items()} if found else None
 
 
 @contextmanager

@@ -241,7 +241,7 @@ def _version() -> str:
 
 def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """One document of those of all processes."""
-    first = documents[0]["pipeline"]
+    first, beside = documents[0]["pipeline"], dict[str, Json]()
     for rank, document in enumerate(documents):
         for count in ("steps", "microbatches"):
             if document["pipeline"][count] != first[count]:
@@ -250,15 +250,25 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
                     "expected the same on all ranks. Make the same calls everywhere, and start again from the "
                     "checkpoint before"
                 )
+        for name, value in document["own"]["beside"].items():
+            if beside.setdefault(name, value) != value:
+                raise CheckpointError(
+                    f"{name} has another value on rank {rank} than on a rank before it: expected the same on all ranks "
+                    "that have it, since a checkpoint fits any number of them. Compute it from what all ranks have, or "
+                    "use fewer replicas of its stage"
+                )
+    model: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     history: dict[str, Any] = {}
     for document in documents:
+        for name, entry in document["model"].items():
+            model.setdefault(name, {}).update(entry)
         for merged, entries in ((optimizer, document["optimizer"]), (history, document["history"])):
             for name, entry in entries.items():
                 merged.setdefault(name, {}).update(entry)
     pipeline = {name: value for document in reversed(documents) for name, value in document["pipeline"].items()}
     return {
-        "model": {name: entry for document in documents for name, entry in document["model"].items()},
+        "model": model,
         "optimizer": optimizer,
         "pipeline": pipeline,
         "history": history,

@@ -1,33 +1,42 @@
 """Saves and loads the training of a pipeline: collects on the main thread, then writes, or reads and restores."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.initialization import rooted
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.assembly.weight_exports import shared_names
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves, StageStates
-from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors
+from penstock.runtime.checkpoints.checkpoint_reader import (
+    Loaded,
+    beside_of,
+    checked_path,
+    find_and_verify,
+    model_tensors,
+)
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, agree_on_target, write
 from penstock.runtime.checkpoints.common_errors import Ranks
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.manifests import Manifest
+from penstock.runtime.checkpoints.module_entries import ModuleEntries
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
 from penstock.runtime.checkpoints.step_directories import Retention
-from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, describe_run
+from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, describe_run, modules_of
 from penstock.runtime.engine.engine import Engine, parameters_of
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.plain_values import Json, encode, name_of
 from penstock.runtime.transport.worlds import World
+from penstock.torch_internals.subclasses import TensorParts
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan
 
@@ -65,7 +74,7 @@ class Checkpoints:
         `CheckpointError` if something in it cannot be kept.
         """
         tensors: dict[str, Tensor] = {}
-        own = self.own.collect(self.training.engine.seed, tensors)
+        own = self.own.collect(self.training.beside(), tensors)
         return self._lay_out(self.training.collect(take=lambda value: value), own, tensors)
 
     def _lay_out(self, state: Mapping[str, Any], own: Json, tensors: dict[str, Tensor]) -> CheckpointState:
@@ -87,8 +96,13 @@ class Checkpoints:
             for name in names:
                 tensor = held[name]
                 model[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "stored": names[0]}
-            if names[0] in state["model"]:
-                tensors[MODEL + names[0]] = state["model"][names[0]]
+            found = state["model"].get(names[0])
+            if isinstance(found, TensorParts):
+                # Its class is that of the model that loads it.
+                parts = found._replace(context=str(found.context))
+                model[names[0]]["parts"] = encode(parts, f"parts/{names[0]}", keep)
+            elif found is not None:
+                tensors[MODEL + names[0]] = found
         history = state.get("history", {})
         document = {
             "model": model,
@@ -115,7 +129,7 @@ class Checkpoints:
 
         def collect_own() -> tuple[Json, dict[str, Tensor]]:
             tensors: dict[str, Tensor] = {}
-            return self.own.collect(self.training.engine.seed, tensors), tensors
+            return self.own.collect(self.training.beside(), tensors), tensors
 
         write_to, (own, tensors) = self._prepare(directory, step, keeping, collect_own)
         gather = self.world.gather_beside(self.timeout_seconds)
@@ -180,11 +194,12 @@ class Checkpoints:
         content, trained = manifest.content, self.training.trained()
         # The tensors of other processes are not looked for.
         optimizer = {
-            part: {name: manifest.value(entry) for name, entry in content["optimizer"][part].items() if name in trained}
-            for part in ("state", "options", "classes", "hooks")
+            part: {name: manifest.value(entry) for name, entry in entries.items() if name in trained}
+            for part, entries in content["optimizer"].items()
         }
         pipeline = manifest.value(content["pipeline"])
         state = {"model": model_tensors(manifest), "optimizer": optimizer, "pipeline": pipeline}
+        self.training.add_beside(state, beside_of(manifest))
         if kept := content["history"]:
             state["history"] = {
                 part: {
@@ -206,6 +221,7 @@ def make_checkpoints(
     updater: Updater,
     *,
     plan: Plan,
+    model: nn.Module | Sequence[Any],
     chain: LayerChain,
     drain: Callable[[], None],
     parallelized: bool,
@@ -214,14 +230,18 @@ def make_checkpoints(
     """The checkpoints of the pipeline that `engine` runs. `drain`: drains it, and reports an error to all processes."""
     schedule = engine.schedule
     held = {index for stages in engine.stages.values() for index in stages}
+    root, stages = rooted(model), [plan.stages[index] for index in sorted(held)]
+    of_model = set(root.modules())
     training = TrainingState(
         chain=chain,
-        stages=[plan.stages[index] for index in sorted(held)],
+        stages=stages,
         trained=partial(parameters_of, engine.stages),
         updater=updater,
         engine=engine,
         run=describe_run(plan, schedule, recipe),
         rank=world.rank,
+        entries=ModuleEntries(root, chain, stages),
+        losses=[one for one in modules_of(recipe.loss_fn) if one not in of_model],
     )
     predicted = any(map(recipe.predicts, schedule.guarantees.delays))
     states = StageStates(training, schedule, engine.stages, parallelized=parallelized, predicted=predicted)

@@ -6,6 +6,7 @@ that no header of a file need be believed. A file is opened anew for every tenso
 that tensor.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.step_directories import MANIFEST, is_file_name
 from penstock.runtime.transport.plain_values import Json, decode, type_named
+from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.subclasses import put_together, taken_apart
 
 FORMAT = "penstock-checkpoint-1"
 _CHUNK = 1 << 20
@@ -51,7 +54,8 @@ class StoredTensor:
 
     def read(self) -> Tensor:
         """The tensor on the CPU. `CheckpointError` if the file ends before it does."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
+        # Also where the user has another default device.
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         with _opened(self.path) as file:
             file.seek(self.start)
             view = bytes_of(tensor)
@@ -136,7 +140,7 @@ class Manifest:
 
     def read(self, encoded: Json) -> Any:
         """What `encode` made `encoded` of, with all tensors in memory."""
-        return decode(encoded, lambda key: self.tensor(key).read())
+        return put_together(decode(encoded, lambda key: self.tensor(key).read()))
 
     def tensors_in(self, encoded: Json) -> list[StoredTensor]:
         """The tensors that `encoded` refers to."""
@@ -158,6 +162,16 @@ class Manifest:
 def read_value(value: Any) -> Any:
     """`value`, read if it is a `StoredTensor`."""
     return value.read() if isinstance(value, StoredTensor) else value
+
+
+def copied_value(value: Any) -> Any:
+    """A copy of nested values, whose tensors are read or cloned."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(read_value(leaf))
+
+    apart = pytree.tree_map_only(Tensor, taken_apart, value)
+    return put_together(pytree.tree_map_only(object, copied, apart))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

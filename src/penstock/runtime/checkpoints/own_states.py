@@ -23,7 +23,7 @@ from penstock.runtime.checkpoints.manifests import Manifest, bytes_of
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.plain_values import Json, encode
 
-_OBJECTS = "objects"
+_OBJECTS, BESIDE = "objects", "beside"
 ALL_KINDS = ("generators", "loaders", _OBJECTS)
 """Of what a process keeps."""
 
@@ -69,21 +69,12 @@ class OwnStates:
         """Goes on with the loaders and objects of a pipeline whose place this one has taken."""
         self.since, self.tracked, self.waiting = other.since, other.tracked, other.waiting
 
-    def collect(self, seed: int | None, tensors: dict[str, Tensor]) -> Json:
+    def collect(self, beside: Mapping[str, Any], tensors: dict[str, Tensor]) -> Json:
         """The document of this process's own states. Their tensors are added to `tensors`, as copies on the CPU.
 
-        `seed`: that of the random layers; if there is none, PyTorch's, NumPy's and Python's generators count.
+        `beside`: what the training keeps beside weights and the state of parameters, by name.
         """
-
-        def keep(tensor: Tensor, where: str) -> str:
-            # Equal tensors of several processes have one key, so that they are stored once.
-            own = whole(tensor).detach().cpu().contiguous()
-            if own.layout is torch.strided:
-                form = f"{own.dtype} {tuple(own.shape)} ".encode()
-                where = f"{where}/{hashlib.sha256(form + bytes_of(own)).hexdigest()[:32]}"
-            tensors[where] = own.clone() if own.data_ptr() == tensor.data_ptr() else own
-            return where
-
+        keep = partial(keep_copy, tensors)
         for name in self.waiting.keys() - self.tracked.keys():
             logging.getLogger("penstock").warning(
                 "the checkpoint that was loaded has a state of %r, and no such object was tracked: this state is not "
@@ -91,7 +82,8 @@ class OwnStates:
                 name,
             )
         return {
-            "generators": encode(self._generators() if seed is None else None, "generators", keep),
+            BESIDE: {name: encode(value, name, keep) for name, value in beside.items()},
+            "generators": encode(self._generators(), "generators", keep),
             "loaders": encode(loader_states(self.since), "loaders", keep),
             _OBJECTS: {name: encode(_state_of(one), f"{_OBJECTS}/{name}", keep) for name, one in self.tracked.items()},
         }
@@ -154,6 +146,18 @@ class OwnStates:
         random.setstate(states["python"])
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
+
+
+def keep_copy(tensors: dict[str, Tensor], tensor: Tensor, where: str) -> str:
+    """Adds a copy of `tensor` on the CPU to `tensors`. Returns its key, which equal ones share, so that they are stored
+    once.
+    """
+    own = whole(tensor).detach().cpu().contiguous()
+    if own.layout is torch.strided:
+        form = f"{own.dtype} {tuple(own.shape)} ".encode()
+        where = f"{where}/{hashlib.sha256(form + bytes_of(own)).hexdigest()[:32]}"
+    tensors[where] = own.clone() if own.data_ptr() == tensor.data_ptr() else own
+    return where
 
 
 def _state_of(value: Any) -> Any:

@@ -15,11 +15,13 @@ Laws of this file:
 """
 
 import copy
+import functools
 import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -29,13 +31,18 @@ from penstock.arguments import SEED, integer, is_count, is_number, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.weight_exports import held_tensors
-from penstock.runtime.checkpoints.manifests import StoredTensor, read_value
+from penstock.runtime.checkpoints.manifests import StoredTensor, bytes_of, copied_value, read_value
+from penstock.runtime.checkpoints.module_entries import ModuleEntries
+from penstock.runtime.checkpoints.own_states import keep_copy
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.host_states import in_parts
 from penstock.runtime.parameters.optimizer_steps import Updater
-from penstock.runtime.parameters.shards import assign, distributed_like, whole
+from penstock.runtime.parameters.shards import distributed_like, whole
+from penstock.runtime.transport.plain_values import decode, encode, name_of, type_named
+from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.subclasses import TensorParts, form_of, put_together, taken_apart, wraps_tensors
 from penstock.training.recipes import Recipe
 from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan
@@ -45,6 +52,8 @@ History: TypeAlias = Mapping[str, Any]
 
 PARTS = ("weights", "stages", "buffers")
 """Weights by name and version; counts, norms and scales by stage; buffers by stage, replica and number."""
+_MODEL = "model/"
+"""How the names of the model's entries begin among what is kept beside weights."""
 _SAME = "Load the state of the same model, with the same optimizers"
 _COUNT = integer(0, 2**53)
 _UPDATES = integer(0, 10**8)
@@ -66,6 +75,9 @@ class TrainingState:
     """What decides which versions of the weights are read: see `describe_run`."""
     rank: int
     """The number of this process."""
+    entries: ModuleEntries
+    losses: Sequence[nn.Module]
+    """What `loss_fn` is, or is a method of: the modules whose state a loss may change."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -78,18 +90,70 @@ class TrainingState:
         return held_tensors(self.chain, self.stages)
 
     def collect(self, take: Callable[[Any], Any] = whole) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ..., "pipeline": ...}``; ``take(value)`` is what is kept of a value."""
+        """``{"model": ..., "optimizer": ..., "pipeline": ...}``; ``take(value)`` is what is kept of a value. Tensors of
+        subclasses are taken apart.
+        """
         engine, updater = self.engine, self.updater
         return {
-            "model": {name: take(tensor.detach()) for name, tensor in self.held.items()},
+            "model": {name: kept(tensor, take) for name, tensor in self.held.items()},
             "optimizer": self.named(take),
             "pipeline": {**self.progress, **updater.state(), **engine.scale_state()},
         }
 
     def copied(self) -> dict[str, Any]:
-        """The same with copies of all tensors, on their devices. Tied weights share memory in it, too."""
+        """The same and what is `beside`, with copies of all tensors, on their devices. Tied weights share memory in it,
+        too.
+        """
         # A schedule with several versions writes later ones into the same memory, out of turn.
-        return copy.deepcopy(self.collect())
+        state: dict[str, Any] = put_together(copy.deepcopy(self.collect()))
+        beside = {name: copied_value(value) for name, value in self.beside().items()}
+        model, state["beside"] = split_beside(beside)
+        state["model"].update(model)
+        return state
+
+    def beside(self) -> dict[str, Any]:
+        """What belongs to no weight and to no state of a parameter, by name: entries of modules, the state of the loss,
+        and what the optimizers keep of their own. Not copies.
+        """
+        found = {f"{_MODEL}{name}": value for name, value in self.entries.collect().items()}
+        if any(stage.stop == len(self.chain.layers) for stage in self.stages):
+            states = {f"loss_fn/{number}": one.state_dict() for number, one in enumerate(self.losses)}
+            found.update({name: state for name, state in states.items() if state})
+        for number, optimizer in enumerate(self.optimizers):
+            own = {key: value for key, value in _state_of(optimizer).items() if key not in ("state", "param_groups")}
+            shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+            if own or shared:
+                found[f"optimizer/{number}"] = {"own": own, "shared": shared}
+        return found
+
+    def gather_entries(self, world: World, rank: int | None) -> dict[str, Any]:
+        """The entries of the whole model's state dict that no plain tensor is, on `rank`, or on all. Collective."""
+        tensors: dict[str, Tensor] = {}
+        found = {name: tensor for name, tensor in self.held.items() if wraps_tensors(tensor)} | self.entries.collect()
+        document = {name: encode(value, name, functools.partial(keep_copy, tensors)) for name, value in found.items()}
+        data = {key: (name_of(one.dtype), one.shape, bytes(bytes_of(one))) for key, one in tensors.items()}
+        every, result = world.gather((document, data)), dict[str, Any]()
+        for entries, own in every if rank in (None, world.rank) else ():
+            read = {
+                key: torch.empty(shape, dtype=type_named(name), device="cpu") for key, (name, shape, _) in own.items()
+            }
+            for key, tensor in read.items():
+                bytes_of(tensor)[:] = own[key][2]
+            result.update({name: put_together(decode(value, read.__getitem__)) for name, value in entries.items()})
+        return result
+
+    def add_beside(self, state: dict[str, Any], beside: State | None) -> None:
+        """Adds what is `beside` in a checkpoint to its `state`; None: an older version has kept nothing."""
+        if beside is None:
+            beside = {f"{_MODEL}{name}": value for name, value in self.entries.collect().items()}
+            if beside:
+                logging.getLogger("penstock").warning(
+                    "the checkpoint is of an older version, which did not keep %s and others like it: these stay as "
+                    "they are now",
+                    next(iter(beside)).removeprefix(_MODEL),
+                )
+        model, state["beside"] = split_beside(beside)
+        state["model"] = {**state["model"], **model}
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -118,14 +182,17 @@ class TrainingState:
 
     def restore(self, state: State) -> None:
         """Takes over `state`, which `check` has accepted."""
-        for optimizer in self.optimizers:
+        beside = state.get("beside", {})
+        for number, one in enumerate(self.losses):
+            # First, since it may refuse its state.
+            if f"loss_fn/{number}" in beside:
+                one.load_state_dict(copied_value(beside[f"loss_fn/{number}"]))
+        for number, optimizer in enumerate(self.optimizers):
             # The old state goes first, so that there is one in memory.
             optimizer.state = defaultdict(dict)
-            self._restore_optimizer(optimizer, state["optimizer"])
+            self._restore_optimizer(optimizer, state["optimizer"], beside.get(f"optimizer/{number}", {}))
         self._restore_hooks(state["optimizer"]["hooks"])
-        with torch.no_grad():
-            for name, tensor in self.held.items():
-                assign(tensor, read_value(state["model"][name]))
+        self.entries.restore(state["model"], self.held)
         progress, engine = state["pipeline"], self.engine
         history = _open_history(state, self.run, self.rank)
         updates = {} if history is None else {int(stage): kept["updates"] for stage, kept in history["stages"].items()}
@@ -138,19 +205,28 @@ class TrainingState:
         """By parameter: the state and options of its optimizer, the classes of optimizer and scheduler, and what the
         hooks keep, by their number. `of`: the names of some parameters, by default all.
         """
-        result: dict[str, dict[str, Any]] = {"state": {}, "options": {}, "classes": {}, "hooks": {}}
-        for optimizer, classes in zip(self.optimizers, self._classes, strict=True):
-            for group, name, parameter in self._grouped(optimizer):
+        result: dict[str, dict[str, Any]] = {"state": {}, "options": {}, "classes": {}, "groups": {}, "hooks": {}}
+
+        def keep(value: Any, where: str) -> Any:
+            return pytree.tree_map_only(Tensor, lambda tensor: taken_apart(take(tensor), where), value)
+
+        for number, (optimizer, classes) in enumerate(zip(self.optimizers, self._classes, strict=True)):
+            states, numbers = _state_of(optimizer)["state"], [id(group) for group in optimizer.param_groups]
+            for place, (group, name, _) in enumerate(self._grouped(optimizer)):
                 if of is not None and name not in of:
                     continue
                 result["options"][name] = {key: value for key, value in group.items() if key != "params"}
                 result["classes"][name] = classes
-                if parameter in optimizer.state:
-                    result["state"][name] = {key: take(value) for key, value in optimizer.state[parameter].items()}
+                result["groups"][name] = [self.rank, number, numbers.index(id(group))]
+                if place in states:
+                    found = states[place].items()
+                    result["state"][name] = {key: keep(value, f"the state {key!r} of {name}") for key, value in found}
         for number, states in enumerate(self.updater.hooks.states):
             for name, kept in states.items():
                 if kept and (of is None or name in of):
-                    named = {f"{number}.{key}": take(value) for key, value in kept.items()}
+                    named = {
+                        f"{number}.{key}": keep(value, f"the hook's {key!r} of {name}") for key, value in kept.items()
+                    }
                     result["hooks"].setdefault(name, {}).update(named)
         return result
 
@@ -175,37 +251,39 @@ class TrainingState:
                 yield group, names[id(parameter)], parameter
 
     def _check_model(self, model: State) -> None:
-        known = self.chain.parameters.keys() | self.chain.buffers.keys()
+        known, present = self.chain.parameters.keys() | self.chain.buffers.keys(), self.entries.collect()
         for name, value in model.items():
-            if name not in known:
+            if (
+                name not in known
+                and self.entries.is_here(name)
+                and name not in present
+                and not self.entries.takes(name)
+            ):
                 raise CheckpointError(
                     f"the state dict has {name!r}, which the model has not: it is of another model, or of a larger "
                     f"one. {_SAME}"
                 )
-            if not isinstance(value, Tensor | StoredTensor):
+            if name in known - present.keys() and not isinstance(value, Tensor | StoredTensor | TensorParts):
                 raise CheckpointError(
                     f"{name}: expected a torch.Tensor in the state dict, found {type(value).__qualname__}. {_SAME}"
                 )
-        for name, tensor in self.held.items():
+        for name in (*self.held, *present):
             if name not in model:
                 raise CheckpointError(
                     f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole "
                     "or of all ranks together"
                 )
-            if model[name].shape != tensor.shape:
+        for name, tensor in self.held.items():
+            found, expected = ("", "") if name in present else (form_of(model[name]), form_of(tensor))
+            if found != expected:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(model[name].shape)} in the state dict and {tuple(tensor.shape)} in the "
-                    "model: load the state of the same model"
-                )
-            if model[name].dtype != tensor.dtype:
-                raise CheckpointError(
-                    f"{name} is {model[name].dtype} in the state dict and {tensor.dtype} in the model: expected the "
-                    "same, since a conversion changes the numbers. Convert the model before the pipeline is built, or "
-                    "the state"
+                    f"{name} has shape and type {found} in the state dict and {expected} in the model: expected the "
+                    "same, since a conversion changes the numbers. Load the state of the same model, or convert the "
+                    "model before the pipeline is built"
                 )
 
     def _check_optimizers(self, saved: State) -> None:
-        state, options, classes = (_entries(saved, part) for part in ("state", "options", "classes"))
+        state, options, classes, groups = (_entries(saved, part) for part in ("state", "options", "classes", "groups"))
         for optimizer, own in zip(self.optimizers, self._classes, strict=True):
             for _, name, parameter in self._grouped(optimizer):
                 if name not in options or name not in classes:
@@ -226,6 +304,27 @@ class TrainingState:
                 if own_state and type(optimizer).__module__.startswith("torch.optim"):
                     _check_shapes(name, own_state, parameter)
                     _check_keys(name, own_state, given, parameter, optimizer)
+        self._check_groups(options, groups)
+
+    def _check_groups(self, options: State, groups: State) -> None:
+        """A group here takes over the options of one group of then, or of several that had the same."""
+        for optimizer in self.optimizers:
+            here: dict[int, str] = {}
+            then: dict[str, tuple[str, State]] = {}
+            for group, name, _ in self._grouped(optimizer):
+                other = here.setdefault(id(group), name)
+                if keys := _differing(options[name], options[other]):
+                    raise CheckpointError(
+                        f"{other} and {name} are in one parameter group here, and had groups with another {keys[0]!r} "
+                        f"each in the state: expected the same groups, since a group has one. {_SAME} and groups"
+                    )
+                other, own = then.setdefault(str(groups.get(name, name)), (name, group))
+                if own is not group and (keys := _differing(own, group)):
+                    raise CheckpointError(
+                        f"{other} and {name} have groups with another {keys[0]!r} each here, and were in one group in "
+                        f"the state: expected the same groups, since the state has one value for both. {_SAME} and "
+                        "groups"
+                    )
 
     def _check_hooks(self, saved: State) -> None:
         places = {str(number) for number in range(len(self.updater.hooks.hooks))}
@@ -265,8 +364,9 @@ class TrainingState:
                 "loss_scale in the part 'pipeline'", "the scale of the loss and the updates without overflow", scale
             )
 
-    def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State) -> None:
-        current, host = optimizer.state_dict(), self.updater.host
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State, beside: State) -> None:
+        current, host = {**_state_of(optimizer), **copied_value(beside.get("own", {}))}, self.updater.host
+        shared = copied_value(beside.get("shared", {}))
         described = dict(zip(map(id, optimizer.param_groups), current["param_groups"], strict=True))
         parameters: dict[tuple[int, str], nn.Parameter] = {}
         for place, (group, name, parameter) in enumerate(self._grouped(optimizer)):
@@ -277,11 +377,12 @@ class TrainingState:
             parameters[place, name] = parameter
         loaded: dict[Any, Any] = {}
         for part in [parameters] if host is None else in_parts(parameters):
-            current["state"] = laid = {
+            laid = {
                 place: {key: _copied(value, parameter, key) for key, value in saved["state"][name].items()}
                 for (place, name), parameter in part.items()
                 if name in saved["state"]
             }
+            current["state"] = {**laid, **shared}
             # Through the optimizer's own loader, which moves the state to where this optimizer wants it.
             optimizer.load_state_dict(current)
             for (place, _), parameter in part.items():
@@ -336,7 +437,7 @@ def _check_keys(name: str, state: State, options: State, parameter: Tensor, opti
         return
     for key, expected in other.state[small].items():
         found = state.get(key, "nothing")
-        tensor = isinstance(found, Tensor | StoredTensor)
+        tensor = isinstance(found, Tensor | StoredTensor | TensorParts)
         if not (tensor or found is None or (is_number(found) and (key == "step" or not isinstance(expected, Tensor)))):
             raise CheckpointError(
                 f"the optimizer's state of {name}: expected {key!r} of the type {type(expected).__name__}, found "
@@ -356,7 +457,54 @@ def _copied(value: Any, parameter: nn.Parameter, key: str) -> Any:
             own = distributed_like(own, parameter)
         return own if key in ("step", "lr") else own.to(parameter.device)
 
-    return pytree.tree_map_only((Tensor, StoredTensor), take, value)
+    apart = pytree.tree_map_only(Tensor, taken_apart, value)
+    return put_together(pytree.tree_map_only((Tensor, StoredTensor), take, apart))
+
+
+def kept(tensor: Tensor, take: Callable[[Any], Any] = whole) -> Any:
+    """What ``take(tensor)`` keeps of a tensor of the model, taken apart if it wraps others."""
+    found = take(tensor.detach())
+    return taken_apart(found) if wraps_tensors(found) else found
+
+
+def split_beside(beside: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of the model in what is `beside`, under their own names, and the rest."""
+    model = {name.removeprefix(_MODEL): value for name, value in beside.items() if name.startswith(_MODEL)}
+    return model, {name: value for name, value in beside.items() if not name.startswith(_MODEL)}
+
+
+def modules_of(function: object) -> list[nn.Module]:
+    """The modules that a loss function is: itself, the object of a method, or what a partial function holds."""
+    match function:
+        case nn.Module():
+            return [function]
+        case MethodType():
+            return modules_of(function.__self__)
+        case functools.partial():
+            return [one for part in (function.func, *function.args) for one in modules_of(part)]
+        case _:
+            return []
+
+
+def _differing(one: State, other: State) -> list[str]:
+    """The options of two groups that differ."""
+
+    def plain(value: Any) -> Any:
+        return (
+            value.sha256 if isinstance(value, StoredTensor) else value.tolist() if isinstance(value, Tensor) else value
+        )
+
+    return [key for key in one if key != "params" and plain(one[key]) != plain(other.get(key))]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> State:
+    state: object = optimizer.state_dict()
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise CheckpointError(
+            f"state_dict() of {type(optimizer).__qualname__} returned {text_of(state)}: expected a dict with 'state' and "
+            "'param_groups', as torch.optim.Optimizer has it, which fits other numbers of stages. Use another optimizer"
+        )
+    return state
 
 
 def _part(state: object, name: str) -> State:

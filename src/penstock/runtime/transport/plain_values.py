@@ -7,8 +7,8 @@ JSON has no tuples, no keys but texts, no bytes and no infinity. Each of these b
 and the name of its kind, ``{"!": ["tuple", [1, 2]]}``. Tensors are stored elsewhere; JSON has the keys that they are
 stored under. Between ranks no tensors travel like this.
 
-Law of this file: what `encode` accepts, `decode` gives back equal and of the same type. All else is refused, with its
-place.
+Law of this file: what `encode` accepts, `decode` gives back equal and of the same type, a tensor of a subclass as its
+parts. All else is refused, with its place.
 """
 
 import base64
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, PenstockError, TransportError
+from penstock.torch_internals.subclasses import TensorParts, subclass_named, taken_apart
 
 Json: TypeAlias = Any
 """What the module ``json`` writes: None, truth values, numbers, texts, lists, and dicts with texts as keys."""
@@ -99,8 +100,10 @@ class _Encoder:
         def inside(step: object, inner: object) -> Json:
             return self.encode(inner, f"{where}/{step}", depth + 1)
 
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and isinstance(value := taken_apart(value, where), Tensor):
             return {_TAG: ["tensor", self.keep(value.detach(), where)]}
+        if isinstance(value, TensorParts):
+            return {_TAG: ["parts", [inside(name, inner) for name, inner in value._asdict().items()]]}
         if kind in (list, tuple, torch.Size, set, frozenset):
             found: Any = value
             if kind in (set, frozenset):
@@ -184,6 +187,12 @@ def _complex(content: Any, tensor_of: Callable[[str], Any]) -> complex:
     return complex(real, imaginary)
 
 
+def _parts(content: Any, tensor_of: Callable[[str], Any]) -> TensorParts:
+    found = TensorParts(*(decode(part, tensor_of) for part in content))
+    subclass_named(found.kind)
+    return found
+
+
 _DECODERS: Mapping[str, _Decoder] = {
     "tensor": lambda content, tensor_of: tensor_of(content),
     "ndarray": lambda content, tensor_of: tensor_of(content).numpy(),
@@ -193,6 +202,7 @@ _DECODERS: Mapping[str, _Decoder] = {
     "bytes": lambda content, _: base64.b64decode(content, validate=True),
     "dtype": lambda content, _: _TYPES[content],
     "device": lambda content, _: torch.device(content),
+    "parts": _parts,
     "tuple": _items(tuple),
     "Size": _items(torch.Size),
     "set": _items(set),
