@@ -335,8 +335,8 @@ def loader(
     """Global batches of `batch_size` samples, the same ones in the same order in every process.
 
     `seed` and the epoch determine the order if `shuffle` is set, and the numbers that random transforms draw from the
-    generators of PyTorch, NumPy and Python; those of the process are restored. `drop_last` leaves out a last batch that is not
-    full. `reads`: whether this process needs the values; with False only the first sample is read, and the batches are
+    generators of PyTorch, NumPy and Python, which get their states back. `drop_last` leaves out a last batch that is
+    not full. `reads`: whether this process needs the values; with False only the first sample is read, and batches are
     tensors on the meta device, with the shapes of batches of this sample. `microbatches`: those of the pipeline, which
     the last batch of an epoch must have samples for. `options` go to `DataLoader`: ``num_workers``, ``pin_memory``,
     ``collate_fn`` and others. Raises `PenstockError` for a dataset without indices, for an epoch without a batch, and

@@ -136,9 +136,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Whether ``load_state_dict`` of `module` does more than to copy tensors: it has hooks, or code of its own. No public
-    name lists these hooks.
-    """
+    """Whether `module` loads more than tensors: by hooks, which no public name lists, or code of its own."""
     names = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
     own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
     return own or any(getattr(module, f"_load_state_dict_{when}_hooks", ()) for when in ("pre", "post"))

@@ -1,7 +1,7 @@
 """Tensors of subclasses, taken apart: the plain tensors inside of each one, and what else it was made of.
 
-A subclass that wraps other tensors has few operators of its own: torchao's states of optimizers cannot be cloned. It
-says what it wraps by ``__tensor_flatten__``, the protocol of `torch.compile`. Tried on torch 2.11 and 2.13.
+A subclass that wraps other tensors may have few operators: torchao's states of optimizers cannot be cloned. It says
+what it wraps by ``__tensor_flatten__``, the protocol of `torch.compile`. Tried on torch 2.11 and 2.13.
 """
 
 from typing import Any, NamedTuple
@@ -15,21 +15,20 @@ from penstock.torch_internals.pytrees import tree_map_only
 
 
 class TensorParts(NamedTuple):
-    """A tensor of a subclass, taken apart. For functions of nested values it is a tuple."""
+    """A tensor of a subclass, taken apart: a tuple for functions of nested values."""
 
     kind: str
     """The module and the name of its class."""
     context: Any
     """What it is made of beside tensors; the attributes of one that wraps none."""
-    names: tuple[str, ...]
-    """Of `tensors`; one empty name if it has its numbers itself."""
-    tensors: tuple[Any, ...]
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    tensors: dict[str, Any]
+    """By attribute; one without a name if it has its numbers itself."""
+    layout: tuple[tuple[int, ...], tuple[int, ...]]
+    """Its size and its strides."""
 
 
 def wraps_tensors(value: object) -> bool:
-    """Whether `value` is a tensor that holds other tensors in place of numbers; a `DTensor` is none here."""
+    """Whether `value` is a tensor that holds others in place of numbers; a `DTensor` is none here."""
     flatten = getattr(type(value), "__tensor_flatten__", None)
     return isinstance(value, Tensor) and callable(flatten) and not isinstance(value, DTensor)
 
@@ -38,53 +37,48 @@ def taken_apart(value: Any, where: str = "a tensor") -> Any:
     """`value`, or its parts if it is a tensor of a subclass. `CheckpointError` that names `where` if it has none."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or type(value) in (Tensor, nn.Parameter):
         return value
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind, layout = f"{type(value).__module__}.{type(value).__qualname__}", (tuple(value.shape), value.stride())
     if wraps_tensors(value):
         names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = tuple(taken_apart(getattr(value, name), f"{where}.{name}") for name in names)
-        return TensorParts(kind, context, tuple(names), inner, tuple(value.shape), tuple(value.stride()))
+        return TensorParts(kind, context, {name: taken_apart(getattr(value, name), where) for name in names}, layout)
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise CheckpointError(
-            f"{where} is a tensor of the class {kind}, which has no __tensor_flatten__: expected one that says which "
-            "tensors it holds, so that it can be kept. Give it __tensor_flatten__ and __tensor_unflatten__"
+            f"{where} is a tensor of the class {kind} without __tensor_flatten__: expected one that says which tensors "
+            "it holds. Give it __tensor_flatten__ and __tensor_unflatten__"
         )
-    return TensorParts(kind, vars(value), ("",), (value.as_subclass(Tensor),), tuple(value.shape), value.stride())
-
-
-def plain_tensors(value: Any) -> list[Any]:
-    """The tensors that `value` wraps, at any depth, be it taken apart or not; `value` itself if it wraps none."""
-    parts = taken_apart(value) if wraps_tensors(value) else value
-    return (
-        [plain for inner in parts.tensors for plain in plain_tensors(inner)] if type(parts) is TensorParts else [parts]
-    )
-
-
-def form_of(value: Any) -> str:
-    """The shape and the type of `value`, be it taken apart or not, and what it is made of."""
-    parts = taken_apart(value) if wraps_tensors(value) else value
-    if type(parts) is not TensorParts:
-        return f"{tuple(value.shape)} {value.dtype}"
-    return f"{parts.kind} {parts.context} of {dict(zip(parts.names, map(form_of, parts.tensors), strict=True))}"
+    return TensorParts(kind, vars(value), {"": value.as_subclass(Tensor)}, layout)
 
 
 def put_together(values: Any) -> Any:
-    """Nested `values` with the tensors of subclasses that `taken_apart` made parts of."""
+    """Nested `values` with the tensors that `taken_apart` made parts of."""
     return tree_map_only(TensorParts, _joined, values, is_leaf=lambda value: isinstance(value, TensorParts))
 
 
-def _joined(parts: TensorParts) -> Tensor:
-    kind, inner = subclass_named(parts.kind), put_together(list(parts.tensors))
-    if parts.names == ("",):
-        plain: Tensor = inner[0].as_subclass(kind)
-        vars(plain).update(parts.context)
-        return plain
-    made = dict(zip(parts.names, inner, strict=True))
-    joined: Tensor = kind.__tensor_unflatten__(made, parts.context, torch.Size(parts.size), parts.stride)
-    return joined
+def _joined(parts: TensorParts) -> Any:
+    kind, inner = subclass_named(parts.kind), put_together(parts.tensors)
+    if "" not in inner:
+        return kind.__tensor_unflatten__(inner, parts.context, torch.Size(parts.layout[0]), parts.layout[1])
+    plain = inner[""].as_subclass(kind)
+    vars(plain).update(parts.context)
+    return plain
+
+
+def plain_tensors(value: Any) -> list[Any]:
+    """The tensors that `value` wraps, taken apart or not, at any depth; itself if it wraps none."""
+    parts = taken_apart(value) if wraps_tensors(value) else value
+    inner = parts.tensors.values() if isinstance(parts, TensorParts) else ()
+    return [plain for each in inner for plain in plain_tensors(each)] if inner else [parts]
+
+
+def form_of(value: Any) -> str:
+    """What a tensor must have in common with one whose numbers it takes over."""
+    parts = taken_apart(value) if wraps_tensors(value) else value
+    made = f"{parts.kind} {parts.context} of " if isinstance(parts, TensorParts) else ""
+    return made + ", ".join(f"{tuple(plain.shape)} {plain.dtype}" for plain in plain_tensors(parts))
 
 
 def subclass_named(name: str) -> Any:
-    """The newest class of tensors with that module and name, of those that this process has: nothing is imported."""
+    """The newest class of tensors of that module and name in this process: nothing is imported."""
     left: list[type] = [Tensor]
     while left:
         found = left.pop()
@@ -92,6 +86,5 @@ def subclass_named(name: str) -> Any:
             return found
         left += found.__subclasses__()
     raise CheckpointError(
-        f"the state has a tensor of the class {name}: expected it among the subclasses of torch.Tensor in this process. "
-        "Import its module before the load"
+        f"the state has a tensor of {name}: expected a subclass of torch.Tensor in this process. Import its module"
     )

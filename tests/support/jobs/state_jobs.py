@@ -189,6 +189,18 @@ class Codes(Tensor):
         raise NotImplementedError(f"Codes: unimplemented operator {func}")
 
 
+class Coded(nn.Module):
+    """A frozen weight of codes, which another process may have coded otherwise, beside one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.weight = nn.Parameter(Codes.of(torch.rand(WIDTH, WIDTH).double(), "w"), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) @ self.weight.numbers()  # type: ignore[operator]
+
+
 class Tagged(Tensor):
     """Numbers of its own, and an attribute."""
 
@@ -344,6 +356,19 @@ def plain_losses(training: Training) -> list[float]:
 
 def losses(pipe: penstock.Pipeline, steps: int) -> list[float]:
     return [float(pipe.step(X, Y).loss) for _ in range(steps)]
+
+
+def refused_by_replicas(directory: Path) -> str:
+    """The error of a save where two replicas have seen other microbatches, and so have other extra states."""
+    plan = penstock.Plan((penstock.Stage(0, 2, (0, 1)), penstock.Stage(2, 4, (2,))), "gpipe", 2)
+    with TRAININGS["extra state"].start(plan=plan, microbatches=None) as pipe:
+        losses(pipe, 1)
+        try:
+            pipe.save(directory)
+        except penstock.CheckpointError as error:
+            losses(pipe, 1)
+            return str(error)
+    return ""
 
 
 def train_and_save(names: list[str], directory: Path) -> None:

@@ -287,10 +287,11 @@ def _entries(form: Mapping[str, str], held: HeldTensors, dtype: torch.dtype | No
     result = {}
     for names in shared_names({name: tensor for name, tensor in held.every.items() if name in form}):
         name, tensor = names[0], held.every[names[0]]
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or wraps_tensors(tensor):
             raise CheckpointError(
-                f"save_weights: {name} has the layout {tensor.layout}: expected a dense tensor, as safetensors "
-                "files hold. Register it with persistent=False, or gather it with pipe.full_state_dict()"
+                f"save_weights: {name} has the layout {tensor.layout} as a {type(tensor).__name__}: expected a dense "
+                "tensor, as safetensors files hold. Register it with persistent=False, or gather it with "
+                "pipe.full_state_dict()"
             )
         converted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         result[name] = StoredEntry(form[name], tuple(tensor.shape), converted)

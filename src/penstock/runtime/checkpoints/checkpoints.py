@@ -1,5 +1,6 @@
 """Saves and loads the training of a pipeline: collects on the main thread, then writes, or reads and restores."""
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
 from penstock.runtime.checkpoints.step_directories import Retention
-from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, describe_run, modules_of
+from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, add_beside, describe_run, loss_module
 from penstock.runtime.engine.engine import Engine, parameters_of
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.plain_values import Json, encode, name_of
@@ -199,7 +200,12 @@ class Checkpoints:
         }
         pipeline = manifest.value(content["pipeline"])
         state = {"model": model_tensors(manifest), "optimizer": optimizer, "pipeline": pipeline}
-        self.training.add_beside(state, beside_of(manifest))
+        if (beside := beside_of(manifest)) is None:
+            beside = self.training.beside()
+            if beside and self.world.rank == 0:
+                text = "the checkpoint is of an older version, which did not keep %s: it stays as it is"
+                logging.getLogger("penstock").warning(text, ", ".join(beside))
+        state = add_beside(state, beside)
         if kept := content["history"]:
             state["history"] = {
                 part: {
@@ -231,7 +237,7 @@ def make_checkpoints(
     schedule = engine.schedule
     held = {index for stages in engine.stages.values() for index in stages}
     root, stages = rooted(model), [plan.stages[index] for index in sorted(held)]
-    of_model = set(root.modules())
+    loss = loss_module(recipe.loss_fn)
     training = TrainingState(
         chain=chain,
         stages=stages,
@@ -241,7 +247,7 @@ def make_checkpoints(
         run=describe_run(plan, schedule, recipe),
         rank=world.rank,
         entries=ModuleEntries(root, chain, stages),
-        losses=[one for one in modules_of(recipe.loss_fn) if one not in of_model],
+        loss=None if loss in {*root.modules()} else loss,
     )
     predicted = any(map(recipe.predicts, schedule.guarantees.delays))
     states = StageStates(training, schedule, engine.stages, parallelized=parallelized, predicted=predicted)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -164,11 +164,13 @@ def read_value(value: Any) -> Any:
     return value.read() if isinstance(value, StoredTensor) else value
 
 
-def copied_value(value: Any) -> Any:
-    """A copy of nested values, whose tensors are read or cloned."""
+def copied_value(value: Any, place: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """A copy of nested values; its tensors are read or cloned, and then go through `place`."""
 
     def copied(leaf: Any) -> Any:
-        return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(read_value(leaf))
+        if isinstance(leaf, Tensor | StoredTensor):
+            return place(leaf.read() if isinstance(leaf, StoredTensor) else leaf.detach().clone())
+        return copy.deepcopy(leaf)
 
     apart = pytree.tree_map_only(Tensor, taken_apart, value)
     return put_together(pytree.tree_map_only(object, copied, apart))

@@ -63,7 +63,7 @@ class OwnStates:
         for name, value in objects.items():
             self.tracked[name] = value
             if name in self.waiting:
-                _give(name, value, self.waiting.pop(name)())
+                give_state(name, value, self.waiting.pop(name)())
 
     def take_over(self, other: "OwnStates") -> None:
         """Goes on with the loaders and objects of a pipeline whose place this one has taken."""
@@ -128,7 +128,7 @@ class OwnStates:
         objects = {name: partial(manifest.read, state) for name, state in states[_OBJECTS].items()}
         self.waiting = {name: read for name, read in objects.items() if name not in self.tracked}
         for name, value in self.tracked.items():
-            _give(name, value, objects[name]())
+            give_state(name, value, objects[name]())
 
     def _generators(self) -> dict[str, Any]:
         states = {
@@ -164,7 +164,8 @@ def _state_of(value: Any) -> Any:
     return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
 
 
-def _give(name: str, value: Any, state: Any) -> None:
+def give_state(name: str, value: Any, state: Any) -> None:
+    """Has `value`, an object of the user's or a generator, take over its `state`."""
     try:
         if isinstance(value, torch.Generator):
             value.set_state(state)
@@ -173,5 +174,5 @@ def _give(name: str, value: Any, state: Any) -> None:
     except Exception as error:
         raise CheckpointError(
             f"{name!r}: load_state_dict of {type(value).__qualname__} refused the state of the checkpoint: "
-            f"{type(error).__name__}: {error}. Track an object that is made as then"
+            f"{type(error).__name__}: {error}. Make the object as then"
         ) from error

@@ -21,7 +21,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -33,12 +32,12 @@ from penstock.errors import CheckpointError
 from penstock.runtime.assembly.weight_exports import held_tensors
 from penstock.runtime.checkpoints.manifests import StoredTensor, bytes_of, copied_value, read_value
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
-from penstock.runtime.checkpoints.own_states import keep_copy
+from penstock.runtime.checkpoints.own_states import give_state
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.host_states import in_parts
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import distributed_like, whole
-from penstock.runtime.transport.plain_values import decode, encode, name_of, type_named
+from penstock.runtime.transport.plain_values import decode, decode_plain, encode, encode_plain, name_of, type_named
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
@@ -52,8 +51,6 @@ History: TypeAlias = Mapping[str, Any]
 
 PARTS = ("weights", "stages", "buffers")
 """Weights by name and version; counts, norms and scales by stage; buffers by stage, replica and number."""
-_MODEL = "model/"
-"""How the names of the model's entries begin among what is kept beside weights."""
 _SAME = "Load the state of the same model, with the same optimizers"
 _COUNT = integer(0, 2**53)
 _UPDATES = integer(0, 10**8)
@@ -76,8 +73,8 @@ class TrainingState:
     rank: int
     """The number of this process."""
     entries: ModuleEntries
-    losses: Sequence[nn.Module]
-    """What `loss_fn` is, or is a method of: the modules whose state a loss may change."""
+    loss: nn.Module | None
+    """The module that the loss function is, or is a method of."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -106,54 +103,43 @@ class TrainingState:
         """
         # A schedule with several versions writes later ones into the same memory, out of turn.
         state: dict[str, Any] = put_together(copy.deepcopy(self.collect()))
-        beside = {name: copied_value(value) for name, value in self.beside().items()}
-        model, state["beside"] = split_beside(beside)
-        state["model"].update(model)
-        return state
+        return add_beside(state, {name: copied_value(value) for name, value in self.beside().items()})
 
     def beside(self) -> dict[str, Any]:
-        """What belongs to no weight and to no state of a parameter, by name: entries of modules, the state of the loss,
-        and what the optimizers keep of their own. Not copies.
+        """What belongs to no tensor of the model and to no parameter's state, by name; not copies. After a slash: what
+        the loss and the optimizers keep; else: entries of the model's state dict.
         """
-        found = {f"{_MODEL}{name}": value for name, value in self.entries.collect().items()}
-        if any(stage.stop == len(self.chain.layers) for stage in self.stages):
-            states = {f"loss_fn/{number}": one.state_dict() for number, one in enumerate(self.losses)}
-            found.update({name: state for name, state in states.items() if state})
+        found = self.entries.collect()
+        if self._computes_loss and self.loss is not None and (own := self.loss.state_dict()):
+            found["/loss_fn"] = own
         for number, optimizer in enumerate(self.optimizers):
-            own = {key: value for key, value in _state_of(optimizer).items() if key not in ("state", "param_groups")}
+            own = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
             shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
             if own or shared:
-                found[f"optimizer/{number}"] = {"own": own, "shared": shared}
+                found[f"/optimizer/{number}"] = {"own": own, "state": shared}
         return found
+
+    @property
+    def _computes_loss(self) -> bool:
+        return any(stage.stop == len(self.chain.layers) for stage in self.stages)
 
     def gather_entries(self, world: World, rank: int | None) -> dict[str, Any]:
         """The entries of the whole model's state dict that no plain tensor is, on `rank`, or on all. Collective."""
-        tensors: dict[str, Tensor] = {}
-        found = {name: tensor for name, tensor in self.held.items() if wraps_tensors(tensor)} | self.entries.collect()
-        document = {name: encode(value, name, functools.partial(keep_copy, tensors)) for name, value in found.items()}
-        data = {key: (name_of(one.dtype), one.shape, bytes(bytes_of(one))) for key, one in tensors.items()}
-        every, result = world.gather((document, data)), dict[str, Any]()
-        for entries, own in every if rank in (None, world.rank) else ():
-            read = {
-                key: torch.empty(shape, dtype=type_named(name), device="cpu") for key, (name, shape, _) in own.items()
-            }
-            for key, tensor in read.items():
-                bytes_of(tensor)[:] = own[key][2]
-            result.update({name: put_together(decode(value, read.__getitem__)) for name, value in entries.items()})
-        return result
 
-    def add_beside(self, state: dict[str, Any], beside: State | None) -> None:
-        """Adds what is `beside` in a checkpoint to its `state`; None: an older version has kept nothing."""
-        if beside is None:
-            beside = {f"{_MODEL}{name}": value for name, value in self.entries.collect().items()}
-            if beside:
-                logging.getLogger("penstock").warning(
-                    "the checkpoint is of an older version, which did not keep %s and others like it: these stay as "
-                    "they are now",
-                    next(iter(beside)).removeprefix(_MODEL),
-                )
-        model, state["beside"] = split_beside(beside)
-        state["model"] = {**state["model"], **model}
+        def kept(tensor: Tensor, where: str) -> str:
+            own = whole(tensor).cpu().contiguous()
+            return encode_plain((name_of(own.dtype), own.shape, bytes(bytes_of(own)))).decode()
+
+        def read(text: str) -> Tensor:
+            name, shape, data = decode_plain(text.encode())
+            tensor = torch.empty(shape, dtype=type_named(name), device="cpu")
+            bytes_of(tensor)[:] = data
+            return tensor
+
+        found = {name: tensor for name, tensor in self.held.items() if wraps_tensors(tensor)} | self.entries.collect()
+        every = world.gather({name: encode(value, name, kept) for name, value in found.items()})
+        chosen = every if rank in (None, world.rank) else []
+        return {name: put_together(decode(value, read)) for own in chosen for name, value in own.items()}
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -175,7 +161,8 @@ class TrainingState:
         """Raises `CheckpointError` unless `state` is one of this training, whole or of this process at least."""
         model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
         self._check_model(model)
-        self._check_optimizers(optimizer)
+        self._check_optimizers(optimizer, exact="history" not in _mapping(state, "state"))
+        self._check_loss(_mapping(state, "state"))
         self._check_progress(pipeline)
         self._check_hooks(optimizer)
         _check_history(_mapping(state, "state"), self.trained(), self.run)
@@ -183,14 +170,13 @@ class TrainingState:
     def restore(self, state: State) -> None:
         """Takes over `state`, which `check` has accepted."""
         beside = state.get("beside", {})
-        for number, one in enumerate(self.losses):
+        if self.loss is not None and "/loss_fn" in beside:
             # First, since it may refuse its state.
-            if f"loss_fn/{number}" in beside:
-                one.load_state_dict(copied_value(beside[f"loss_fn/{number}"]))
+            give_state("loss_fn", self.loss, copied_value(beside["/loss_fn"]))
         for number, optimizer in enumerate(self.optimizers):
             # The old state goes first, so that there is one in memory.
             optimizer.state = defaultdict(dict)
-            self._restore_optimizer(optimizer, state["optimizer"], beside.get(f"optimizer/{number}", {}))
+            self._restore_optimizer(optimizer, state["optimizer"], beside.get(f"/optimizer/{number}", {}))
         self._restore_hooks(state["optimizer"]["hooks"])
         self.entries.restore(state["model"], self.held)
         progress, engine = state["pipeline"], self.engine
@@ -205,19 +191,18 @@ class TrainingState:
         """By parameter: the state and options of its optimizer, the classes of optimizer and scheduler, and what the
         hooks keep, by their number. `of`: the names of some parameters, by default all.
         """
-        result: dict[str, dict[str, Any]] = {"state": {}, "options": {}, "classes": {}, "groups": {}, "hooks": {}}
+        result: dict[str, dict[str, Any]] = {"state": {}, "options": {}, "classes": {}, "hooks": {}}
 
         def keep(value: Any, where: str) -> Any:
             return pytree.tree_map_only(Tensor, lambda tensor: taken_apart(take(tensor), where), value)
 
-        for number, (optimizer, classes) in enumerate(zip(self.optimizers, self._classes, strict=True)):
-            states, numbers = _state_of(optimizer)["state"], [id(group) for group in optimizer.param_groups]
+        for optimizer, classes in zip(self.optimizers, self._classes, strict=True):
+            states = optimizer.state_dict()["state"]
             for place, (group, name, _) in enumerate(self._grouped(optimizer)):
                 if of is not None and name not in of:
                     continue
                 result["options"][name] = {key: value for key, value in group.items() if key != "params"}
                 result["classes"][name] = classes
-                result["groups"][name] = [self.rank, number, numbers.index(id(group))]
                 if place in states:
                     found = states[place].items()
                     result["state"][name] = {key: keep(value, f"the state {key!r} of {name}") for key, value in found}
@@ -251,14 +236,9 @@ class TrainingState:
                 yield group, names[id(parameter)], parameter
 
     def _check_model(self, model: State) -> None:
-        known, present = self.chain.parameters.keys() | self.chain.buffers.keys(), self.entries.collect()
+        known, present = self.entries.tensors, self.entries.collect()
         for name, value in model.items():
-            if (
-                name not in known
-                and self.entries.is_here(name)
-                and name not in present
-                and not self.entries.takes(name)
-            ):
+            if name not in known and name not in present and not self.entries.takes(name):
                 raise CheckpointError(
                     f"the state dict has {name!r}, which the model has not: it is of another model, or of a larger "
                     f"one. {_SAME}"
@@ -282,10 +262,20 @@ class TrainingState:
                     "model before the pipeline is built"
                 )
 
-    def _check_optimizers(self, saved: State) -> None:
-        state, options, classes, groups = (_entries(saved, part) for part in ("state", "options", "classes", "groups"))
+    def _check_loss(self, state: State) -> None:
+        beside = _mapping(state.get("beside", {}), "beside")
+        if self._computes_loss and "beside" in state and ("/loss_fn" in beside) != ("/loss_fn" in self.beside()):
+            found, expected = ("one", "none") if "/loss_fn" in beside else ("none", "one")
+            raise CheckpointError(
+                f"loss_fn: expected {expected} with a state of its own, as here, found {found} in the state dict. Pass "
+                "the loss_fn of then"
+            )
+
+    def _check_optimizers(self, saved: State, exact: bool) -> None:
+        state, options, classes = (_entries(saved, part) for part in ("state", "options", "classes"))
         for optimizer, own in zip(self.optimizers, self._classes, strict=True):
-            for _, name, parameter in self._grouped(optimizer):
+            first: dict[int, str] = {}
+            for group, name, parameter in self._grouped(optimizer):
                 if name not in options or name not in classes:
                     raise CheckpointError(
                         f"the optimizer's state has no {name!r}, which this rank trains: load the state of all ranks "
@@ -300,31 +290,18 @@ class TrainingState:
                 given = _mapping(options[name], f"optimizer.options.{name}")
                 if "params" in given:
                     raise CheckpointError(f"the options of {name} have 'params', which is none. {_SAME}")
+                other = first.setdefault(id(group), name)
+                pairs = ((key, read_value(given[key]), read_value(options[other].get(key))) for key in given)
+                differing = [key for key, one, another in pairs if exact and one != another]
+                if differing:
+                    raise CheckpointError(
+                        f"{other} and {name} are in one parameter group here and had another {differing[0]!r} each in "
+                        f"the state: expected groups of parameters that had the same options. {_SAME} and groups"
+                    )
                 own_state = _mapping(state.get(name, {}), f"optimizer.state.{name}")
                 if own_state and type(optimizer).__module__.startswith("torch.optim"):
                     _check_shapes(name, own_state, parameter)
                     _check_keys(name, own_state, given, parameter, optimizer)
-        self._check_groups(options, groups)
-
-    def _check_groups(self, options: State, groups: State) -> None:
-        """A group here takes over the options of one group of then, or of several that had the same."""
-        for optimizer in self.optimizers:
-            here: dict[int, str] = {}
-            then: dict[str, tuple[str, State]] = {}
-            for group, name, _ in self._grouped(optimizer):
-                other = here.setdefault(id(group), name)
-                if keys := _differing(options[name], options[other]):
-                    raise CheckpointError(
-                        f"{other} and {name} are in one parameter group here, and had groups with another {keys[0]!r} "
-                        f"each in the state: expected the same groups, since a group has one. {_SAME} and groups"
-                    )
-                other, own = then.setdefault(str(groups.get(name, name)), (name, group))
-                if own is not group and (keys := _differing(own, group)):
-                    raise CheckpointError(
-                        f"{other} and {name} have groups with another {keys[0]!r} each here, and were in one group in "
-                        f"the state: expected the same groups, since the state has one value for both. {_SAME} and "
-                        "groups"
-                    )
 
     def _check_hooks(self, saved: State) -> None:
         places = {str(number) for number in range(len(self.updater.hooks.hooks))}
@@ -365,8 +342,8 @@ class TrainingState:
             )
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State, beside: State) -> None:
-        current, host = {**_state_of(optimizer), **copied_value(beside.get("own", {}))}, self.updater.host
-        shared = copied_value(beside.get("shared", {}))
+        kept = copied_value(beside) or {"own": {}, "state": {}}
+        current, host = {**optimizer.state_dict(), **kept["own"]}, self.updater.host
         described = dict(zip(map(id, optimizer.param_groups), current["param_groups"], strict=True))
         parameters: dict[tuple[int, str], nn.Parameter] = {}
         for place, (group, name, parameter) in enumerate(self._grouped(optimizer)):
@@ -382,7 +359,7 @@ class TrainingState:
                 for (place, name), parameter in part.items()
                 if name in saved["state"]
             }
-            current["state"] = {**laid, **shared}
+            current["state"] = {**laid, **kept["state"]}
             # Through the optimizer's own loader, which moves the state to where this optimizer wants it.
             optimizer.load_state_dict(current)
             for (place, _), parameter in part.items():
@@ -451,14 +428,12 @@ def _copied(value: Any, parameter: nn.Parameter, key: str) -> Any:
     A copy: the optimizer would go on in the caller's tensors. PyTorch keeps ``step`` where it was made.
     """
 
-    def take(tensor: Any) -> Any:
-        own = tensor.read() if isinstance(tensor, StoredTensor) else tensor.clone()
+    def take(own: Tensor) -> Tensor:
         if own.shape == parameter.shape:
             own = distributed_like(own, parameter)
         return own if key in ("step", "lr") else own.to(parameter.device)
 
-    apart = pytree.tree_map_only(Tensor, taken_apart, value)
-    return put_together(pytree.tree_map_only((Tensor, StoredTensor), take, apart))
+    return copied_value(value, take)
 
 
 def kept(tensor: Tensor, take: Callable[[Any], Any] = whole) -> Any:
@@ -467,44 +442,20 @@ def kept(tensor: Tensor, take: Callable[[Any], Any] = whole) -> Any:
     return taken_apart(found) if wraps_tensors(found) else found
 
 
-def split_beside(beside: State) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of the model in what is `beside`, under their own names, and the rest."""
-    model = {name.removeprefix(_MODEL): value for name, value in beside.items() if name.startswith(_MODEL)}
-    return model, {name: value for name, value in beside.items() if not name.startswith(_MODEL)}
+def add_beside(state: dict[str, Any], beside: State) -> dict[str, Any]:
+    """`state` with what is `beside`."""
+    model, others = dict(state["model"]), dict[str, Any]()
+    for name, value in beside.items():
+        (others if name.startswith("/") else model)[name] = value
+    return {**state, "model": model, "beside": others}
 
 
-def modules_of(function: object) -> list[nn.Module]:
-    """The modules that a loss function is: itself, the object of a method, or what a partial function holds."""
-    match function:
-        case nn.Module():
-            return [function]
-        case MethodType():
-            return modules_of(function.__self__)
-        case functools.partial():
-            return [one for part in (function.func, *function.args) for one in modules_of(part)]
-        case _:
-            return []
-
-
-def _differing(one: State, other: State) -> list[str]:
-    """The options of two groups that differ."""
-
-    def plain(value: Any) -> Any:
-        return (
-            value.sha256 if isinstance(value, StoredTensor) else value.tolist() if isinstance(value, Tensor) else value
-        )
-
-    return [key for key in one if key != "params" and plain(one[key]) != plain(other.get(key))]
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> State:
-    state: object = optimizer.state_dict()
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        raise CheckpointError(
-            f"state_dict() of {type(optimizer).__qualname__} returned {text_of(state)}: expected a dict with 'state' and "
-            "'param_groups', as torch.optim.Optimizer has it, which fits other numbers of stages. Use another optimizer"
-        )
-    return state
+def loss_module(function: Any) -> nn.Module | None:
+    """The module that a loss function is, or is a method of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = getattr(function, "__self__", function)
+    return found if isinstance(found, nn.Module) else None
 
 
 def _part(state: object, name: str) -> State:
