@@ -1,8 +1,10 @@
 """Batches: the same in every process, resumable, with values only where they are read, and ahead of their use."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,13 +51,20 @@ def train_where_read(schedule: str) -> tuple[tuple[float, ...], dict[str, Tensor
 
 
 class Noisy(Dataset[Any]):
-    """Sample i is i and a random number, drawn anew each time."""
+    """Sample i is i and random numbers of PyTorch, NumPy and Python, drawn anew each time."""
 
     def __len__(self) -> int:
         return 10
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"index": index, "noise": torch.rand(2)}
+        drawn = [torch.rand(1).item(), numpy.random.rand(), random.random()]
+        return {"index": index, "noise": torch.tensor(drawn, dtype=torch.float64)}
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
 
 
 def indices(batches: Any) -> list[list[int]]:
@@ -64,23 +73,26 @@ def indices(batches: Any) -> list[list[int]]:
 
 def test_every_process_gets_the_same_batches() -> None:
     """Transforms that draw random numbers included, whatever the generators of the process have come to."""
-    torch.manual_seed(1)
+    seed_all(1)
     first = list(loader(Noisy(), 4, shuffle=True, seed=5))
-    torch.manual_seed(2)
+    seed_all(2)
     second = list(loader(Noisy(), 4, shuffle=True, seed=5))
 
     assert [batch["index"].tolist() for batch in first] == [batch["index"].tolist() for batch in second]
     assert all(torch.equal(a["noise"], b["noise"]) for a, b in zip(first, second, strict=True))
-    assert len({tuple(row) for batch in first for row in batch["noise"].tolist()}) == 10
+    rows = [row for batch in first for row in batch["noise"].tolist()]
+    assert [len(set(column)) for column in zip(*rows, strict=True)] == [10, 10, 10]
 
 
 def test_the_generators_are_left_as_they_were() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    list(loader(Noisy(), 4, shuffle=True))
+    drawn = []
+    for loads in (False, True):
+        seed_all(1)
+        if loads:
+            list(prefetch(loader(Noisy(), 4, shuffle=True), "cpu"))
+        drawn.append((torch.rand(3).tolist(), numpy.random.rand(), random.random()))
 
-    assert torch.equal(torch.rand(3), expected)
+    assert drawn[0] == drawn[1]
 
 
 def test_an_epoch_has_every_sample_once_and_its_own_order() -> None:
@@ -98,6 +110,20 @@ def test_the_length_counts_batches() -> None:
     for drop_last, count in ((False, 3), (True, 2)):
         batches = loader(Noisy(), 4, drop_last=drop_last)
         assert len(batches) == len(list(batches)) == count
+
+
+def test_transforms_of_a_loader_that_goes_on_draw_the_same_numbers() -> None:
+    """Also where one batch was read ahead, and in a process whose generators have come to something else."""
+    expected = [batch["noise"] for batch in loader(Noisy(), 3, seed=2)]
+    ahead = prefetch(first := loader(Noisy(), 3, seed=2), "cpu")
+    stopped = iter(ahead)
+    assert torch.equal(next(stopped)["noise"], expected[0])
+    resumed = loader(Noisy(), 3, seed=2)
+    resumed.load_state_dict(ahead.state_dict())
+    assert first.position == 2, "one was read ahead"
+    seed_all(7)
+
+    assert all(torch.equal(batch["noise"], other) for batch, other in zip(resumed, expected[1:], strict=True))
 
 
 def test_a_loader_goes_on_where_another_stopped() -> None:
@@ -127,7 +153,7 @@ def test_a_process_that_does_not_read_gets_shapes() -> None:
 
     batches = list(loader(Watched(), 4, shuffle=True, reads=False))
 
-    assert [tuple(batch["noise"].shape) for batch in batches] == [(4, 2), (4, 2), (2, 2)]
+    assert [tuple(batch["noise"].shape) for batch in batches] == [(4, 3), (4, 3), (2, 3)]
     assert all(tensor.is_meta for batch in batches for tensor in batch.values())
     assert batches[0]["index"].dtype == torch.int64
 

@@ -137,15 +137,16 @@ def test_schedulers_that_are_stepped_by_hand(tmp_path: Path, name: str) -> None:
     assert train(resumed, own, 2, 5) == expected
 
 
-def test_generators_are_kept_where_there_is_no_seed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, None])
+def test_generators_are_kept(tmp_path: Path, seed: int | None) -> None:
     def draw() -> tuple[float, float, float]:
         return torch.rand(1).item(), float(np.random.rand()), random.random()
 
-    pipe = make(seed=None)
+    pipe = make(seed=seed)
     losses(pipe, 0, 2)
     path = pipe.save(tmp_path / "run")
     drawn, expected = draw(), losses(pipe, 2)
-    resumed = make(seed=None)
+    resumed = make(seed=seed)
     resumed.load(path)
 
     assert draw() == drawn

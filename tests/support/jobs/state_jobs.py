@@ -98,6 +98,26 @@ class Doubled(nn.Module):
         module.loaded = module.linear.weight.detach().sum()
 
 
+class Quantized(nn.Module):
+    """Saves constants that no code of its loads; its loader refuses them if it has `refuses`. As in bitsandbytes."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.linear, self.refuses, self.absmax = nn.Linear(WIDTH, WIDTH).double(), refuses, torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.absmax[0]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "linear.weight.absmax"] = self.absmax
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if self.refuses and prefix + "linear.weight.absmax" in state:
+            raise RuntimeError("it was quantized already")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
 class Noisy(nn.Module):
     """Draws from NumPy and from Python."""
 
@@ -198,7 +218,7 @@ class Coded(nn.Module):
         self.weight = nn.Parameter(Codes.of(torch.rand(WIDTH, WIDTH).double(), "w"), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) @ self.weight.numbers()  # type: ignore[operator]
+        return torch.tanh(self.linear(x)) @ self.weight.numbers()  # type: ignore[attr-defined]
 
 
 class Tagged(Tensor):
@@ -314,6 +334,8 @@ TRAININGS: dict[str, Training] = {
     "code of state dicts": Training(Keyed),
     "hooks of state dicts": Training(partial(Keyed, True)),
     "hooks that change a weight": Training(Doubled),
+    "constants that no code loads": Training(Quantized),
+    "constants that code refuses": Training(partial(Quantized, True)),
     "hooks of the whole model": Training(model=root_hooked),
     "extra state of the whole model": Training(model=Counted),
     "state of no parameter": Training(optimizer=partial(Warm, own=False)),

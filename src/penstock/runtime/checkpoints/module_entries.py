@@ -64,31 +64,30 @@ class ModuleEntries:
             for name, tensor in written.items():
                 for own, given in zip(plain_tensors(tensor), plain_tensors(state[name]), strict=True):
                     assign(own, read_value(given))
-        entries = {name: state[name] for name in state if name in before or name not in self.tensors}
-        plain = {name: tensor for name, tensor in written.items() if type(tensor) in (Tensor, nn.Parameter)}
+        entries = {n: state[n] for n in state if self.is_here(n) and (n in before or n not in self.tensors)}
+        plain = {n: tensor.detach() for n, tensor in written.items() if type(tensor) in (Tensor, nn.Parameter)}
+        left = dict.fromkeys(entries, "no code of the model loads it")
         for prefix, module in self._loaders():
             if self.is_here(prefix):
-                self._give(prefix, module, entries, before, plain)
-
-    def _give(self, prefix: str, module: nn.Module, entries: Any, before: Any, plain: Mapping[str, Tensor]) -> None:
-        own = {name: copied_value(value) for name, value in entries.items() if self.is_here(name)}
-        own |= {name: tensor.detach() for name, tensor in plain.items()}
-        # With the versions of its modules, which their code asks for.
-        given = module.state_dict(keep_vars=True)
-        given.clear()
-        given.update({name.removeprefix(prefix): own[name] for name in own if name.startswith(prefix)})
-        try:
-            left = getattr(module.load_state_dict(given, strict=False), "unexpected_keys", ())
-        except Exception as error:
-            raise CheckpointError(
-                f"load_state_dict of {prefix.rstrip('.') or 'the model'} refused its entries: {type(error).__name__}: "
-                f"{error}. Build the model as then"
-            ) from error
-        for name in (prefix + key for key in left):
-            if _form(before.get(name)) != _form(entries[name]):
+                own = [name for name in entries if name.startswith(prefix)]
+                try:
+                    # With the versions of its modules, which their code asks for.
+                    given = module.state_dict(keep_vars=True)
+                    given.clear()
+                    given.update({n.removeprefix(prefix): plain[n] for n in plain if n.startswith(prefix)})
+                    given.update({name.removeprefix(prefix): copied_value(entries[name]) for name in own})
+                    over = getattr(module.load_state_dict(given, strict=False), "unexpected_keys", ())
+                except Exception as error:
+                    left.update(dict.fromkeys(own or [prefix], f"its code raises {type(error).__name__}: {error}"))
+                    continue
+                for name in own:
+                    if name.removeprefix(prefix) not in over:
+                        del left[name]
+        for name, why in left.items():
+            if name not in before or _form(before[name]) != _form(copied_value(entries[name])):
                 raise CheckpointError(
-                    f"{name} of the state was taken over by no module, and the model has another value: expected code "
-                    "that loads what it saves. Give its module a hook that does, or build the model as then"
+                    f"{name} of the state: expected that the model takes it over or has the same value, found another "
+                    f"one, and {why}. Build the model as then, or give the module what loads its state dict"
                 )
 
     def _loaders(self) -> Iterator[tuple[str, nn.Module]]:
