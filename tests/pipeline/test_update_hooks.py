@@ -165,7 +165,7 @@ def averaged_model(kind: str) -> nn.Module:
 @pytest.mark.parametrize("decay", AVERAGES)
 @pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "float32"])
 def test_averages_are_those_of_pytorch(kind: str, decay: float | None) -> None:
-    """Of parameters without a gradient in some updates, of frozen and shared ones; buffers are the model's."""
+    """Some parameters have no gradient in some updates, others are frozen or shared; buffers are the model's."""
     model, twin = averaged_model(kind), averaged_model(kind)
     dtype = model[0].weight.dtype
     batches = [(torch.randn(6, 4, dtype=dtype), torch.randn(6, 4, dtype=dtype)) for _ in range(6)]

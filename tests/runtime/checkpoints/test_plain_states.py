@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Training, str]] = {
     ),
     "parts of code": (
         Training(optimizer=momentum(lambda t: Codes.of(t, print))),  # type: ignore[arg-type]
-        r"optimizer/state/0\.weight/moment/context/0: expected numbers",
+        r"optimizer/state/0\.weight/moment/part/0: expected numbers",
     ),
 }
 

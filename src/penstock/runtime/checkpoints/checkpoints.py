@@ -100,7 +100,7 @@ class Checkpoints:
             found = state["model"].get(names[0])
             if isinstance(found, TensorParts):
                 # Its class is that of the model that loads it.
-                parts = found._replace(context=str(found.context))
+                parts = TensorParts(found.kind, str(found.context), found.tensors, found.layout)
                 model[names[0]]["parts"] = encode(parts, f"parts/{names[0]}", keep)
             elif found is not None:
                 tensors[MODEL + names[0]] = found

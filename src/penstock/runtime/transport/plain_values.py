@@ -103,7 +103,7 @@ class _Encoder:
         if isinstance(value, Tensor) and isinstance(value := taken_apart(value, where), Tensor):
             return {_TAG: ["tensor", self.keep(value.detach(), where)]}
         if isinstance(value, TensorParts):
-            return {_TAG: ["parts", [inside(name, inner) for name, inner in value._asdict().items()]]}
+            return {_TAG: ["parts", [inside("part", inner) for inner in value]]}
         if kind in (list, tuple, torch.Size, set, frozenset):
             found: Any = value
             if kind in (set, frozenset):
