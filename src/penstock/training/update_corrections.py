@@ -137,10 +137,9 @@ class LookAhead(UpdateHook):
 class WeightAverage(UpdateHook):
     """Keeps an average A of the weights W' after every update, which ``pipe.averages()`` returns.
 
-    It has the numbers of `torch.optim.swa_utils.AveragedModel` that is updated after every step. The first update
-    copies W'. Later ones make A the exponential average decay A + (1 - decay) W', as ``get_ema_multi_avg_fn(decay)``
-    does; or the mean of all W' if `decay` is None, as ``AveragedModel(model)`` does. There are no averages of buffers:
-    they stay the model's, as with ``use_buffers=False``. Place the hook after those that change the weights.
+    It has the numbers of `torch.optim.swa_utils.AveragedModel`: the first update copies W', later ones make it decay A
+    + (1 - decay) W', as ``get_ema_multi_avg_fn(decay)``; or the mean of all W' if `decay` is None, the default there.
+    Buffers stay the model's, as with ``use_buffers=False``. Place it after hooks that change the weights.
     """
 
     decay: float | None = 0.999

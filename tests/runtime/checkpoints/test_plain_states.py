@@ -262,8 +262,8 @@ def test_a_key_that_only_a_save_has_is_refused(tmp_path: Path) -> None:
 LOADS: dict[str, tuple[Training, Training, str]] = {
     "extra state into none": (Training(Scaled), Training(), r"another model|which the model has not"),
     "none into extra state": (TRAININGS["code of state dicts"], Training(Scaled), r"'0\._extra_state'"),
-    "a loss into none": (Training(loss=Centred), Training(), "loss_fn: expected none"),
-    "none into a loss": (Training(), Training(loss=Centred), "loss_fn: expected one"),
+    "a loss into none": (Training(loss=Centred), Training(), "loss_fn: expected none with a state"),
+    "none into a loss": (Training(), Training(loss=Centred), "loss_fn: expected one with a state"),
     "a loss into another": (
         Training(loss=Centred),
         Training(loss=lambda: nn.CrossEntropyLoss(torch.ones(4))),

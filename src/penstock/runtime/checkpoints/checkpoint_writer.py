@@ -253,9 +253,8 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         for name, value in document["own"]["beside"].items():
             if beside.setdefault(name, value) != value:
                 raise CheckpointError(
-                    f"{name} has another value on rank {rank} than on a rank before it: expected the same on all ranks "
-                    "that have it, since a checkpoint fits any number of them. Compute it from what all ranks have, or "
-                    "use fewer replicas of its stage"
+                    f"{name} has another value on rank {rank} than on a rank before it: expected the same on all that "
+                    "have it. Compute it from what all ranks have, or use no replicas of its stage"
                 )
     model: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}

@@ -87,9 +87,7 @@ class TrainingState:
         return held_tensors(self.chain, self.stages)
 
     def collect(self, take: Callable[[Any], Any] = whole) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ..., "pipeline": ...}``; ``take(value)`` is what is kept of a value. Tensors of
-        subclasses are taken apart.
-        """
+        """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of parts, and what ``take(value)`` keeps of a value."""
         engine, updater = self.engine, self.updater
         return {
             "model": {name: kept(tensor, take) for name, tensor in self.held.items()},
@@ -98,9 +96,7 @@ class TrainingState:
         }
 
     def copied(self) -> dict[str, Any]:
-        """The same and what is `beside`, with copies of all tensors, on their devices. Tied weights share memory in it,
-        too.
-        """
+        """Copies of it and of what is `beside`, on their devices. Tied weights share memory in it, too."""
         # A schedule with several versions writes later ones into the same memory, out of turn.
         state: dict[str, Any] = put_together(copy.deepcopy(self.collect()))
         return add_beside(state, {name: copied_value(value) for name, value in self.beside().items()})
@@ -204,14 +200,12 @@ class TrainingState:
                 result["options"][name] = {key: value for key, value in group.items() if key != "params"}
                 result["classes"][name] = classes
                 if place in states:
-                    found = states[place].items()
-                    result["state"][name] = {key: keep(value, f"the state {key!r} of {name}") for key, value in found}
+                    own = {key: keep(value, f"the state {key!r} of {name}") for key, value in states[place].items()}
+                    result["state"][name] = own
         for number, states in enumerate(self.updater.hooks.states):
             for name, kept in states.items():
                 if kept and (of is None or name in of):
-                    named = {
-                        f"{number}.{key}": keep(value, f"the hook's {key!r} of {name}") for key, value in kept.items()
-                    }
+                    named = {f"{number}.{key}": keep(value, f"a hook's {key} of {name}") for key, value in kept.items()}
                     result["hooks"].setdefault(name, {}).update(named)
         return result
 
@@ -263,12 +257,11 @@ class TrainingState:
                 )
 
     def _check_loss(self, state: State) -> None:
-        beside = _mapping(state.get("beside", {}), "beside")
-        if self._computes_loss and "beside" in state and ("/loss_fn" in beside) != ("/loss_fn" in self.beside()):
-            found, expected = ("one", "none") if "/loss_fn" in beside else ("none", "one")
+        found = "/loss_fn" in _mapping(state.get("beside", {}), "beside")
+        if self._computes_loss and "beside" in state and found != ("/loss_fn" in self.beside()):
+            states = ("none", "one") if found else ("one", "none")
             raise CheckpointError(
-                f"loss_fn: expected {expected} with a state of its own, as here, found {found} in the state dict. Pass "
-                "the loss_fn of then"
+                "loss_fn: expected {} with a state, as here, found {}. Pass that of then".format(*states)
             )
 
     def _check_optimizers(self, saved: State, exact: bool) -> None:
