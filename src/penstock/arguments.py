@@ -211,9 +211,9 @@ FLAG: Rule[bool] = Rule(
 TEXT: Rule[str] = Rule("text", lambda value: isinstance(value, str), str, "give a str")
 PATH: Rule[str | PathLike[str]] = Rule(
     "a path",
-    lambda value: isinstance(value, str | PathLike) and bool(str(value)),
+    lambda value: isinstance(value, str | PathLike) and bool(str(value)) and "\0" not in str(value),
     lambda value: value,
-    "give a str or a pathlib.Path that is not empty",
+    "give a str or a pathlib.Path that is not empty and has no NUL",
 )
 
 

@@ -274,12 +274,14 @@ class Pipeline(Advised):
         self._world: World = join_world(check_timeout(run.timeout_seconds))
         self._guarded, self._opened = FailureGuard(self._world), open_resources(self, self._world)
         with self._guarded("building the pipeline"):
-            check_options(self._world, options)
+            if not again:
+                check_options(self._world, options)
             # 1. The model becomes a chain of layers.
             captured = capture_for_training(self._world, options)
             self._device = captured.device
             # 2. The plan has a schedule, which is the same on all ranks.
-            planned, self.auto_plan = plan_pipeline(options, self._world, captured)
+            planned, measured = plan_pipeline(options, self._world, captured)
+            self.auto_plan = self.auto_plan if again else measured
             self._planned, self.plan, self.schedule = planned, planned.plan, planned.schedule
             held = held_stages(self.plan, self.schedule, planned.ranks)
             self.required_inputs = find_inputs(captured.chain, held)
@@ -526,13 +528,14 @@ class Pipeline(Advised):
         """
         plan = self._stats_source.recut(self.timeline(8), profile)
         if apply is not None and checked_path(apply) and plan.stages != self.plan.stages:
-            options = self._options.replanned(plan)
+            options, rollbacks = self._options.replanned(plan), self.rollbacks
             saved, own = self.save(apply), self._checkpoints.own
             self.close()
             with old_numbers(options.model.model):
                 self._build(options, again=True)
                 self._checkpoints.continue_from(own, saved, self._guarded)
             self._parts.leave(loaded=True)
+            self._resumption.rollbacks = rollbacks
         return plan
 
     @property

@@ -1,8 +1,10 @@
 """Ranks that do different things, or are given different data, end at once, and each says what differs."""
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import penstock
+from penstock.runtime.assembly.pipeline_options import OPTIONS
 from support import models
 from support.processes import Pool
 
@@ -27,9 +30,9 @@ EXPECTED = {
     "take_other_sizes": "8 samples",
     "take_other_sizes_later": "8 samples",
     "split_parts_of_the_batch": "with values of digest",
-    "evaluate_alone": "calls drain",
+    "evaluate_alone": "calls evaluate",
     "predict_instead": "calls predict",
-    "state_of_one": "calls drain",
+    "state_of_one": "calls state_dict",
     "load_on_one": "microbatches of training, and rank",
     "refuse_on_one": "cannot be cut into 3 microbatches",
     "refuse_on_all": None,
@@ -238,12 +241,37 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "balance": ({"balance": "layers"}, {}),
     "compile": ({"compile": {"mode": "default"}}, {}),
     "timeout_seconds": ({"timeout_seconds": 50.0}, {}),
+    "loss_fn": ({"loss_fn": penstock.model_loss}, {}),
+    "wire_dtype": ({"wire_dtype": torch.bfloat16}, {"wire_dtype": penstock.RowInt8()}),
+    "init_fn": ({"init_fn": lambda name, tensor: None}, {}),
+    "parallelize": ({}, {"parallelize": lambda stage_module, mesh: None}),
+    "plan": ({"plan": "auto"}, {"plan": penstock.Plan.uniform(8, 2)}),
+    "schedule": ({"schedule": "gpipe"}, {}),
+    "microbatches": ({"microbatches": 4}, {}),
+    "stages": ({"stages": 2}, {"stages": 4}),
+    "vertical_sync": ({"vertical_sync": True}, {}),
+    "tensor_parallel": ({"tensor_parallel": 2}, {}),
+    "skips": ({"skips": "direct"}, {}),
+    "state_on_host": ({"state_on_host": True}, {}),
+    "post_validation": ({}, {"post_validation": True}),
+    "check": ({"check": "off"}, {}),
+    "resume": ({"resume": "run"}, {}),
 }
 """By option: the arguments of rank 0, and those of the others."""
 
 
-def build_apart() -> dict[str, str]:
-    """By case, the error with which the building of a pipeline with different arguments ends on this rank."""
+def build_apart(folder: Path) -> dict[str, str]:
+    """By case, the error with which the building of a pipeline with different arguments ends on this rank. Arguments
+    that may differ are tried as well; one names a `folder`.
+    """
+    alike = [
+        ({"resume": f"{folder}/run"}, {"resume": folder / "run/"}),
+        ({"offload_to": "host"}, {"offload_to": folder}),
+        ({"loss_fn": F.cross_entropy}, {"loss_fn": torch.nn.CrossEntropyLoss()}),
+        ({"update_hooks": []}, {"update_hooks": ()}),
+    ]
+    for own in alike:
+        make(**own[dist.get_rank()]).close()
     found = {}
     for option, (first, others) in APART.items():
         try:
@@ -262,6 +290,59 @@ def build_apart() -> dict[str, str]:
         except penstock.PenstockError as error:
             found[option] = str(error)
     return found
+
+
+ALONE: dict[str, Callable[[penstock.Pipeline], object]] = {
+    "drain": lambda pipe: pipe.drain(),
+    "evaluate": lambda pipe: pipe.evaluate(*batches()[0]),
+    "predict": lambda pipe: pipe.predict(batches()[0][0]),
+    "averages": lambda pipe: pipe.averages(),
+    "timeline": lambda pipe: pipe.timeline(),
+    "stragglers": lambda pipe: pipe.stragglers(),
+    "replan": lambda pipe: pipe.replan(),
+    "state_dict": lambda pipe: pipe.state_dict(),
+    "load_state_dict": lambda pipe: pipe.load_state_dict({}),
+    "save": lambda pipe: pipe.save(os.devnull),
+    "load": lambda pipe: pipe.load(os.devnull),
+    "save_weights": lambda pipe: pipe.save_weights(os.devnull),
+    "full_state_dict": lambda pipe: pipe.full_state_dict(),
+}
+"""The methods that all ranks must call, but `step` and `close`."""
+OWN = {"close", "measure", "named_parameters", "parameters", "prediction_error", "stats", "track", "averaged"}
+"""Those that a rank may call by itself; `averaged` begins with `averages`, and `close` with a drain."""
+
+
+def call_alone() -> dict[str, str]:
+    """By method, the error after one rank has called it and the others have stepped on."""
+    found = {}
+    for number, (name, call) in enumerate(ALONE.items()):
+        pipe = make(timeout_seconds=600.0, check="off", schedule=SCHEDULES[number % 3])
+        steps(pipe, batches()[:1])
+        with pytest.raises(penstock.TransportError) as caught:
+            if pipe.rank == number % 2:
+                call(pipe)
+            steps(pipe, batches()[1:])
+            pipe.drain()
+        found[name] = str(caught.value)
+        dist.barrier()
+        with suppress(Exception):
+            pipe.close()
+    return found
+
+
+def count_alone() -> str:
+    """The error after one rank has asked for the numbers of all, which each may ask for its own."""
+    pipe = make(timeout_seconds=600.0, check="off")
+    steps(pipe, batches()[:1])
+    assert pipe.stats().steps == 1 if pipe.rank == 1 else True
+    with pytest.raises(penstock.TransportError) as caught:
+        if pipe.rank == 0:
+            pipe.stats(all_ranks=True)
+        steps(pipe, batches()[1:])
+    with suppress(Exception):
+        pipe.close()
+    dist.barrier()
+    return str(caught.value)
 
 
 def part_replicas(schedule: str) -> str:
@@ -293,13 +374,31 @@ def test_every_drift_is_named_on_every_rank(pool: Pool) -> None:
     assert silent == {}
 
 
-def test_options_that_differ_are_named_on_every_rank(pool: Pool) -> None:
-    for found in pool.run(2, build_apart):
+def test_options_that_differ_are_named_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, build_apart, tmp_path):
+        compared = {name for name, rule in OPTIONS.items() if rule.agrees in ("value", "kind")}
+        assert compared <= APART.keys()
         assert found.keys() == {*APART, "lr", "optimizer"}
         for option, error in found.items():
             assert f" {option}=" in error
             assert "rank 0" in error
             assert "rank 1" in error
+
+
+def test_a_call_that_one_rank_makes_alone_is_named_in_seconds(pool: Pool) -> None:
+    public = {name for name, value in vars(penstock.Pipeline).items() if name[0] != "_" and callable(value)}
+    assert public - OWN == {*ALONE, "step"}
+    for found in pool.run(2, call_alone):
+        silent = {name: error for name, error in found.items() if f"calls {name}" not in error}
+        assert silent == {}
+        assert all("Make the same calls in the same order on every rank" in error for error in found.values())
+
+
+def test_a_gather_that_one_rank_makes_alone_is_named_in_seconds(pool: Pool) -> None:
+    waiting, stepping = pool.run(2, count_alone)
+    assert "rank 0 exchanges values for Pipeline.stats, which all ranks must do, and rank 1 calls step()" in waiting
+    # Rank 0 has left with its error.
+    assert "rank 1 is in step(), which all ranks must call" in stepping
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "2bw"])

@@ -1,5 +1,6 @@
 """A pipeline finds its slow stage, and a new cut takes layers from it without changing the numbers."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -163,6 +164,35 @@ def test_a_new_cut_is_applied_in_one_process(tmp_path: Path) -> None:
     assert losses[STEPS // 2 :] == again
     assert len(differences) == 2 * LAYERS
     assert not any(map(torch.count_nonzero, differences.values()))
+
+
+class _Slowed(_Layer):
+    """Gets slow when the environment says so: a machine that another job has come to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.slow and "SLOWED" in os.environ:
+            time.sleep(0.02)
+        return torch.tanh(self.linear(x))
+
+
+def test_a_new_cut_keeps_what_was_measured_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Slowed(layer >= LAYERS // 2) for layer in range(LAYERS))), _batches()[0]
+    options: dict[str, Any] = {"stages": 2, "microbatches": 4, "plan": "auto", "on_nonfinite": "rollback"}
+    loss, run = nn.functional.mse_loss, str(tmp_path)
+    with Pipeline(model, (x[:2],), loss, lambda p: torch.optim.SGD(p, lr=1e-2), resume=run, **options) as pipe:
+        pipe.save(run)
+        pipe.step(x * torch.nan, x)
+        known, before = pipe.auto_plan, pipe.plan
+        monkeypatch.setenv("SLOWED", "1")
+        for _ in range(4):
+            pipe.step(x, x)
+        pipe.replan(apply=run)
+
+        assert pipe.plan.stages != before.stages
+        assert pipe.auto_plan is known is not None
+        assert pipe.rollbacks == 1
+        pipe.step(x, x)
 
 
 def test_a_pipeline_whose_modules_a_hook_has_changed_is_not_cut_anew() -> None:

@@ -1,7 +1,7 @@
 """The values that the arguments of a pipeline become."""
 
 import inspect
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.errors import PlanError
 from penstock.pipeline import Pipeline
-from penstock.runtime.assembly.pipeline_options import ModelOptions, PipelineOptions, PlanOptions, RunOptions
+from penstock.runtime.assembly.pipeline_options import OPTIONS, ModelOptions, PipelineOptions, PlanOptions, RunOptions
 from penstock.training.recipes import Recipe
 from penstock.values import Plan
 
@@ -23,14 +23,26 @@ def test_values_have_the_names_and_the_defaults_of_the_arguments() -> None:
     assert values == {name: MISSING if value is inspect.Parameter.empty else value for name, value in arguments.items()}
 
 
+def test_every_option_says_whether_ranks_agree_on_it_and_whether_a_new_plan_keeps_it() -> None:
+    assert OPTIONS.keys() == inspect.signature(Pipeline).parameters.keys()
+    # Only options of the plan are chosen anew.
+    assert {name for name, rule in OPTIONS.items() if not rule.kept} <= {each.name for each in fields(PlanOptions)}
+    assert {name for name, rule in OPTIONS.items() if rule.agrees == "own"} == {"offload_to"}
+
+
 def test_a_new_plan_takes_the_place_of_all_that_chose_the_old_one() -> None:
-    wanted = PlanOptions(schedule="gpipe", microbatches=4, stages=2, balance="measured", skips="direct", recompute=True)
+    wanted = PlanOptions(
+        schedule="pipedream", microbatches=4, stages=2, balance="measured", skips="direct", recompute=True
+    )
+    wanted = replace(wanted, vertical_sync=True, tensor_parallel=1, state_on_host=True, post_validation=True)
     trained, recipe = ModelOptions([nn.Linear(4, 4)] * 2, (torch.zeros(2, 4),)), Recipe(nn.MSELoss(), torch.optim.SGD)
     plan = Plan.uniform(2, 2)
     found = PipelineOptions(trained, recipe, wanted, RunOptions()).replanned(plan).plan
 
     assert (found.plan, found.skips, found.recompute) == (plan, "direct", True)
+    assert (found.state_on_host, found.post_validation) == (True, True)
     assert (found.schedule, found.microbatches, found.stages, found.balance) == (None, None, None, "work")
+    assert (found.vertical_sync, found.tensor_parallel) == (False, None)
 
 
 def test_a_function_makes_the_plan_of_the_processes() -> None:

@@ -69,6 +69,7 @@ def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
         if watch is None or watch.call:
             return method(pipe, *arguments, **options)
         watch.call = f"{method.__name__}()"
+        watch.begun = watch.begun[0] + 1, watch.call
         try:
             return method(pipe, *arguments, **options)
         finally:

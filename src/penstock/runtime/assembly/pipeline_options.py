@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.arguments import FLAG, SEED, Rule, check_fields, choice, function, instance, integer
+from penstock.arguments import FLAG, PATH, SEED, Rule, check_fields, choice, function, instance, integer
 from penstock.capturing.chain import StageModule
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import check_model
@@ -65,15 +65,44 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "state_on_host": FLAG,
     "post_validation": FLAG,
 }
-OFFLOAD_TO = instance((str, Path), f"{HOST!r} or a directory", f"pass {HOST!r} for the memory of the host")
+OFFLOAD_TO = PATH.but(f"pass {HOST!r} for the memory of the host", f"{HOST!r} or a directory")
 _RUN_RULES: Mapping[str, Rule[Any]] = {
     "parallelize": function(
         ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
     ).optional,
     "check": choice(get_args(Check)),
+    "resume": PATH.but("give the directory of a run", "a directory").optional,
     "offload_to": OFFLOAD_TO,
     "seed": SEED.but("give one such as 0, or None for PyTorch's own stream").optional,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRule:
+    """What holds for an option beside the rule of its values."""
+
+    agrees: Literal["value", "kind", "later", "own"]
+    """How the options of ranks must agree: in the value; in the kind (a function or none, a plan or "auto"); in what is
+    made of it, which `check_agreement` and `check_optimizers` compare; not at all.
+    """
+    kept: bool = True
+    """Whether a new plan keeps it. The others chose the plan."""
+
+
+_VALUE, _KIND, _LATER, _OWN = OptionRule("value"), OptionRule("kind"), OptionRule("later"), OptionRule("own")
+OPTIONS: Mapping[str, OptionRule] = {
+    **dict.fromkeys(("model", "sample", "optimizer"), _LATER),
+    **dict.fromkeys(("loss_fn", "loss_weight", "lr_scheduler", "init_fn", "parallelize"), _KIND),
+    **dict.fromkeys(("autocast", "version_dtype", "wire_dtype", "loss_scale", "clip_grad_norm"), _VALUE),
+    **dict.fromkeys(("scale_learning_rates", "update_hooks", "on_nonfinite"), _VALUE),
+    **dict.fromkeys(("plan", "schedule"), OptionRule("kind", kept=False)),
+    **dict.fromkeys(("microbatches", "stages", "balance"), OptionRule("value", kept=False)),
+    **dict.fromkeys(("vertical_sync", "tensor_parallel"), OptionRule("value", kept=False)),
+    **dict.fromkeys(("skips", "recompute", "state_on_host", "post_validation"), _VALUE),
+    **dict.fromkeys(("compile", "seed", "check", "resume", "timeout_seconds"), _VALUE),
+    "offload_to": _OWN,
+}
+"""By name, all arguments of `Pipeline`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,7 +209,6 @@ class PipelineOptions:
             )
         # In a single process all weights are there by now.
         init_fn = self.model.init_fn if is_weightless(self.model.model) else None
-        kept = self.plan
-        names = ("skips", "recompute", "state_on_host", "post_validation")
-        chosen = PlanOptions(plan, **{name: getattr(kept, name) for name in names})
+        kept = {name: getattr(self.plan, name) for name in self.plan.__slots__ if OPTIONS[name].kept}
+        chosen = PlanOptions(plan, **kept)
         return replace(self, model=replace(self.model, init_fn=init_fn), plan=chosen)

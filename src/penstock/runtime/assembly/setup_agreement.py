@@ -6,6 +6,7 @@ by a key, and where two ranks have other words under one key, they are out of ag
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -16,30 +17,32 @@ from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import PenstockError, PlanError
-from penstock.runtime.assembly.pipeline_options import PipelineOptions
+from penstock.runtime.assembly.pipeline_options import OPTIONS, PipelineOptions
+from penstock.runtime.engine.call_agreement import digest_values
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import format_programs
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.torch_internals.modules import step_hooks
+from penstock.training.losses import model_loss
 from penstock.values.plans import Plan
 
 
 def check_options(world: World, options: PipelineOptions) -> None:
     """Raises `PenstockError` on every rank if the ranks were given different `options`. Collective.
 
-    A function is compared by whether it is given, since ranks may define it in different places. Plans are compared by
-    `check_agreement`.
+    `OPTIONS` says how each is compared. A function is compared by whether it is given, since ranks may define it in
+    different places.
     """
-    recipe, run = options.recipe, options.run
-    given: dict[str, object] = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
-    del given["optimizer"]
-    given["loss_fn"] = "penstock.model_loss" if recipe.reads_model_loss else "a function"
-    given |= {name: getattr(options.plan, name) for name in ("balance", "recompute", "post_validation")}
-    given["seed"] = run.seed
-    given |= {"compile": run.compile, "check": run.check, "timeout_seconds": run.timeout_seconds}
-    mine = {name: f"{name}={_describe(value)}" for name, value in given.items()}
+    mine: dict[str, str] = {}
+    for part in (options.model, options.recipe, options.plan, options.run):
+        for name in (each.name for each in fields(part) if OPTIONS[each.name].agrees in ("value", "kind")):
+            value = getattr(part, name)
+            if name == "resume" and value is not None:
+                value = os.path.abspath(value)
+            mine[name] = f"{name}={_kind_of(value) if OPTIONS[name].agrees == 'kind' else _describe(value)}"
     gathered = world.gather(mine, "while they compared their options")
     _require(world.rank, mine, gathered, {name: f"Pass the same {name}= to every Pipeline" for name in mine})
 
@@ -47,7 +50,7 @@ def check_options(world: World, options: PipelineOptions) -> None:
 def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Schedule, *, weights: bool) -> None:
     """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective.
 
-    `weights`: whether the values of the weights count. They do not where all are loaded afterwards.
+    `weights`: whether the values of the model's tensors count. They do not where all are loaded afterwards.
     """
     if world.processes == 1:
         return
@@ -75,7 +78,25 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
         fixes[f"weights {name}"] = (
             "All must start from the same weights: call torch.manual_seed(...) with one seed before building the model"
         )
+    for name, tensor in _tables(chain).items() if weights else ():
+        values = digest_values([tensor.detach()], full=True)
+        mine[name] = f"{name} of {tuple(tensor.shape)}, {tensor.dtype}, and values of digest {values}"
+        fixes[name] = "Make it alike on every rank: call torch.manual_seed(...) with one seed before building the model"
     _require(world.rank, mine, world.gather(mine, "while they compared models and plans"), fixes, PlanError)
+
+
+def _tables(chain: LayerChain) -> dict[str, torch.Tensor]:
+    """The tensors that layers hold beside parameters, by what they are called: buffers, those that no state dict has
+    included, and attributes.
+    """
+    found = {id(tensor): (f"buffer {name}", tensor) for name, tensor in chain.buffers.items()}
+    for layer in chain.layers:
+        for module in layer.module.modules():
+            own = {**vars(module), **dict(module.named_buffers(recurse=False))}
+            for name, tensor in own.items():
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+                    found.setdefault(id(tensor), (f"tensor {name} of layer {layer.name}", tensor))
+    return dict(found.values())
 
 
 def check_optimizers(
@@ -140,6 +161,12 @@ def _check_kinds(optimizer: torch.optim.Optimizer) -> None:
                 "only. Make two groups of the parameters, those that are DTensors and the others, or pass "
                 "foreach=False"
             )
+
+
+def _kind_of(value: Any) -> str:
+    if value is model_loss:
+        return "penstock.model_loss"
+    return type(value).__qualname__ if isinstance(value, Plan | ScheduleDefinition) else _describe(value)
 
 
 def _describe(value: Any) -> str:

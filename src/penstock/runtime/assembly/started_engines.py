@@ -110,7 +110,9 @@ def start_engine(
         store=store,
     )
     check = make_prediction_check(plan, schedule.flushes, world, context.timer)
-    return Engine(schedule, stages, workers, transport, check=check, context=context, seed=run.seed), updater
+    engine = Engine(schedule, stages, workers, transport, check=check, context=context, seed=run.seed)
+    engine.calls.watch = world.watch
+    return engine, updater
 
 
 def buffered_stages(

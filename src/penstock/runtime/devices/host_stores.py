@@ -111,15 +111,14 @@ class FileStore:
         size = torch.empty_strided(shape, strides, dtype=dtype, device="meta").untyped_storage().nbytes()
         if not size:
             return torch.empty_strided(shape, strides, dtype=dtype)
-        with tempfile.NamedTemporaryFile(dir=self._directory) as file:
-            try:
-                # A full disk is an error here, and none later; macOS has no such call.
-                getattr(os, "posix_fallocate", lambda file, _, length: os.truncate(file, length))(
-                    file.fileno(), 0, size
-                )
-            except OSError as error:
-                raise self._no_room(size, error) from error
-            storage: Any = torch.UntypedStorage.from_file(file.name, True, size)
+        # A full disk is an error here, and none later; macOS has no such call.
+        reserve = getattr(os, "posix_fallocate", lambda file, _, length: os.truncate(file, length))
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._directory) as file:
+                reserve(file.fileno(), 0, size)
+                storage: Any = torch.UntypedStorage.from_file(file.name, True, size)
+        except OSError as error:
+            raise self._no_room(size, error) from error
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[_Span], "Future[None]"]:
@@ -146,8 +145,8 @@ class FileStore:
 
     def _no_room(self, size: int, error: OSError) -> PenstockError:
         return PenstockError(
-            f"offload_to={str(self._directory)!r}: expected room for {size} bytes there, found: {error.strerror}. Pass "
-            "a directory of a larger file system, or offload less"
+            f"offload_to={str(self._directory)!r}: expected room for {size} bytes there, found: {error.strerror}. Keep "
+            "the directory while the pipeline trains, pass one of a larger file system, or offload less"
         )
 
     def _slot(self, size: int) -> _Span:

@@ -30,6 +30,8 @@ from torch import Tensor
 from penstock.capturing.samples import flatten
 from penstock.errors import TransportError
 from penstock.runtime.batches.microbatches import Microbatch
+from penstock.runtime.transport.failures import SAME_CALLS
+from penstock.runtime.transport.store_watch import StoreWatch
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 
 FULL_BYTES = 2**20
@@ -86,7 +88,9 @@ def _facts(values: Sequence[Sequence[Any]], full: bool) -> TensorFacts:
     """The facts of one input, or of all leaves of the targets, by microbatch."""
     tensors = [[value for value in each if isinstance(value, Tensor)] for each in values]
     text = _text_of(tuple([(tensor.shape, tensor.dtype) for each in tensors for tensor in each]))
-    return TensorFacts(text, _digest([tensor for each in (tensors if full else tensors[:1]) for tensor in each], full))
+    return TensorFacts(
+        text, digest_values([tensor for each in (tensors if full else tensors[:1]) for tensor in each], full)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -96,7 +100,8 @@ def _text_of(forms: tuple[tuple[torch.Size, torch.dtype], ...]) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 9]} {_hashed([text.encode()])[:8]}"
 
 
-def _digest(tensors: Sequence[Tensor], full: bool) -> str:
+def digest_values(tensors: Sequence[Tensor], full: bool) -> str:
+    """The digest of the values of `tensors`; empty where one has none that can be read. `full`: not a probe's."""
     if not tensors or not all([_is_readable(tensor, full) for tensor in tensors]):
         return ""
     most = (FULL_BYTES if full else PROBE_BYTES) // len(tensors)
@@ -146,7 +151,7 @@ _ADVICE = (
 
 class AnnouncedCall(NamedTuple):
     name: str
-    """``step``, ``drain``, ``evaluate``, ``predict``, or ``refusal`` if this rank refused a call."""
+    """The method that was called, or ``refusal`` if this rank refused a call."""
     trained: int
     """The microbatches trained before it."""
     seed: str
@@ -220,6 +225,8 @@ class CallAgreement:
         self._pending: deque[_PendingCall] = deque()
         """The own calls that are not compared with all others yet, oldest first."""
         self._steps = 0
+        self.watch: StoreWatch | None = None
+        """Knows the method that the user has called."""
 
     def announce(
         self, name: str, microbatches: Sequence[Microbatch], trained: int, seed: int | None
@@ -233,6 +240,9 @@ class CallAgreement:
         if not self._peers:
             return None
         steps = name == "step"
+        if name == "drain" and self.watch is not None and self.watch.call not in ("", "step()"):
+            # A method that drains first.
+            name = self.watch.call.removesuffix("()")
         first = steps and self._steps < _FIRST_STEPS
         full = first or (steps and self._steps % _CHECKED_EVERY == 0)
         self._steps += steps
@@ -302,7 +312,7 @@ class CallAgreement:
             self._pending.popleft()
 
     def _compare(self, rank: int, one: AnnouncedCall, peer: int, other: AnnouncedCall) -> None:
-        facts = [(one.text, other.text, "Make the same calls in the same order")]
+        facts = [(one.text, other.text, SAME_CALLS)]
         if one.name == other.name:
             rest = ["one of the other inputs"] if len(self._inputs) > MOST_INPUTS else []
             names = [*self._inputs[:MOST_INPUTS], *rest, "target"]

@@ -26,6 +26,7 @@ from penstock.process_states import ProcessIdentity, ProcessState
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
 
+SAME_CALLS = "Make the same calls in the same order on every rank, also those whose result only one rank needs"
 _ANSWER_SECONDS = 1.0
 """How long a rank that knows of a failure waits for a store that has been silent."""
 _SLOW_ANSWER_SECONDS = 5.0
@@ -209,6 +210,26 @@ class FailureBoard:
             f"{text}rank {self._rank} is in {self.watch.call}, which all ranks must call, and rank {left[0]} ended "
             f"{self.watch.states[left[0]].done} without it. Make the same calls on every rank, also those that "
             "only one rank needs, and as many steps"
+        )
+
+    def is_ahead(self, rank: int) -> bool:
+        """Whether `rank` is known to have begun a later call of the pipeline than this one."""
+        return rank in self.watch.states and self.watch.states[rank].begun[0] > self.watch.begun[0]
+
+    def check_calls(self, ranks: Sequence[int]) -> None:
+        """Raises `TransportError` if one of `ranks` is known to make another call in place of that of this rank."""
+        for rank in ranks:
+            if rank in self.watch.states:
+                number, call = self.watch.states[rank].begun
+                if number == self.watch.begun[0] and call != self.watch.begun[1]:
+                    raise self.apart(rank, f"calls {self.watch.begun[1]}")
+
+    def apart(self, rank: int, deed: str) -> TransportError:
+        """The error where this rank does a `deed`, and `rank` is in another call."""
+        self.failed = True
+        return TransportError(
+            f"the ranks are out of step: rank {self._rank} {deed}, which all ranks must do, and rank {rank} calls "
+            f"{self.watch.states[rank].begun[1]}. {SAME_CALLS}"
         )
 
     def _state(self, rank: int) -> ProcessState:

@@ -6,7 +6,8 @@ names, timings.
 
 Invariants of this file:
   1. The n-th gathers of all ranks belong together.
-  2. Nothing piles up: when all ranks have come to gather n, each has read gather n - 1, whose keys are then deleted.
+  2. A value travels with its context, so that what belongs to two different calls is an error, and no value.
+  3. Nothing piles up: when all ranks have come to gather n, each has read gather n - 1, whose keys are then deleted.
 """
 
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
+from penstock.runtime.transport.failures import SAME_CALLS
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import StoreUnreachable
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
@@ -39,13 +41,21 @@ class StoreGather:
     def __call__(self, value: Any, context: str) -> Sequence[Any]:
         """Returns the plain `value` of every rank, in their order. `context` says what for. Collective.
 
-        `TransportError` if a rank has failed or does not come in time: it names those that are missing.
+        `TransportError` if a rank has failed, does not come in time, or has come with another context.
         """
         number, self._number = self._number, self._number + 1
         try:
-            return self._exchange(encode_plain(value), number, context)
+            found = self._exchange(encode_plain((context, value)), number, context)
         except StoreUnreachable as error:
             raise self._timeout.connection_error(context, self.others, error) from error
+        for rank, (other, _) in zip(self.ranks, found, strict=True):
+            if other != context:
+                self._timeout.board.failed = True
+                raise TransportError(
+                    f"the ranks are out of step: rank {self.rank} exchanges values {context}, and rank {rank} {other}. "
+                    f"{SAME_CALLS}"
+                )
+        return [own for _, own in found]
 
     def _exchange(self, data: bytes, number: int, context: str) -> Sequence[Any]:
         keys = self._keys(number)
@@ -75,13 +85,15 @@ class StoreGather:
         end.
         """
         self._timeout.check(began + self._timeout.timeout_seconds, context, self._missing(keys) or self.others)
-        for rank in self.others:
-            # What a rank wrote before it left is there by now.
-            if keys and self._timeout.board.has_left(rank) and rank in self._missing(keys):
-                self._timeout.board.failed = True
-                raise TransportError(
-                    f"rank {rank} does not come ({context}). {self._timeout.board.describe_left([rank])}"
-                )
+        board = self._timeout.board
+        for rank in self.others if keys else ():
+            # What a rank wrote before it left, or began a later call, is there by now.
+            left, ahead = board.has_left(rank), board.is_ahead(rank)
+            if (left or ahead) and rank in self._missing(keys):
+                if not left:
+                    raise board.apart(rank, f"exchanges values {context}")
+                board.failed = True
+                raise TransportError(f"rank {rank} does not come ({context}). {board.describe_left([rank])}")
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
         """The ranks whose `keys` are not written."""

@@ -62,6 +62,8 @@ class RankState:
     """Whether it takes part no longer: it closed its pipeline, or its script ended."""
     done: str
     """How far it came: after step 4."""
+    begun: tuple[int, str] = 0, ""
+    """How many calls of the pipeline that all ranks must make it has begun, and the method of the last one."""
     seen: float = 0.0
     """When this process saw this sign first, by its own clock."""
 
@@ -102,6 +104,8 @@ class StoreWatch:
         """Where the main thread is, and since when; it is written with the signs of life."""
         self.call = ""
         """The method of the pipeline that the main thread is in and all ranks must call; empty outside."""
+        self.begun = 0, ""
+        """The number of such calls so far, and the method of the last one; written with the signs of life."""
         self.done = "before the first step"
         """How far this rank came in such calls; it is written with the signs of life."""
         self.left = False
@@ -211,7 +215,7 @@ class StoreWatch:
 
     def _live(self, store: Store) -> None:
         place, since = self.doing
-        state = RankState(time.monotonic(), place, time.monotonic() - since, self.left, self.done)
+        state = RankState(time.monotonic(), place, time.monotonic() - since, self.left, self.done, self.begun)
         store.set(_state_key(self._rank), encode_plain(state.fields()).decode())
 
     def _look(self, store: Store) -> None:

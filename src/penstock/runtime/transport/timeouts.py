@@ -68,6 +68,7 @@ class Timeout:
         """
         self.board.check()
         self.board.check_processes(peers, context)
+        self.board.check_calls(peers)
         self.board.observer.waiting(context, peers)
         if time.monotonic() > deadline:
             self.board.failed = True

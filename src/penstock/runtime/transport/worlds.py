@@ -198,11 +198,13 @@ class Processes:
 
     def gather(self, value: T, context: str = "") -> Sequence[T]:
         """Returns the `value` of every process, by rank of the process. Collective. It is plain: `encode_plain` says
-        what that is. `context` says what for.
+        what that is. `context` says what for, in the same words in every process.
 
-        `TransportError` if a process has failed, has ended, or does not come in time.
+        `TransportError` if a process has failed, has ended, does not come in time, or gathers something else.
         """
-        return self._gather(value, context or self._board.watch.doing[0])
+        watch = self._board.watch
+        where = context or watch.doing[0] or "between two calls"
+        return self._gather(value, f"{where}, in {watch.call}" if watch.call else where)
 
     def run(self, work: Callable[[], T], context: str, peers: Sequence[int] = ()) -> T:
         """Returns ``work()``, which may wait for `peers` (all others, by default) in calls that nothing ends, such as
