@@ -94,9 +94,10 @@ def build_with_a_layer_that_cannot_be_measured() -> str:
 
 
 def build_with_other_wishes() -> str:
-    """Each rank wants another schedule."""
+    """The function that makes the plan chooses another schedule on each rank."""
     torch.manual_seed(0)
-    return _refusal(models.Perceptron(), plan="auto", schedule=("gpipe", "1f1b-flush")[dist.get_rank()])
+    made = Plan.uniform(8, 2, ("gpipe", "1f1b-flush")[dist.get_rank()])
+    return _refusal(models.Perceptron(), plan=lambda processes: made, schedule="gpipe")
 
 
 def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
@@ -188,7 +189,7 @@ def test_an_error_of_the_planner_reaches_every_rank_as_that_error(pool: Pool) ->
 def test_ranks_that_want_different_things_all_raise(pool: Pool) -> None:
     first, second = pool.run(2, build_with_other_wishes)
 
-    contradiction = "schedule='1f1b-flush' contradicts the plan, which has schedule 'gpipe'"
+    contradiction = "schedule='gpipe' contradicts the plan, which has schedule '1f1b-flush'"
     assert second.startswith(f"PlanError: {contradiction}")
     assert first.startswith(f"PlanError: rank 1, while it read its plan: {contradiction}")
 

@@ -264,7 +264,7 @@ def build_apart(folder: Path) -> dict[str, str]:
     """By case, the error with which the building of a pipeline with different arguments ends on this rank. Arguments
     that may differ are tried as well; one names a `folder`.
     """
-    alike = [
+    alike: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"resume": f"{folder}/run"}, {"resume": folder / "run/"}),
         ({"offload_to": "host"}, {"offload_to": folder}),
         ({"loss_fn": F.cross_entropy}, {"loss_fn": torch.nn.CrossEntropyLoss()}),

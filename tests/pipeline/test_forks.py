@@ -1,6 +1,7 @@
 """A child that a rank forks is no rank, and can be ended."""
 
 import os
+import sys
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,27 @@ def terminate_a_child(directory: Path) -> tuple[int, bool]:
     return os.WTERMSIG(status), handled
 
 
+def fail_in_children() -> tuple[list[str], list[float], str]:
+    """How the children of rank 1 end that fail outside of the pipeline and in its block, what they tell the others, and
+    the losses.
+    """
+    x, ends, losses = torch.ones(4, 4).double(), [], []
+    with _make(timeout_seconds=60.0) as pipe:
+        for failure in (ValueError("a"), KeyboardInterrupt(), SystemExit(3), ValueError("in the block")):
+            losses.append(float(pipe.step(x, x).loss))
+            if pipe.rank == 1 and (child := os.fork()) == 0:
+                # As at the end of a script, without what the processes of tests do then.
+                if failure.args == ("in the block",):
+                    pipe.__exit__(type(failure), failure, None)
+                else:
+                    sys.excepthook(type(failure), failure, None)
+                os._exit(5 + pipe._world._board.failed)
+            if pipe.rank == 1:
+                ends.append(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        told = str(pipe._guarded.watch.failure)
+    return ends, losses, told
+
+
 def test_a_child_calls_nothing_of_its_parents_pipeline(pool: Pool) -> None:
     both = pool.run(2, call_in_children)
     for rank, (texts, losses) in enumerate(both):
@@ -95,3 +117,13 @@ def test_a_single_process_too(tmp_path: Path) -> None:
         assert terminate_a_child(tmp_path / "run") == (signal.SIGTERM, True)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_child_that_fails_does_not_speak_for_its_rank(pool: Pool) -> None:
+    (none, losses, told), (ends, same, _) = pool.run(2, fail_in_children)
+
+    assert none == []
+    assert ends == ["5"] * 4
+    assert losses == same
+    assert len(set(losses)) == len(losses)
+    assert told == "None"

@@ -204,6 +204,19 @@ def test_an_order_in_a_file_can_be_edited(tmp_path: Path) -> None:
         (("microbatches: 4", "microbatches: 2"), r"3 \(or 1 more, any number of times\) microbatches"),
         (('"rounds"', '"gpipe"'), "expected a definition with a name of its own"),
         (("1F0@0 1B0@0 |", "1F0@0 0B0@0 |"), "rank 1: expected .* as many backwards of stage 0"),
+        # Numbers that nobody means: a file of 1 kB must not ask for gigabytes.
+        (("0F0@0", f"0F0@{'0' * 5000}"), "rank 0: cannot read the action '0F0@0+: expected"),
+        (("0F0@0", "0F\N{ARABIC-INDIC DIGIT ZERO}@0"), "rank 0: cannot read the action"),
+        (("1F0@0", "1000000000F0@0"), "the stages from 0 to 1000000000, found none of 2; number the stages"),
+        (("0F0@0", f"{'9' * 30}F0@0"), "the stages from 0 to 9+, found none of 2; number the stages"),
+        (("0F2@0", "0F1000000000@0"), "the microbatches from 0 to 1000000000, found none of 3"),
+        # Versions that would not run.
+        (("0F2@0", "0F2@7"), "rank 0: expected 0F2@0, found 0F2@7: programs have the versions of the first minibatch"),
+        (("0F2@0", "0F2@-1"), "rank 0: expected 0F2@0, found 0F2@-1"),
+        (("1B1@0", "1B1@1"), "rank 1: expected 1B1@0, found 1B1@1"),
+        (("0U1<0", "0U2<1"), "rank 0: expected 0U1<0, found 0U2<1"),
+        (("0U1<0", "0U1<-1"), "rank 0: expected 0U1<0, found 0U1<-1"),
+        (("0F0@0", "0F0@0 0H0+1000000000"), r"rank 0: expected 0H0\+6, found 0H0\+1000000000"),
     ],
 )
 def test_a_wrong_order_in_a_file_is_refused_with_the_rank_and_the_law(

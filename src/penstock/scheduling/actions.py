@@ -267,15 +267,17 @@ _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)H(\d+)(?:\+([1-9]\d*))?"), Offload),
     (re.compile(r"(\d+)D(\d+)"), Reload),
 )
+_LONGEST = 40
+"""The most characters of an action: Python reads no number of thousands of digits."""
 
 
 def parse(text: str) -> Action:
     """The action whose text form is `text`; `ScheduleError` if there is none."""
-    for pattern, kind in _FORMS:
+    for pattern, kind in _FORMS if len(text) <= _LONGEST and text.isascii() else ():
         if match := pattern.fullmatch(text):
             return kind(*map(int, filter(None, match.groups())))
     raise ScheduleError(
-        f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
+        f"cannot read the action {text!r:.60}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
         "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 or 2H0+3 (offload to the host), "
         "2D0 (reload to the device), 2C0@1 (recomputation), 2V3 (validation of an update)"

@@ -108,6 +108,7 @@ def torch_csv(schedule: Schedule) -> str:
 def _define(name: str, rows: tuple["_Row", ...]) -> ScheduleDefinition:
     """Plans with the same programs compare equal, since they have the same definition."""
     written = _Written(name, rows)
+    written.check_numbers()
     written.check_rounds()
     return ScheduleDefinition(
         name,
@@ -193,6 +194,32 @@ class _Written:
                 f"stages ({placement.text()} replicas) and {shape.microbatches} microbatches; plan for the programs, "
                 "or write others"
             )
+
+    def check_numbers(self) -> None:
+        """Stages and microbatches must follow each other, so that few actions ask for few of them; versions and
+        offloads must be those of the first minibatch, since no others run.
+        """
+        actions = [action for row in self.rows for action in row.once]
+        kinds = (Forward, Backward, BackwardInput, BackwardWeight)
+        batches = {action.microbatch for action in actions if isinstance(action, kinds)}
+        for what, found in (("stages", {action.stage for action in actions}), ("microbatches", batches)):
+            if found and max(found) >= len(found):
+                lacking = next(number for number in range(len(found)) if number not in found)
+                raise ScheduleError(
+                    f"schedule {self.name!r}: expected actions of the {what} from 0 to {max(found)}, found none of "
+                    f"{lacking}; number the {what} without gaps"
+                )
+        for rank, row in enumerate(self.rows):
+            most = max(2, sum(isinstance(action, kinds) for action in row.once))
+            for action, right in zip(row.once, _numbered(row.once, 0, 0), strict=True):
+                if isinstance(right, Offload):
+                    right = replace(right, behind=min(right.behind, most))
+                if action != right:
+                    raise ScheduleError(
+                        f"schedule {self.name!r}: rank {rank}: expected {right}, found {action}: programs have the "
+                        "versions of the first minibatch, which are 0 and <0, and an offload counts no more forwards "
+                        f"and backwards than its row has. Write {right}"
+                    )
 
     def check_rounds(self) -> None:
         """The middles of all rows must forward and backward equally many microbatches of every stage of theirs."""

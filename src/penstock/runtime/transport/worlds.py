@@ -4,6 +4,7 @@ The pipeline asks its world for ranks, a transport and collective calls, and doe
 single process all ranks live in it, and the numbers are the same.
 """
 
+import os
 import sys
 import time
 import traceback
@@ -108,7 +109,7 @@ class Processes:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.processes = dist.get_world_size()
-        self.rank = dist.get_rank()
+        self.rank, self._process = dist.get_rank(), os.getpid()
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
         self._others = [rank for rank in range(self.processes) if rank != self.rank]
@@ -224,7 +225,11 @@ class Processes:
         return PatientGather(name, self.rank, range(self.processes), Timeout(self._board, timeout_seconds))
 
     def report(self, context: str, error: BaseException) -> None:
-        """Reports to the other processes that this one failed with `error`. `context` says where."""
+        """Reports to the other processes that this one failed with `error`. `context` says where. A child that was
+        forked reports nothing: it is no rank.
+        """
+        if os.getpid() != self._process:
+            return
         reason = f"{type(error).__name__} {context}: {str(error).partition(chr(10))[0][:1000]}"
         self._board.observer.failing(reason)
         self._board.report(context, "".join(traceback.format_exception(error)))
