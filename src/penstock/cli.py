@@ -5,6 +5,7 @@ refused, with one line that says why; 2, the command line is wrong.
 """
 
 import argparse
+import io
 import os
 import platform
 import sys
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
     its help shows.
     """
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # Names may have characters that the terminal's encoding lacks.
+            sys.stdout.reconfigure(errors="backslashreplace")
         arguments = _parser(program).parse_args(argv)
         command: Command = arguments.command
         command.run(arguments)

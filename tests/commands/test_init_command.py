@@ -103,6 +103,19 @@ def test_no_file_is_replaced_unasked(models: Path, capsys: Any) -> None:
     assert "models.py: expected no file of that name, found one: give another --output, or --force" in errors
 
 
+@pytest.mark.parametrize("target", ["kept.py", "missing.py"])
+def test_a_link_is_not_written_through(target: str, tmp_path: Path, capsys: Any) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept.py").write_text("mine")
+    Path("train.py").symlink_to(elsewhere / target)
+    for options in ((), ("--force",)):
+        assert main(["init", "models.py:make", *options]) == 1
+        assert "train.py: expected no file of that name, found a link" in capsys.readouterr().err
+    assert (elsewhere / "kept.py").read_text() == "mine"
+    assert not (elsewhere / "missing.py").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -114,10 +127,19 @@ def test_no_file_is_replaced_unasked(models: Path, capsys: Any) -> None:
         (["models.py:net"], "models.py:net returned an object of type Sequential"),
         (["models.py:make", "-o", "scripts/train.py"], "expected a name beside models.py, found a folder"),
         (["my-models.py:make"], "expected names that Python can import"),
+        (["class.py:make"], "class.py:make: expected names that Python can import"),
+        (["models.py:make", "-o", 'q""" + 1.py'], "expected a name of letters, digits"),
+        (["models.py:make", "-o", "a\\N.py"], "expected a name of letters, digits"),
+        (["models.py:make", "-o", "a\nb.py"], "expected a name of letters, digits"),
+        (["models.py:make", "-o=-c.py"], "expected a name of letters, digits"),
+        # The script would import itself in place of the module.
+        (["models.py:make", "-o", "torch.py"], "that no module has which the script imports"),
+        (["models.py:make", "-o", "pathlib.py", "--force"], "that no module has which the script imports"),
     ],
 )
 def test_refusals(arguments: list[str], text: str, capsys: Any) -> None:
     Path("my-models.py").write_text("def make(): ...")
+    Path("class.py").write_text("def make(): ...")
 
     assert main(["init", *arguments]) == 1
     assert text in capsys.readouterr().err

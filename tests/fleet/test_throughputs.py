@@ -6,6 +6,7 @@ import pytest
 
 from penstock import Cluster, LayerProfile, PlanError, Profile, plan
 from penstock.cli import main
+from penstock.commands.fleet_command import _READ_BY
 from penstock.fleet import (
     FleetFile,
     Job,
@@ -152,6 +153,33 @@ def test_commands_print_shares_and_runs(path, capsys):
     assert "--html: expected the action simulate or run" in capsys.readouterr().err
     assert main(["fleet", "run", str(path)]) == 1
     assert "--directory: expected a place" in capsys.readouterr().err
+
+
+OPTIONS = {
+    "--round-seconds 5": "simulate run emit",
+    "--html page.html": "simulate run",
+    "--restart-seconds 5": "simulate",
+    "--prices /no/such.csv": "simulate",
+    "--seed 0": "simulate",
+    "--ideal": "simulate",
+    "--directory run": "run emit",
+    "--grace-seconds 60": "run",
+    "--most-failures 3": "run",
+    "--cluster nonsense": "emit",
+    "--image trainer": "emit",
+}
+"""By option, the actions that read it."""
+
+
+def test_options_of_other_actions_are_refused(path, capsys):
+    for option, read_by in OPTIONS.items():
+        for action in {"allocate", "simulate", "run", "emit"} - set(read_by.split()):
+            assert main(["fleet", action, str(path), *option.split()]) == 1
+            expected = f"{option.split()[0]}: expected the action {read_by.replace(' ', ' or ')}, found {action}"
+            assert expected in capsys.readouterr().err
+    assert {f"--{name.replace('_', '-')}" for name in _READ_BY} == {option.split()[0] for option in OPTIONS}
+    assert main(["fleet", "emit", str(path), "-d", str(path.parent / "jobs"), "--image", "trainer"]) == 1
+    assert "--image: expected --cluster kubernetes, found slurm" in capsys.readouterr().err
 
 
 def test_leases_become_jobs_of_a_cluster(path, capsys):

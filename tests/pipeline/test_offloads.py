@@ -155,6 +155,12 @@ def test_a_wrong_place_is_refused(tmp_path: Path) -> None:
     case = CASES["pipedream"]
     with pytest.raises(PenstockError, match=r"\(offload_to=\): expected 'host' or a directory, found 3"):
         run_offloaded(case, offload_to=3)
+    # The first would be the present directory.
+    for wrong in ("", "a\0b", b"a"):
+        with pytest.raises(PenstockError, match=r"\(offload_to=\): expected 'host' or a directory, found"):
+            run_offloaded(case, offload_to=wrong)
+    with pytest.raises(PenstockError, match=r"\(resume=\): expected a directory, found 'a.*': give the directory"):
+        run_offloaded(case, resume="a\0b")
     with pytest.raises(PenstockError, match="expected a directory that this process can write in"):
         run_offloaded(case, offload_to=tmp_path / "none")
 

@@ -250,3 +250,13 @@ def test_plans_count_what_is_on_the_device() -> None:
     with pytest.raises(PenstockError, match="nothing fits"):
         penstock.plan(profile, replace(cluster, memory_bytes=500.0), **options)
     penstock.plan(profile, replace(cluster, memory_bytes=500.0), **options, state_on_host=True)
+
+
+def test_a_directory_that_is_removed_in_the_training_is_named(tmp_path: Path) -> None:
+    case, place = CASES["2bw"], tmp_path / "place"
+    place.mkdir()
+    pipe = penstock.Pipeline(case.build(), **case.options, state_on_host=True, offload_to=place)
+    place.rmdir()
+    with pytest.raises(PenstockError, match=r"place': expected room .* No such file .* Keep the directory while"):
+        pipe.step(*case.batches[0])
+    pipe.close()

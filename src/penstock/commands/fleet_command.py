@@ -1,8 +1,10 @@
 """``penstock fleet``: divide unequal machines among jobs, simulate it, or run it."""
 
 import argparse
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import choice
 from penstock.commands.command import Command, print_json, show
@@ -15,6 +17,20 @@ if TYPE_CHECKING:
     from penstock.fleet import FleetFile, FleetRun, Policy, ThroughputTable
 
 _ACTIONS = ("allocate", "simulate", "run", "emit")
+_READ_BY: Mapping[str, tuple[str, Any]] = {
+    "round_seconds": ("simulate run emit", None),
+    "html": ("simulate run", None),
+    "restart_seconds": ("simulate", 5.0),
+    "prices": ("simulate", None),
+    "seed": ("simulate", 0),
+    "ideal": ("simulate", False),
+    "directory": ("run emit", None),
+    "grace_seconds": ("run", 60.0),
+    "most_failures": ("run", 3),
+    "cluster": ("emit", "slurm"),
+    "image": ("emit", ""),
+}
+"""The options of some actions: which, and the default."""
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -22,27 +38,28 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fleet", metavar="FLEET", help="a file with kinds of machines and jobs (YAML)")
     parser.add_argument("--policy", metavar="NAME", default="water-filling", help="default: water-filling")
     parser.add_argument("--plans", metavar="DIR", help="write the plan of each job on each kind into this directory")
-    group = parser.add_argument_group("simulate, run and emit")
+    # `_READ_BY` has the defaults.
+    group_of = partial(parser.add_argument_group, argument_default=argparse.SUPPRESS)
+    group = group_of("simulate, run and emit")
     group.add_argument("--round-seconds", type=float, metavar="S", help="default: 360 to simulate, 30 to run")
     group.add_argument("--html", metavar="FILE", help="write a page with the run's figures and pictures")
-    group = parser.add_argument_group("simulate")
-    group.add_argument("--restart-seconds", type=float, metavar="S", default=5.0, help="lost by a lease that is new")
+    group = group_of("simulate")
+    group.add_argument("--restart-seconds", type=float, metavar="S", help="lost by a lease that is new")
     group.add_argument("--prices", metavar="FILE", help="prices over time (CSV: seconds,kind,price)")
-    group.add_argument("--seed", type=int, metavar="N", default=0, help="of the times at which spot devices are lost")
-    group.add_argument("--ideal", action="store_true", help="exact shares at any time, without rounds")
-    group = parser.add_argument_group("run and emit")
+    group.add_argument("--seed", type=int, metavar="N", help="of the times at which spot devices are lost")
+    group.add_argument("--ideal", action="store_true", default=argparse.SUPPRESS, help="exact shares at any time, without rounds")
+    group = group_of("run and emit")
     group.add_argument("-d", "--directory", metavar="DIR", help="of the run, or of the cluster jobs")
-    group.add_argument("--grace-seconds", type=float, metavar="S", default=60.0, help="to save and leave (default: 60)")
-    group.add_argument("--most-failures", type=parse_count, metavar="N", default=3, help="in a row (default: 3)")
-    group.add_argument("--cluster", metavar="NAME", default="slurm", help="slurm (default) or kubernetes")
-    group.add_argument("--image", metavar="IMAGE", default="", help="the container of Kubernetes jobs")
+    group.add_argument("--grace-seconds", type=float, metavar="S", help="to save and leave (default: 60)")
+    group.add_argument("--most-failures", type=parse_count, metavar="N", help="in a row (default: 3)")
+    group.add_argument("--cluster", metavar="NAME", help="slurm (default) or kubernetes")
+    group.add_argument("--image", metavar="IMAGE", help="the container of Kubernetes jobs")
 
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.fleet import POLICIES, FleetFile
 
-    if arguments.html and arguments.action not in ("simulate", "run"):
-        raise PlanError(f"--html: expected the action simulate or run, found {arguments.action}: leave it out")
+    _settle_options(arguments)
     fleet = FleetFile.load(arguments.fleet)
     policy = POLICIES[choice(list(POLICIES)).check("--policy", arguments.policy, PlanError)]
     with elapsed_line("planning every job"):
@@ -67,6 +84,18 @@ def _run(arguments: argparse.Namespace) -> None:
             _execute(arguments, fleet, policy)
         case _:
             _emit(arguments, fleet, policy, table)
+
+
+def _settle_options(arguments: argparse.Namespace) -> None:
+    """Gives the options that are missing their defaults. `PlanError` for one that the action does not read."""
+    for name, (actions, default) in _READ_BY.items():
+        if name not in vars(arguments):
+            setattr(arguments, name, default)
+        elif arguments.action not in actions.split():
+            option, expected = name.replace("_", "-"), actions.replace(" ", " or ")
+            raise PlanError(f"--{option}: expected the action {expected}, found {arguments.action}: leave it out")
+    if arguments.image and arguments.cluster == "slurm":
+        raise PlanError(f"--image: expected --cluster kubernetes, found {arguments.cluster}: leave it out")
 
 
 def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy", table: "ThroughputTable") -> None:

@@ -1,6 +1,9 @@
 """``penstock init``: write a training script for the model of a file."""
 
 import argparse
+import keyword
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +58,7 @@ _SETUP = """\
     batches = list(setup.pop("batches"))  # your loader takes its place
     setup.setdefault("resume", CHECKPOINTS)
     pipe = penstock.Pipeline(**setup)"""
+_NAME = re.compile(r"\w[\w.+-]*")
 _SUBJECT = """\
         {making}
     pipe = penstock.Pipeline(
@@ -108,13 +112,20 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _check_names(model_file: Path, function: str, script: Path, *, force: bool) -> None:
     """Raises `PenstockError` unless `script` can import `model_file` and takes the place of no other file."""
-    if not (model_file.stem.isidentifier() and function.isidentifier()):
+    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in (model_file.stem, function)):
         raise PenstockError(f"{model_file}:{function}: expected names that Python can import: rename the file")
-    if script.resolve().parent != model_file.resolve().parent:
-        raise PenstockError(f"--output {script}: expected a name beside {model_file}, found a folder: leave it out")
-    if script.exists() and (not force or script.samefile(model_file)):
+    if not _NAME.fullmatch(script.name) or script.stem in {"torch", "penstock", *sys.stdlib_module_names}:
         raise PenstockError(
-            f"{script}: expected no file of that name, found one: give another --output, or --force to replace a script"
+            f"--output {script}: expected a name of letters, digits, and . _ + - between them, that no module has which "
+            "the script imports, such as train.py: give another"
+        )
+    if script.parent.resolve() != model_file.resolve().parent:
+        raise PenstockError(f"--output {script}: expected a name beside {model_file}, found a folder: leave it out")
+    if script.is_symlink() or (script.exists() and (not force or script.samefile(model_file))):
+        found = "a link, whose file would be written" if script.is_symlink() else "one"
+        raise PenstockError(
+            f"{script}: expected no file of that name, found {found}: give another --output, or --force to replace a "
+            "script"
         )
 
 

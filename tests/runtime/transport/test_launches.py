@@ -16,6 +16,7 @@ VARIABLES = (
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT"),
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     *("PMI_SIZE", "PMI_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    *("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "PALS_RANKID"),
 )
 
 
@@ -38,6 +39,10 @@ def build() -> penstock.Pipeline:
         ({"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "3"}, "task 3 of the 4"),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "(PMI_RANK, PMI_SIZE)"),
         ({"FLUX_JOB_SIZE": "8", "FLUX_TASK_RANK": "0"}, "(FLUX_TASK_RANK, FLUX_JOB_SIZE)"),
+        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"}, "task 0 of the 2"),
+        ({"JSM_NAMESPACE_RANK": "1"}, "task 1 of the tasks that a launcher has started (JSM_NAMESPACE_RANK)"),
+        ({"PALS_RANKID": "3"}, "WORLD_SIZE=their number, MASTER_ADDR"),
+        ({"SLURM_PROCID": "5"}, "set RANK=$SLURM_PROCID"),
         ({"WORLD_SIZE": "2"}, "variable RANK: expected a whole number from 0 to 1, found none (WORLD_SIZE=2)"),
         ({**SRUN, "WORLD_SIZE": "2"}, "variable RANK: expected a whole number from 0 to 1, found none"),
         ({"RANK": "1"}, "variable WORLD_SIZE: expected a whole number of at least 1, found none (RANK=1)"),
@@ -77,6 +82,9 @@ def test_tasks_without_ranks_are_refused(
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "45871"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "1", "PMI_RANK": "0"},
         {"FLUX_JOB_SIZE": "4"},
+        {"PALS_RANKID": "0"},
+        {"JSM_NAMESPACE_SIZE": "1", "JSM_NAMESPACE_RANK": "0"},
+        {"PALS_RANKID": "2", "WORLD_SIZE": "1"},
     ],
 )
 def test_one_process_stays_one(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,12 @@ _TASKS = {
     "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
     "FLUX_JOB_SIZE": "FLUX_TASK_RANK",
+    "JSM_NAMESPACE_SIZE": "JSM_NAMESPACE_RANK",
+    # No variable of Cray's launcher has the number of tasks.
+    "": "PALS_RANKID",
 }
-"""By the variable with the number of tasks that srun, mpirun or flux has started, the one with the number of the task.
-In an allocation in which one process is started the first is missing or 1."""
+"""By the variable with the number of tasks that srun, mpirun, flux, jsrun or Cray's mpiexec has started, the one with the
+number of the task. In an allocation in which one process is started the first is missing or 1, and the second 0."""
 _TERMINAL = "SLURM_PTY_PORT"
 """Set by ``srun --pty``: only its first task has the terminal, and the others end."""
 TOKEN = "PENSTOCK_TOKEN"
@@ -107,11 +110,13 @@ def _refuse_tasks() -> None:
         return
     for size, number in _TASKS.items():
         tasks, task = os.environ.get(size, ""), os.environ.get(number, "")
-        if tasks.isdecimal() and int(tasks[:9]) > 1 and task:
+        several = int(tasks[:9]) > 1 and bool(task) if tasks.isdecimal() else task.isdecimal() and int(task[:9]) > 0
+        if several:
+            where, every = (f"{number}, {size}", f"${size}") if tasks else (number, "their number")
             raise TransportError(
-                f"this process is task {task} of the {tasks} that a launcher has started ({number}, {size}), and RANK "
-                "and WORLD_SIZE are not set: expected ranks of one training, found tasks that would train alone each. "
-                f"Start one torchrun per host, or set RANK=${number}, WORLD_SIZE=${size}, MASTER_ADDR (task 0's "
+                f"this process is task {task} of the {tasks or 'tasks'} that a launcher has started ({where}), and "
+                "RANK and WORLD_SIZE are not set: expected ranks of one training, found tasks that would train alone "
+                f"each. Start one torchrun per host, or set RANK=${number}, WORLD_SIZE={every}, MASTER_ADDR (task 0's "
                 "host) and MASTER_PORT in every task. For a training of its own in each task, set WORLD_SIZE=1"
             )
 
