@@ -1,6 +1,7 @@
 """The command: files in, files out, one line for an error, and the same numbers as the functions give."""
 
 import argparse
+import io
 import json
 import platform
 import subprocess
@@ -233,6 +234,25 @@ def test_bash_completes_commands_options_and_files(here: Path, capsys: Any) -> N
     assert (done.stdout.splitlines(), done.stderr) == (["profile probe", "--bandwidth", "profile.json", "zsh"], "")
     for shell in ("zsh", "fish"):
         assert "frontier" in json.loads(printed(capsys, "completion", shell, "--json"))["script"]
+
+
+@pytest.mark.parametrize("name", ["k\N{LATIN SMALL LETTER O WITH DIAERESIS}pfe", "\N{CJK UNIFIED IDEOGRAPH-5C64}"])
+def test_names_are_printed_where_the_terminal_lacks_their_characters(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    Profile((LayerProfile(name, 1.0, 1.0, 1.0, 1.0, 1.0),), 4).save(path)
+    for encoding, shown in (("ascii", name.encode("ascii", "backslashreplace").decode()), ("utf-8", name)):
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+        assert main(["show", str(path)]) == 0
+        assert shown in written.getvalue().decode(encoding)
+
+
+def test_a_profile_without_times_is_explained_without_numbers_that_are_none() -> None:
+    nothing = Profile(tuple(LayerProfile(f"l{i}", 0.0, 0.0, 1e5, 1e6, 4e6) for i in range(4)), 4)
+    for bandwidth in (1e9, float("inf")):
+        assert "nan" not in penstock.plan(nothing, Cluster.uniform(2, bandwidth)).explain()
 
 
 @pytest.mark.processes

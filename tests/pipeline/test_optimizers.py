@@ -128,6 +128,65 @@ def test_the_function_that_makes_an_optimizer_may_make_its_scheduler() -> None:
         assert pipe.step(x, x).lr[0] == pytest.approx(0.01)
 
 
+def rates_of(schedule: str, **options: Any) -> list[tuple[float, ...]]:
+    """The rates of three steps, whose optimizer is given another rate before each. The last are read at the end."""
+    case, found = Case("layered", schedule, 3, 4), []
+    with penstock.Pipeline(case.build(), **{**case.options, "optimizer": models.momentum, **options}) as pipe:
+        for number, batch in enumerate(case.batches[:3]):
+            for group in pipe.optimizers[0].param_groups:
+                group["lr"] = 0.1 * number
+            result = pipe.step(*batch)
+            found.append(result.lr)
+            if number == 0:
+                first = result
+        pipe.drain()
+        return [*found, first.lr]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_all_ranks_have_the_rates_of_the_loop_also_before_their_first_update(pool: Pool, schedule: str) -> None:
+    for rank, rates in enumerate(pool.run(3, rates_of, schedule)):
+        steps = [rate for (rate,) in rates[:3]]
+        assert steps[0] == 0.0, rank
+        if schedule == "1f1b-flush":
+            assert (steps, rates[3]) == ([0.0, 0.1, 0.2], (0.0,))
+
+
+class Sharp(torch.optim.SGD):
+    """Computes the loss again, as sharpness-aware minimization does; `missing` raises where it cannot."""
+
+    def __init__(self, parameters: Any, missing: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.missing = missing
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        match self.missing:
+            case "assertion":
+                assert closure is not None
+            case "message":
+                assert callable(closure), "Sharpness Aware Minimization requires closure, but it was not provided"
+            case "error":
+                raise RuntimeError("LBFGS-like: pass a closure")
+            case "call":
+                return closure()
+        raise ValueError("something else")
+
+
+@pytest.mark.parametrize("missing", ["assertion", "message", "error", "call"])
+def test_an_optimizer_that_wants_a_closure_is_refused_as_lbfgs_is(missing: str) -> None:
+    x = torch.ones(2, 3)
+    with penstock.Pipeline(nn.Linear(3, 3), (x,), nn.MSELoss(), lambda p: Sharp(p, missing), stages=1) as pipe:
+        with pytest.raises(penstock.PenstockError, match=r"found Sharp, which computes the loss again by a closure"):
+            pipe.step(x, x)
+
+
+def test_another_error_of_an_optimizer_stays_its_own() -> None:
+    x = torch.ones(2, 3)
+    with penstock.Pipeline(nn.Linear(3, 3), (x,), nn.MSELoss(), lambda p: Sharp(p, "none"), stages=1) as pipe:
+        with pytest.raises(ValueError, match="something else"):
+            pipe.step(x, x)
+
+
 def test_a_plain_loop_with_the_same_scheduler_gives_the_same_numbers() -> None:
     case = Case("perceptron", "gpipe", 2, 1)
     model, options = case.build(), case.options

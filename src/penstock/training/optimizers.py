@@ -86,10 +86,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: Collection[int]) -
     kind = type(optimizer).__name__
     # Of the class: a scheduler has put a function of its own in the place of the method.
     if not function((), "").accepts(MethodType(type(optimizer).step, optimizer)):
-        raise PenstockError(
-            f"optimizer=: expected an optimizer whose step() needs no arguments, found {kind}, which computes the loss "
-            "again by a closure: a pipeline cannot run forwards within an update. Use another optimizer"
-        )
+        raise needs_closure(optimizer)
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         # Its processes would wait for each other in step(), each for weights of other shapes.
         raise PenstockError(
@@ -105,6 +102,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: Collection[int]) -
             "in a pipeline. Build it from the function's argument, as in lambda params: torch.optim.SGD(params, "
             "lr=0.1), and make a parameter of your own part of the model"
         )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> PenstockError:
+    """The error for an `optimizer` whose step needs a closure."""
+    return PenstockError(
+        f"optimizer=: expected an optimizer whose step() needs no arguments, found {type(optimizer).__name__}, which "
+        "computes the loss again by a closure: a pipeline cannot run forwards within an update. Use another optimizer"
+    )
 
 
 def make_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:

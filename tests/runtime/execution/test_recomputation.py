@@ -383,6 +383,70 @@ def searching() -> list[nn.Module]:
     return [Searching(), *tail()]
 
 
+class Descending(nn.Module):
+    """Moves its input along gradients, after layers with a state and random numbers."""
+
+    def __init__(self, steps: int, connected: bool) -> None:
+        super().__init__()
+        self.before, self.energy = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.3)), nn.Linear(6, 1)
+        self.steps, self.connected = steps, connected
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y = x.detach().requires_grad_()
+        with torch.enable_grad():
+            for _ in range(self.steps):
+                energy = self.energy(y).tanh().sum()
+                (force,) = torch.autograd.grad(energy, y, create_graph=self.connected)
+                y = y - force if self.connected else (y - force).requires_grad_()
+        return x + y
+
+
+class Implicit(nn.Module):
+    """A fixed point, whose hook solves for its gradient in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = torch.zeros_like(x)
+            for _ in range(4):
+                found = torch.tanh(self.linear(found) + x)
+        result = torch.tanh(self.linear(found) + x)
+        if result.requires_grad:
+            inner = found.clone().requires_grad_()
+            again = torch.tanh(self.linear(inner) + x)
+
+            def solve(gradient: Tensor) -> Tensor:
+                return gradient + torch.autograd.grad(again, inner, gradient, retain_graph=True)[0]
+
+            result.register_hook(solve)
+        return result
+
+
+ASKING: dict[str, Callable[[], nn.Module]] = {
+    "a gradient that is kept": Searching,
+    "a force": lambda: Descending(1, connected=True),
+    "a force without a graph": lambda: Descending(1, connected=False),
+    "three steps": lambda: Descending(3, connected=True),
+    "an implicit layer": Implicit,
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+@pytest.mark.parametrize("name", ASKING)
+def test_layers_whose_forward_asks_for_gradients_are_repeated_with_the_same_bits(name: str, schedule: str) -> None:
+    build = lambda: [nn.Linear(6, 6), ASKING[name](), *tail()]  # noqa: E731
+    losses, state, drawn = run_layers(build, False, schedule=schedule)
+    again = run_layers(build, "layers", schedule=schedule)
+
+    assert again[0] == losses
+    assert torch.equal(again[2], drawn)
+    assert all(torch.equal(again[1][key], tensor) for key, tensor in state.items())
+
+
 def test_a_gradient_in_a_forward_is_refused_where_it_cannot_be_had() -> None:
     with pytest.raises(penstock.PenstockError, match="asked for gradients in its forward"):
         run_layers(searching, True)

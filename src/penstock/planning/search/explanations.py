@@ -74,7 +74,7 @@ def wire_note(best: Plan, profile: Profile, cluster: Cluster, losses: Losses, **
     if profile.on_wire is not profile:
         share = f"{sent / crossing:.0%} of what crosses cuts" if crossing else ""
         return f"\nLinks carry {share}, as with wire_dtype= of the pipeline." if share else ""
-    if losses.transfer < _WORTH * losses.seconds:
+    if losses.transfer <= _WORTH * losses.seconds:
         return ""
     halved = evaluate(best, profile.with_wire_share(0.5), cluster, **options).samples_per_second
     gain = halved / prediction_of(best).samples_per_second - 1

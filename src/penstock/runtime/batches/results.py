@@ -3,7 +3,7 @@
 The ranks of the last stage send losses and outputs at once, each what it has computed itself. Only reading one waits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from math import isfinite
@@ -182,7 +182,7 @@ class StepResult:
     """Holds the result of `Pipeline.step` or `Pipeline.evaluate`."""
 
     loss: Loss
-    rates: tuple[float | Tensor | None, ...] = ()
+    rates: Iterable[float | Tensor | None] = ()
 
     @property
     def lr(self) -> tuple[float, ...]:

@@ -230,5 +230,5 @@ def _forget(tensor: Tensor) -> None:
 def _refuse(_: None) -> NoReturn:
     raise PenstockError(
         "a stage that is to be recomputed asked for gradients in its forward (torch.autograd.grad): expected them in "
-        "the backward only, since what autograd saves is not kept. Leave this stage out of recompute="
+        "the backward only, since what autograd saves is not kept. Pass recompute='layers', or leave this stage out"
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class _ForwardContext:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager that restores this state, and afterwards the state before it. Once."""
+        """Context manager that restores this state, and afterwards the state before it."""
         for tensor, version in self.given:
             if times_written(tensor) != version:
                 raise PenstockError(
@@ -88,8 +88,9 @@ class _ForwardContext:
             try:
                 for generator, state in self.generators:
                     generator.set_state(state)
+                own = {id(copy): copy.clone() for _, copy in self.buffers if copy is not None}
                 for (owner, name), copy in self.buffers:
-                    setattr(owner, name, copy)
+                    setattr(owner, name, own.get(id(copy)))
                 yield
             finally:
                 for owner, name, buffer in found:
@@ -254,7 +255,24 @@ class RepeatedForwards:
 def _contexts(
     point: Callable[[], object], context: _ForwardContext, watch: Callable[[], AbstractContextManager[None]]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _repeated(point, context, watch)
+    return nullcontext(), _Repetitions(partial(_repeated, point, context, watch))
+
+
+class _Repetitions:
+    """Context manager of the repetitions of one forward, which `make` one each: gradients that code of the forward asks
+    for repeat it before the backward does.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextmanager

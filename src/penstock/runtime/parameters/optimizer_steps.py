@@ -12,9 +12,11 @@ part with the options that all begin with. That is exact for optimizers that ste
 
 import copy
 import inspect
+import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,7 +31,7 @@ from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.torch_internals.modules import flat_schedulers, step_hooks
 from penstock.torch_internals.tensors import times_written
-from penstock.training.optimizers import MakeScheduler, make_scheduler
+from penstock.training.optimizers import MakeScheduler, make_scheduler, needs_closure
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
 OptionsOfGroups: TypeAlias = list[dict[str, Any]]
@@ -83,10 +85,7 @@ class Updater:
         """By stage, the updates that wait for those of other stages."""
         self.interrupts = HeldInterrupts()
         """To be entered for a step. Where all stages step at once, Ctrl-C waits from that moment for the end."""
-        with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
-            self.rates = self._present_rates()
+        self.rates: Iterable[float | Tensor | None] = _ComingRates(self._coming_rates)
         """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
         if host is not None:
             for optimizer in self.optimizers:
@@ -193,8 +192,16 @@ class Updater:
                 elif self._validated:
                     stack.enter_context(_nothing_shared(optimizer, _AGAIN, stepped.values()))
             for optimizer in self.optimizers if self.host is None else self._in_parts(self.host, stepped):
-                optimizer.step()
-            self.rates = self._present_rates()
+                try:
+                    optimizer.step()
+                except Exception as error:
+                    if "closure" in f"{error} {traceback.extract_tb(error.__traceback__)[-1].line}":
+                        raise needs_closure(optimizer) from error
+                    raise
+            rates = self._present_rates()
+            if isinstance(self.rates, _ComingRates):
+                self.rates.read = partial(tuple, rates)
+            self.rates = rates
         self._examined.update(stages)
         for options in self._options:
             options.advance()
@@ -223,6 +230,12 @@ class Updater:
 
     def _present_rates(self) -> tuple[float | Tensor | None, ...]:
         return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
+
+    def _coming_rates(self) -> tuple[float | Tensor | None, ...]:
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(_scaled(optimizer, next(iter(self._factors.values()), 1.0)))
+            return self._present_rates()
 
     def averages(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The averages of the first `WeightAverage` for the trained `parameters`; before an update, the weights."""
@@ -268,6 +281,16 @@ class Updater:
             options.restart(self._updates, exact)
 
 
+class _ComingRates:
+    """The rates of the first update: until it is made, those that are there when they are read."""
+
+    def __init__(self, read: Callable[[], tuple[float | Tensor | None, ...]]) -> None:
+        self.read = read
+
+    def __iter__(self) -> Iterator[float | Tensor | None]:
+        return iter(self.read())
+
+
 class _Kept(NamedTuple):
     """What an update has changed, as it was before."""
 
@@ -277,7 +300,7 @@ class _Kept(NamedTuple):
     states: Sequence[dict[Any, Any]]
     """Of the optimizers."""
     hooks: list[dict[str, dict[str, Tensor]]]
-    rates: tuple[float | Tensor | None, ...]
+    rates: Iterable[float | Tensor | None]
 
 
 @contextmanager
