@@ -6,7 +6,7 @@ import pytest
 
 from penstock import Cluster, LayerProfile, PlanError, Profile, plan
 from penstock.cli import main
-from penstock.commands.fleet_command import _READ_BY
+from penstock.commands.fleet_command import _OPTIONS
 from penstock.fleet import (
     FleetFile,
     Job,
@@ -177,7 +177,7 @@ def test_options_of_other_actions_are_refused(path, capsys):
             assert main(["fleet", action, str(path), *option.split()]) == 1
             expected = f"{option.split()[0]}: expected the action {read_by.replace(' ', ' or ')}, found {action}"
             assert expected in capsys.readouterr().err
-    assert {f"--{name.replace('_', '-')}" for name in _READ_BY} == {option.split()[0] for option in OPTIONS}
+    assert {option for _, option, *_ in _OPTIONS} == {option.split()[0] for option in OPTIONS}
     assert main(["fleet", "emit", str(path), "-d", str(path.parent / "jobs"), "--image", "trainer"]) == 1
     assert "--image: expected --cluster kubernetes, found slurm" in capsys.readouterr().err
 

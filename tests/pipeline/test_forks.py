@@ -1,8 +1,8 @@
 """A child that a rank forks is no rank, and can be ended."""
 
 import os
-import sys
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,7 @@
 """``penstock fleet``: divide unequal machines among jobs, simulate it, or run it."""
 
 import argparse
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +16,21 @@ if TYPE_CHECKING:
     from penstock.fleet import FleetFile, FleetRun, Policy, ThroughputTable
 
 _ACTIONS = ("allocate", "simulate", "run", "emit")
-_READ_BY: Mapping[str, tuple[str, Any]] = {
-    "round_seconds": ("simulate run emit", None),
-    "html": ("simulate run", None),
-    "restart_seconds": ("simulate", 5.0),
-    "prices": ("simulate", None),
-    "seed": ("simulate", 0),
-    "ideal": ("simulate", False),
-    "directory": ("run emit", None),
-    "grace_seconds": ("run", 60.0),
-    "most_failures": ("run", 3),
-    "cluster": ("emit", "slurm"),
-    "image": ("emit", ""),
-}
-"""The options of some actions: which, and the default."""
+_NUMBER, _FILE, _NAME = {"type": float, "metavar": "S"}, {"metavar": "FILE"}, {"metavar": "NAME"}
+_OPTIONS: Sequence[tuple[str, str, Any, Mapping[str, Any], str]] = (
+    ("simulate run emit", "--round-seconds", None, _NUMBER, "default: 360 to simulate, 30 to run"),
+    ("simulate run", "--html", None, _FILE, "write a page with the run's figures and pictures"),
+    ("simulate", "--restart-seconds", 5.0, _NUMBER, "lost by a lease that is new"),
+    ("simulate", "--prices", None, _FILE, "prices over time (CSV: seconds,kind,price)"),
+    ("simulate", "--seed", 0, {"type": int, "metavar": "N"}, "of the times at which spot devices are lost"),
+    ("simulate", "--ideal", False, {"action": "store_true"}, "exact shares at any time, without rounds"),
+    ("run emit", "--directory", None, {"metavar": "DIR"}, "of the run, or of the cluster jobs"),
+    ("run", "--grace-seconds", 60.0, _NUMBER, "to save and leave (default: 60)"),
+    ("run", "--most-failures", 3, {"type": parse_count, "metavar": "N"}, "in a row (default: 3)"),
+    ("emit", "--cluster", "slurm", _NAME, "slurm (default) or kubernetes"),
+    ("emit", "--image", "", {"metavar": "IMAGE"}, "the container of Kubernetes jobs"),
+)
+"""The options that only some actions read: those, the option, its default, its form, and its help."""
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -38,22 +38,10 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fleet", metavar="FLEET", help="a file with kinds of machines and jobs (YAML)")
     parser.add_argument("--policy", metavar="NAME", default="water-filling", help="default: water-filling")
     parser.add_argument("--plans", metavar="DIR", help="write the plan of each job on each kind into this directory")
-    # `_READ_BY` has the defaults.
-    group_of = partial(parser.add_argument_group, argument_default=argparse.SUPPRESS)
-    group = group_of("simulate, run and emit")
-    group.add_argument("--round-seconds", type=float, metavar="S", help="default: 360 to simulate, 30 to run")
-    group.add_argument("--html", metavar="FILE", help="write a page with the run's figures and pictures")
-    group = group_of("simulate")
-    group.add_argument("--restart-seconds", type=float, metavar="S", help="lost by a lease that is new")
-    group.add_argument("--prices", metavar="FILE", help="prices over time (CSV: seconds,kind,price)")
-    group.add_argument("--seed", type=int, metavar="N", help="of the times at which spot devices are lost")
-    group.add_argument("--ideal", action="store_true", default=argparse.SUPPRESS, help="exact shares at any time, without rounds")
-    group = group_of("run and emit")
-    group.add_argument("-d", "--directory", metavar="DIR", help="of the run, or of the cluster jobs")
-    group.add_argument("--grace-seconds", type=float, metavar="S", help="to save and leave (default: 60)")
-    group.add_argument("--most-failures", type=parse_count, metavar="N", help="in a row (default: 3)")
-    group.add_argument("--cluster", metavar="NAME", help="slurm (default) or kubernetes")
-    group.add_argument("--image", metavar="IMAGE", help="the container of Kubernetes jobs")
+    groups = {actions: parser.add_argument_group(actions.replace(" ", ", ")) for actions, *_ in _OPTIONS}
+    for actions, option, _, form, text in _OPTIONS:
+        names = ("-d", option) if option == "--directory" else (option,)
+        groups[actions].add_argument(*names, **form, default=argparse.SUPPRESS, help=text)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -88,12 +76,12 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _settle_options(arguments: argparse.Namespace) -> None:
     """Gives the options that are missing their defaults. `PlanError` for one that the action does not read."""
-    for name, (actions, default) in _READ_BY.items():
+    for actions, option, default, *_ in _OPTIONS:
+        name, expected = option[2:].replace("-", "_"), actions.replace(" ", " or ")
         if name not in vars(arguments):
             setattr(arguments, name, default)
         elif arguments.action not in actions.split():
-            option, expected = name.replace("_", "-"), actions.replace(" ", " or ")
-            raise PlanError(f"--{option}: expected the action {expected}, found {arguments.action}: leave it out")
+            raise PlanError(f"{option}: expected the action {expected}, found {arguments.action}: leave it out")
     if arguments.image and arguments.cluster == "slurm":
         raise PlanError(f"--image: expected --cluster kubernetes, found {arguments.cluster}: leave it out")
 

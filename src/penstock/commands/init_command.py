@@ -116,13 +116,13 @@ def _check_names(model_file: Path, function: str, script: Path, *, force: bool) 
         raise PenstockError(f"{model_file}:{function}: expected names that Python can import: rename the file")
     if not _NAME.fullmatch(script.name) or script.stem in {"torch", "penstock", *sys.stdlib_module_names}:
         raise PenstockError(
-            f"--output {script}: expected a name of letters, digits, and . _ + - between them, that no module has which "
-            "the script imports, such as train.py: give another"
+            f"--output {script}: expected a name of letters, digits and ._+- that no module has which the script "
+            "imports, such as train.py: give another"
         )
     if script.parent.resolve() != model_file.resolve().parent:
         raise PenstockError(f"--output {script}: expected a name beside {model_file}, found a folder: leave it out")
     if script.is_symlink() or (script.exists() and (not force or script.samefile(model_file))):
-        found = "a link, whose file would be written" if script.is_symlink() else "one"
+        found = "a link" if script.is_symlink() else "one"
         raise PenstockError(
             f"{script}: expected no file of that name, found {found}: give another --output, or --force to replace a "
             "script"

@@ -72,31 +72,29 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
         "skips": "Pass the same skips=, and samples of the same shapes, on every rank",
         "schedule": "Define the schedule alike on every rank, by the sizes of the pipeline alone",
     }
-    for name, parameter in chain.parameters.items() if weights else ():
-        total = 0.0 if parameter.is_meta else float(parameter.detach().sum(dtype=torch.float64))
-        mine[f"weights {name}"] = f"weights {name} of {tuple(parameter.shape)}, {parameter.dtype}, and sum {total!r}"
-        fixes[f"weights {name}"] = (
-            "All must start from the same weights: call torch.manual_seed(...) with one seed before building the model"
-        )
-    for name, tensor in _tables(chain).items() if weights else ():
-        values = digest_values([tensor.detach()], full=True)
-        mine[name] = f"{name} of {tuple(tensor.shape)}, {tensor.dtype}, and values of digest {values}"
-        fixes[name] = "Make it alike on every rank: call torch.manual_seed(...) with one seed before building the model"
+    for name, tensor in _tensors(chain).items() if weights else ():
+        # The sum reads all numbers, and the digest tells permutations of them apart.
+        summed = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
+        total = float(tensor.detach().sum(dtype=torch.float64)) if summed else 0.0
+        digest = digest_values([tensor.detach()], full=True)
+        mine[name] = f"{name} of {tuple(tensor.shape)}, {tensor.dtype}, and sum {total!r}, digest {digest or 'none'}"
+        fixes[name] = "All must start alike: call torch.manual_seed(...) with one seed before building the model"
     _require(world.rank, mine, world.gather(mine, "while they compared models and plans"), fixes, PlanError)
 
 
-def _tables(chain: LayerChain) -> dict[str, torch.Tensor]:
-    """The tensors that layers hold beside parameters, by what they are called: buffers, those that no state dict has
-    included, and attributes.
+def _tensors(chain: LayerChain) -> dict[str, torch.Tensor]:
+    """What the model holds, by what it is called: parameters, buffers (also those that no state dict has), and tensors
+    in attributes.
     """
-    found = {id(tensor): (f"buffer {name}", tensor) for name, tensor in chain.buffers.items()}
+    named: dict[str, torch.Tensor] = {f"weights {name}": tensor for name, tensor in chain.parameters.items()}
+    named |= {f"buffer {name}": tensor for name, tensor in chain.buffers.items()}
+    known = {id(tensor) for tensor in named.values()}
     for layer in chain.layers:
         for module in layer.module.modules():
-            own = {**vars(module), **dict(module.named_buffers(recurse=False))}
-            for name, tensor in own.items():
-                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
-                    found.setdefault(id(tensor), (f"tensor {name} of layer {layer.name}", tensor))
-    return dict(found.values())
+            for name, tensor in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
+                    named[f"tensor {name} of layer {layer.name}"] = tensor
+    return named
 
 
 def check_optimizers(

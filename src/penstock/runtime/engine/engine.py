@@ -146,6 +146,8 @@ class Engine:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
         self.recorder.enter_step()
         announce = self._announce("step", microbatches)
+        if not self._minibatch:
+            self._updater.read_rates()
         if self._late is not None:
             # A receive that a broken connection has ended leaves any numbers, which may make a loss that is not finite.
             self.transport.check()

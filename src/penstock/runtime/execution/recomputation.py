@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -254,25 +254,20 @@ class RepeatedForwards:
 
 def _contexts(
     point: Callable[[], object], context: _ForwardContext, watch: Callable[[], AbstractContextManager[None]]
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+) -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:
     return nullcontext(), _Repetitions(partial(_repeated, point, context, watch))
 
 
-class _Repetitions:
-    """Context manager of the repetitions of one forward, which `make` one each: gradients that code of the forward asks
-    for repeat it before the backward does.
-    """
+class _Repetitions(ExitStack):
+    """Enters what `make` returns, anew each time: gradients that a forward asks for repeat it before its backward."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
         self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
 
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+    def __enter__(self) -> "_Repetitions":
+        self.enter_context(self._make())
+        return self
 
 
 @contextmanager

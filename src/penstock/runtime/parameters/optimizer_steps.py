@@ -14,9 +14,8 @@ import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -85,8 +84,7 @@ class Updater:
         """By stage, the updates that wait for those of other stages."""
         self.interrupts = HeldInterrupts()
         """To be entered for a step. Where all stages step at once, Ctrl-C waits from that moment for the end."""
-        self.rates: Iterable[float | Tensor | None] = _ComingRates(self._coming_rates)
-        """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
+        self.read_rates()
         if host is not None:
             for optimizer in self.optimizers:
                 _check_steps_apart(optimizer)
@@ -198,10 +196,7 @@ class Updater:
                     if "closure" in f"{error} {traceback.extract_tb(error.__traceback__)[-1].line}":
                         raise needs_closure(optimizer) from error
                     raise
-            rates = self._present_rates()
-            if isinstance(self.rates, _ComingRates):
-                self.rates.read = partial(tuple, rates)
-            self.rates = rates
+            self.rates = self._present_rates()
         self._examined.update(stages)
         for options in self._options:
             options.advance()
@@ -231,11 +226,13 @@ class Updater:
     def _present_rates(self) -> tuple[float | Tensor | None, ...]:
         return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
 
-    def _coming_rates(self) -> tuple[float | Tensor | None, ...]:
+    def read_rates(self) -> None:
+        """Takes the rates that the groups have now for those of the last update: before the first one of a run."""
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, next(iter(self._factors.values()), 1.0)))
-            return self._present_rates()
+            self.rates = self._present_rates()
+            """The learning rates of the last update, by parameter group; before the first one, those it will have."""
 
     def averages(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The averages of the first `WeightAverage` for the trained `parameters`; before an update, the weights."""
@@ -281,16 +278,6 @@ class Updater:
             options.restart(self._updates, exact)
 
 
-class _ComingRates:
-    """The rates of the first update: until it is made, those that are there when they are read."""
-
-    def __init__(self, read: Callable[[], tuple[float | Tensor | None, ...]]) -> None:
-        self.read = read
-
-    def __iter__(self) -> Iterator[float | Tensor | None]:
-        return iter(self.read())
-
-
 class _Kept(NamedTuple):
     """What an update has changed, as it was before."""
 
@@ -300,7 +287,7 @@ class _Kept(NamedTuple):
     states: Sequence[dict[Any, Any]]
     """Of the optimizers."""
     hooks: list[dict[str, dict[str, Tensor]]]
-    rates: Iterable[float | Tensor | None]
+    rates: tuple[float | Tensor | None, ...]
 
 
 @contextmanager

@@ -60,7 +60,7 @@ _TASKS = {
     # No variable of Cray's launcher has the number of tasks.
     "": "PALS_RANKID",
 }
-"""By the variable with the number of tasks that srun, mpirun, flux, jsrun or Cray's mpiexec has started, the one with the
+"""By the variable with the number of tasks that srun, mpirun, flux or another launcher has started, the one with the
 number of the task. In an allocation in which one process is started the first is missing or 1, and the second 0."""
 _TERMINAL = "SLURM_PTY_PORT"
 """Set by ``srun --pty``: only its first task has the terminal, and the others end."""
