@@ -41,6 +41,11 @@ def test_waits_messages_and_overlapped_halves_are_read() -> None:
 def test_a_cell_that_is_none_is_named() -> None:
     with pytest.raises(ScheduleError, match=r"schedule 'x': rank 1: cannot read '1G0' of the CSV: expected actions"):
         read_torch_csv("x", "0F0,0B0\n1F0,1G0")
+    for word in ("0" * 5000 + "F0", "1000000000F0", "0F1000000000", "\N{ARABIC-INDIC DIGIT THREE}F0"):
+        with pytest.raises(ScheduleError, match="rank 0: cannot read"):
+            read_torch_csv("x", f"{word},0B0")
+    with pytest.raises(ScheduleError, match="the stages from 0 to 7, found none of 0"):
+        read_torch_csv("x", "7F0,7B0")
 
 
 @pytest.mark.parametrize("schedule", [penstock.Schedule("2bw", 2, 4), penstock.Schedule("pipedream", 2, 4)], ids=str)

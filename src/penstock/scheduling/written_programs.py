@@ -57,7 +57,7 @@ def define_by_programs(name: str, programs: str | Programs) -> ScheduleDefinitio
     return _define(name, tuple(_read_row(name, rank, line) for rank, line in enumerate(program_rows(text))))
 
 
-_COMPUTE = re.compile(r"(\d+)[FBIW]\d+")
+_COMPUTE = re.compile(r"([0-9]{1,9})[FBIW][0-9]{1,9}")
 _MESSAGE = re.compile(r"\d+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 """What PyTorch adds to such an order itself."""
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -77,8 +77,8 @@ def read_torch_csv(name: str, text: str) -> ScheduleDefinition:
         for word in words:
             if not (_COMPUTE.fullmatch(word) or _MESSAGE.fullmatch(word)):
                 raise ScheduleError(
-                    f"schedule {name!r}: rank {rank}: cannot read {word!r} of the CSV: expected actions such as 0F1, "
-                    "1B0, 1I0, 1W0 or (0F1;1B0)OVERLAP_F_B, a line for each rank. Write it so"
+                    f"schedule {name!r}: rank {rank}: cannot read {word!r:.60} of the CSV: expected actions such as "
+                    "0F1, 1B0, 1I0, 1W0 or (0F1;1B0)OVERLAP_F_B, a line for each rank. Write it so"
                 )
         computed = [match for word in words if (match := _COMPUTE.fullmatch(word))]
         updates = [f"{stage}U1<0" for stage in sorted({int(match[1]) for match in computed})]

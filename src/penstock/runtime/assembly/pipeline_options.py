@@ -81,26 +81,30 @@ _RUN_RULES: Mapping[str, Rule[Any]] = {
 class OptionRule:
     """What holds for an option beside the rule of its values."""
 
-    agrees: Literal["value", "kind", "later", "own"]
-    """How the options of ranks must agree: in the value; in the kind (a function or none, a plan or "auto"); in what is
-    made of it, which `check_agreement` and `check_optimizers` compare; not at all.
+    agrees: Literal["value", "later", "own"]
+    """How the options of ranks must agree: in the value (of a function or a plan, in that it is one); in what is made
+    of it, which `check_agreement` and `check_optimizers` compare; not at all.
     """
     kept: bool = True
     """Whether a new plan keeps it. The others chose the plan."""
 
 
-_VALUE, _KIND, _LATER, _OWN = OptionRule("value"), OptionRule("kind"), OptionRule("later"), OptionRule("own")
 OPTIONS: Mapping[str, OptionRule] = {
-    **dict.fromkeys(("model", "sample", "optimizer"), _LATER),
-    **dict.fromkeys(("loss_fn", "loss_weight", "lr_scheduler", "init_fn", "parallelize"), _KIND),
-    **dict.fromkeys(("autocast", "version_dtype", "wire_dtype", "loss_scale", "clip_grad_norm"), _VALUE),
-    **dict.fromkeys(("scale_learning_rates", "update_hooks", "on_nonfinite"), _VALUE),
-    **dict.fromkeys(("plan", "schedule"), OptionRule("kind", kept=False)),
-    **dict.fromkeys(("microbatches", "stages", "balance"), OptionRule("value", kept=False)),
-    **dict.fromkeys(("vertical_sync", "tensor_parallel"), OptionRule("value", kept=False)),
-    **dict.fromkeys(("skips", "recompute", "state_on_host", "post_validation"), _VALUE),
-    **dict.fromkeys(("compile", "seed", "check", "resume", "timeout_seconds"), _VALUE),
-    "offload_to": _OWN,
+    **dict.fromkeys(("model", "sample", "optimizer"), OptionRule("later")),
+    **dict.fromkeys(
+        (
+            *("loss_fn", "loss_weight", "loss_scale", "lr_scheduler", "scale_learning_rates", "clip_grad_norm"),
+            *("update_hooks", "on_nonfinite", "autocast", "version_dtype", "wire_dtype", "init_fn", "parallelize"),
+            *("skips", "recompute", "state_on_host", "post_validation"),
+            *("compile", "seed", "check", "resume", "timeout_seconds"),
+        ),
+        OptionRule("value"),
+    ),
+    **dict.fromkeys(
+        ("plan", "schedule", "microbatches", "stages", "balance", "vertical_sync", "tensor_parallel"),
+        OptionRule("value", kept=False),
+    ),
+    "offload_to": OptionRule("own"),
 }
 """By name, all arguments of `Pipeline`."""
 

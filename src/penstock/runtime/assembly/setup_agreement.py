@@ -38,11 +38,9 @@ def check_options(world: World, options: PipelineOptions) -> None:
     """
     mine: dict[str, str] = {}
     for part in (options.model, options.recipe, options.plan, options.run):
-        for name in (each.name for each in fields(part) if OPTIONS[each.name].agrees in ("value", "kind")):
+        for name in (each.name for each in fields(part) if OPTIONS[each.name].agrees == "value"):
             value = getattr(part, name)
-            if name == "resume" and value is not None:
-                value = os.path.abspath(value)
-            mine[name] = f"{name}={_kind_of(value) if OPTIONS[name].agrees == 'kind' else _describe(value)}"
+            mine[name] = f"{name}={_describe(os.path.abspath(value) if name == 'resume' and value else value)}"
     gathered = world.gather(mine, "while they compared their options")
     _require(world.rank, mine, gathered, {name: f"Pass the same {name}= to every Pipeline" for name in mine})
 
@@ -161,17 +159,15 @@ def _check_kinds(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _kind_of(value: Any) -> str:
-    if value is model_loss:
-        return "penstock.model_loss"
-    return type(value).__qualname__ if isinstance(value, Plan | ScheduleDefinition) else _describe(value)
-
-
 def _describe(value: Any) -> str:
     """`value` without what differs between processes, such as addresses."""
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype():
             return repr(value)
+        case Plan() | ScheduleDefinition():
+            return type(value).__qualname__
+        case _ if value is model_loss:
+            return "penstock.model_loss"
         case torch.Tensor():
             return repr(value.tolist()) if value.numel() == 1 and not value.is_meta else "a tensor"
         case Mapping():
