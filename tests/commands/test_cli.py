@@ -241,7 +241,7 @@ def test_names_are_printed_where_the_terminal_lacks_their_characters(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "profile.json"
-    Profile((LayerProfile(name, 1.0, 1.0, 1.0, 1.0, 1.0),), 4).save(path)
+    Profile((LayerProfile(name, 1.0, 1.0, cut_bytes=1.0, saved_bytes=1.0, parameter_bytes=1.0),), 4).save(path)
     for encoding, shown in (("ascii", name.encode("ascii", "backslashreplace").decode()), ("utf-8", name)):
         written = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
@@ -250,7 +250,9 @@ def test_names_are_printed_where_the_terminal_lacks_their_characters(
 
 
 def test_a_profile_without_times_is_explained_without_numbers_that_are_none() -> None:
-    nothing = Profile(tuple(LayerProfile(f"l{i}", 0.0, 0.0, 1e5, 1e6, 4e6) for i in range(4)), 4)
+    nothing = Profile(
+        tuple(LayerProfile(f"l{i}", 0.0, 0.0, cut_bytes=1e5, saved_bytes=1e6, parameter_bytes=4e6) for i in range(4)), 4
+    )
     for bandwidth in (1e9, float("inf")):
         assert "nan" not in penstock.plan(nothing, Cluster.uniform(2, bandwidth)).explain()
 

@@ -79,7 +79,7 @@ def terminate_a_child(directory: Path) -> tuple[int, bool]:
 
 
 def fail_in_children() -> tuple[list[str], list[float], str]:
-    """How the children of rank 1 end that fail outside of the pipeline and in its block, what they tell the others, and
+    """How the children of rank 1 end that fail outside of the pipeline and in its block, what they report to the others, and
     the losses.
     """
     x, ends, losses = torch.ones(4, 4).double(), [], []
@@ -95,8 +95,8 @@ def fail_in_children() -> tuple[list[str], list[float], str]:
                 os._exit(5 + pipe._world._board.failed)
             if pipe.rank == 1:
                 ends.append(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-        told = str(pipe._guarded.watch.failure)
-    return ends, losses, told
+        reported = str(pipe._guarded.watch.failure)
+    return ends, losses, reported
 
 
 def test_a_child_calls_nothing_of_its_parents_pipeline(pool: Pool) -> None:
@@ -120,10 +120,10 @@ def test_a_single_process_too(tmp_path: Path) -> None:
 
 
 def test_a_child_that_fails_does_not_speak_for_its_rank(pool: Pool) -> None:
-    (none, losses, told), (ends, same, _) = pool.run(2, fail_in_children)
+    (none, losses, reported), (ends, same, _) = pool.run(2, fail_in_children)
 
     assert none == []
     assert ends == ["5"] * 4
     assert losses == same
     assert len(set(losses)) == len(losses)
-    assert told == "None"
+    assert reported == "None"

@@ -204,7 +204,7 @@ def test_an_order_in_a_file_can_be_edited(tmp_path: Path) -> None:
         (("microbatches: 4", "microbatches: 2"), r"3 \(or 1 more, any number of times\) microbatches"),
         (('"rounds"', '"gpipe"'), "expected a definition with a name of its own"),
         (("1F0@0 1B0@0 |", "1F0@0 0B0@0 |"), "rank 1: expected .* as many backwards of stage 0"),
-        # Numbers that nobody means: a file of 1 kB must not ask for gigabytes.
+        # Far too large numbers: a file of 1 kB must not ask for gigabytes.
         (("0F0@0", f"0F0@{'0' * 5000}"), "rank 0: cannot read the action '0F0@0+: expected"),
         (("0F0@0", "0F\N{ARABIC-INDIC DIGIT ZERO}@0"), "rank 0: cannot read the action"),
         (("1F0@0", "1000000000F0@0"), "the stages from 0 to 1000000000, found none of 2; number the stages"),
