@@ -79,7 +79,7 @@ def terminate_a_child(directory: Path) -> tuple[int, bool]:
 
 
 def fail_in_children() -> tuple[list[str], list[float], str]:
-    """How the children of rank 1 end that fail outside of the pipeline and in its block, what they report to the others, and
+    """How the children of rank 1 end that fail outside of the pipeline and in its block, what they report, and
     the losses.
     """
     x, ends, losses = torch.ones(4, 4).double(), [], []

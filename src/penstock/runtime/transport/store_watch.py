@@ -215,7 +215,9 @@ class StoreWatch:
 
     def _live(self, store: Store) -> None:
         place, since = self.doing
-        state = RankState(time.monotonic(), place, time.monotonic() - since, self.left, self.done, self.begun)
+        state = RankState(
+            time.monotonic(), place, time.monotonic() - since, self.left, done=self.done, begun=self.begun
+        )
         store.set(_state_key(self._rank), encode_plain(state.fields()).decode())
 
     def _look(self, store: Store) -> None:
