@@ -291,3 +291,44 @@ def test_it_needs_a_directory_and_a_checkpoint_in_it(tmp_path: Path) -> None:
         # Nothing is lost by it.
         pipe.step(GOOD, GOOD)
         pipe.save(tmp_path)
+
+
+class First(nn.Linear):
+    """Hands numbers of another type on, beside its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(4, 4)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = super().forward(x)
+        return x.nan_to_num(), x.detach().to(self.dtype)
+
+
+class Last(nn.Linear):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().forward(x + (other.real if other.is_complex() else other).to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.bfloat16, torch.complex64, torch.float64],
+    ids=str,
+)
+@pytest.mark.parametrize("early", [True, False], ids=["received", "made"])
+def test_a_bad_number_of_any_type_is_traced_to_where_it_was_made(dtype: torch.dtype, early: bool) -> None:
+    pipe = penstock.Pipeline(
+        nn.ModuleList([First(dtype), Last(4, 4)]).double(),
+        sample=torch.randn(2, 4, dtype=torch.float64),
+        loss_fn=lambda output, target: (output * target).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        stages=2,
+        microbatches=2,
+        check="off",
+    )
+    x, target = torch.randn(4, 4, dtype=torch.float64), torch.ones(4, 4, dtype=torch.float64)
+    (x if early else target)[:] = torch.nan
+    origin = "received from the stages before it is not finite" if early else "The last stage or loss_fn made it"
+
+    with pytest.raises(penstock.PenstockError, match=f"the loss of microbatch 0 .* is nan: .*{origin}"):
+        float(pipe.step(x, target).loss)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.arguments import PATH, TEXT, Rule, check_arguments, function, instance, text_of
 from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
+from penstock.capturing.module_state import same_content
 from penstock.capturing.preservation import SavedBuffers
 from penstock.errors import CheckpointError, PenstockError, visible
 from penstock.torch_internals.tensors import times_written
@@ -341,7 +342,7 @@ def _read(name: str, homes: tuple[_StoredTensor, ...], tensor: Tensor) -> None:
         tensor.copy_(opened.get_tensor(first.name))
     for other in others:
         with _opened(first.file) as opened, _opened(other.file) as again:
-            alike = torch.equal(opened.get_tensor(first.name), again.get_tensor(other.name))
+            alike = same_content(opened.get_tensor(first.name), again.get_tensor(other.name))
         if not alike:
             raise CheckpointError(
                 f"{first.name} ({first.file.name}) and {other.name} ({other.file.name}) have different values, and are "

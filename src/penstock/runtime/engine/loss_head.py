@@ -135,7 +135,9 @@ def _check_trains(loss: Tensor, outputs: tuple[Tensor, ...]) -> None:
 
 def _nonfinite_loss(loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> PenstockError:
     """The error of a `loss` that is not finite, of a forward of the last stage on what it `received`."""
-    known = [bool(each.isfinite().all()) for each in received if each.is_floating_point()]
+    numbers = [each for each in received if each.is_floating_point() or each.is_complex()]
+    # PyTorch does not ask types of one byte.
+    known = [bool((each.float() if each.element_size() == 1 else each).isfinite().all()) for each in numbers]
     origin = (
         "The last stage or loss_fn made it, since what they received is finite"
         if all(known)
