@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from penstock.arguments import text_of
 from penstock.errors import CaptureError
-from penstock.torch_internals.modules import compiled_from
+from penstock.torch_internals.modules import compiled_from, registered_children, tensor_tables
 
+_LISTS = ("named_parameters", "parameters", "named_buffers", "buffers", "named_modules", "modules")
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
@@ -69,6 +70,34 @@ def _refusal(model: nn.Module) -> tuple[str, str, str] | None:
             f"{lazy[0]} without one in {kind}",
             "call the model once on a sample, which makes the weights of its lazy modules",
         )
+    if (name := _unlisted(model)) is not None:
+        return (
+            "methods that list all weights under their names",
+            f"a {kind} of which named_parameters, named_buffers, named_modules or parameters does not list {name}",
+            "leave these methods as they are in nn.Module; requires_grad_(False) keeps a weight from being trained",
+        )
+    return None
+
+
+def _unlisted(model: nn.Module) -> str | None:
+    """The name of a parameter or buffer that methods of the model's own leave out or call something else."""
+    waiting, held = [("", model)], list[tuple[str, int, Any]]()
+    for path, module in waiting:
+        # A scripted module has tables of another kind.
+        tables = [table for table in tensor_tables(module) if isinstance(table, dict)]
+        held += [(f"{path}{key}", kind, each) for kind, table in enumerate(tables) for key, each in table.items()]
+        waiting += [(f"{path}{name}.", child) for name, child in registered_children(module)]
+    if not any(getattr(type(module), name) is not getattr(nn.Module, name) for _, module in waiting for name in _LISTS):
+        return None
+    try:
+        listed = [dict(each(remove_duplicate=False)) for each in (model.named_parameters, model.named_buffers)]
+        weights = {id(each) for each in (*model.parameters(), *model.buffers())}
+    except TypeError:
+        # Such as one without ``remove_duplicate=``.
+        listed, weights = [{}, {}], set[int]()
+    for name, kind, tensor in held:
+        if tensor is not None and not (listed[kind].get(name) is tensor and id(tensor) in weights):
+            return name
     return None
 
 
