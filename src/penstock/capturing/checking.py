@@ -62,7 +62,7 @@ def check_chain(sampled: SampledModel, chain: LayerChain, *, trains: bool) -> No
     @contextmanager
     def run_of_model() -> Iterator[_Passes]:
         with sampled.copied() as copies, hooks_refused(map(copies.of, bodies)):
-            yield _run(sampled, copies, _model_of(sampled, copies), trains=trains)
+            yield _run(sampled, copies, _model_of(sampled, copies, chain), trains=trains)
 
     with run_of_model() as expected:
         pass
@@ -91,7 +91,7 @@ def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
     """Whether `chain` returns what the model does for `call`; so it does where the model itself fails."""
     try:
         with sampled.copied() as copies:
-            expected = _results(call, _model_of(sampled, copies))
+            expected = _results(call, _model_of(sampled, copies, chain))
     except Exception:
         return True
     try:
@@ -104,9 +104,9 @@ def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
     return True
 
 
-def _model_of(sampled: SampledModel, copies: Copies) -> Callable[[Call], Any]:
+def _model_of(sampled: SampledModel, copies: Copies, chain: LayerChain) -> Callable[[Call], Any]:
     model = copies.of(sampled.model)
-    return lambda own: model(*own.args, **own.kwargs)
+    return lambda own: chain.output.tensors_of(model(*own.args, **own.kwargs))
 
 
 def _whole(chain: LayerChain, copies: Copies) -> Callable[[Call], Any]:

@@ -243,6 +243,13 @@ class ModelOutput:
         ]
         return pytree.tree_unflatten(leaves, self.structure)
 
+    def tensors_of(self, result: Any) -> list[Tensor]:
+        """Those in `result`, which the model has returned, that are values; not what only an opening knows."""
+        numbered = pytree.tree_leaves_with_path(self.structure.unflatten(range(len(self.leaves))))
+        places = {path for path, index in numbered if self.leaves[index] is not None}
+        found = pytree.tree_leaves_with_path(result)
+        return [leaf for path, leaf in found if path in places and isinstance(leaf, Tensor)]
+
 
 def _signature(positional: int, keywords: Mapping[str, Any]) -> str:
     return f"{positional} positional argument(s) and keywords {sorted(keywords)}"

@@ -36,6 +36,10 @@ class Flag:
     """Stands in a `Form` for a bool that a tensor holds."""
 
 
+class Maybe:
+    """Stands in a `Form` for a tensor, or for None where an empty tensor is passed."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
     """A nested value without its tensors."""
@@ -43,8 +47,8 @@ class Form:
     structure: pytree.TreeSpec
     constants: tuple[Any, ...]
     """For every leaf: its constant; the class `Tensor` where it is a tensor, `Flag` where it is a bool that a tensor
-    holds, `torch.SymInt` where it is a size that may change; an `Anew` where every call gets a copy of its own; the
-    class `object` where it may be anything."""
+    holds, `Maybe` where it is a tensor or None, `torch.SymInt` where it is a size that may change; an `Anew` where
+    every call gets a copy of its own; the class `object` where it may be anything."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Form":
         # A TreeSpec never changes, and cannot be copied without a warning.
@@ -72,7 +76,7 @@ class Form:
 
     def fill(self, values: Sequence[Any]) -> Any:
         """The nested value. `values`: all of its tensors, and after these its sizes that may change."""
-        count = sum(constant is Tensor or constant is Flag for constant in self.constants)
+        count = sum(constant is Tensor or constant is Flag or constant is Maybe for constant in self.constants)
         tensors, sizes = iter(values), islice(values, count, None)
         return pytree.tree_unflatten([_leaf(constant, tensors, sizes) for constant in self.constants], self.structure)
 
@@ -84,6 +88,8 @@ def _leaf(constant: Any, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
         return bool(next(tensors))
     if constant is torch.SymInt:
         return next(sizes)
+    if constant is Maybe:
+        return found if (found := next(tensors)).shape != (0,) else None
     return constant.make() if isinstance(constant, Anew) else constant
 
 

@@ -4,6 +4,7 @@ Tried on torch 2.11 and 2.13.
 """
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,14 +13,19 @@ from penstock.torch_internals.availability import missing
 
 try:
     from torch._ops import HigherOrderOperator
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 except ImportError as error:
     raise missing("torch.utils._python_dispatch.TorchDispatchMode", "to see the operators of a model") from error
 
-__all__ = ["OperatorMode", "TorchDispatchMode", "schema_of"]
+__all__ = ["OperatorMode", "TorchDispatchMode", "modes_left", "schema_of"]
 """`TorchDispatchMode`: PyTorch's notes on extending it describe this class, and have it under its private name only."""
 
 _Operator = type(torch.ops.aten.clone.default)
+
+
+def modes_left() -> AbstractContextManager[Any]:
+    """Leaves all dispatch modes, those of `torch.export` included, for its body. No public name does."""
+    return _disable_current_modes()
 
 
 class OperatorMode(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]

@@ -24,6 +24,9 @@ from support.training import Outcome, train, train_by_loop, train_by_oracle
 
 VOCABULARY, LENGTH, WIDTH, SAMPLES, STEPS, MICROBATCHES = 50, 8, 16, 9, 3, 4
 
+IMAGE = VOCABULARY - 1
+"""The token in the places of patches of images."""
+
 Inputs = dict[str, Tensor]
 
 
@@ -149,6 +152,17 @@ def image(samples: int) -> Inputs:
     return {"pixel_values": torch.randn(samples, 3, 16, 16, dtype=torch.float64)}
 
 
+def pictures(samples: int, length: int = LENGTH, patches: int = 4) -> Inputs:
+    """Questions of different lengths, each about one image: its patches have places in the text behind the first word.
+
+    Every third sample is not padded.
+    """
+    tokens = torch.randint(1, IMAGE, (samples, length))
+    tokens[:, 1 : 1 + patches] = IMAGE
+    mask = (torch.arange(length) < length - torch.arange(samples)[:, None] % 3).long()
+    return {"input_ids": tokens * mask, "attention_mask": mask, **image(samples)}
+
+
 def gpt2(tied: bool, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=layers, n_head=2, n_positions=32, bos_token_id=0,
@@ -195,6 +209,46 @@ def resnet() -> nn.Module:
         embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic", num_labels=5
     )
     return transformers.ResNetForImageClassification(config)
+
+
+_TEXT = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+def llava() -> nn.Module:
+    """It makes a list of the images of a microbatch: its code up to the first layer of Llama is not traced."""
+    config = transformers.LlavaConfig(  # type: ignore[call-arg]
+        vision_config=transformers.CLIPVisionConfig(**_VISION), text_config=transformers.LlamaConfig(**_TEXT),
+        image_token_id=IMAGE,
+    )  # fmt: skip
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def smolvlm() -> nn.Module:
+    """It searches for images that are no padding, and joins four patches to one."""
+    config = transformers.SmolVLMConfig(
+        vision_config=_VISION, text_config=transformers.LlamaConfig(**_TEXT), image_token_id=IMAGE, scale_factor=2
+    )
+    return transformers.SmolVLMForConditionalGeneration(config)
+
+
+def vipllava() -> nn.Module:
+    config = transformers.VipLlavaConfig(  # type: ignore[call-arg]
+        vision_config=transformers.CLIPVisionConfig(**_VISION), text_config=transformers.LlamaConfig(**_TEXT),
+        image_token_id=IMAGE, vision_feature_layers=[-1, -2],
+    )  # fmt: skip
+    return transformers.VipLlavaForConditionalGeneration(config)
+
+
+def _one_patch(samples: int, length: int = LENGTH) -> Inputs:
+    inputs = pictures(samples, length, patches=1)
+    return {**inputs, "pixel_values": inputs["pixel_values"][:, None]}
 
 
 def _lora() -> nn.Module:
@@ -292,6 +346,9 @@ SUBJECTS = {
     "UNet": Subject(models.UNet, image, classes=5, positions=(16, 16)),
     "Recurrent": Subject(models.Recurrent, text, **_WORDS),
     "PeftModel": Subject(_lora, text, **_WORDS),
+    "llava": Subject(llava, pictures, **_WORDS),
+    "smolvlm": Subject(smolvlm, _one_patch, **_WORDS),
+    "vipllava": Subject(vipllava, pictures, **_WORDS),
 }
 
 LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6, "shared-experts": 6}

@@ -8,6 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -76,12 +77,17 @@ def record_calls(
     paths: Collection[str],
     run: ModelRun,
     free: Literal["sizes", "samples", "nothing"] = "sizes",
+    opening: str | None = None,
 ) -> RecordedCalls:
     """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample.
 
     `free`: with ``"samples"`` only their number is changed, and all other dimensions are fixed.
+    `opening`: the block that the opening of the model ends with; its call is noted for the path of the model itself.
     """
-    first, again = ({path: calls[path] for path in paths} for calls in run.calls)
+    by_forward = {path for path, calls in run.calls[0].items() if any(call.by_forward for call in calls)}
+    watch = partial(_record, sampled, paths=paths, by_forward=by_forward, opening=opening)
+    noted = run.calls if opening is None else [watch(sampled.call.copied()) for _ in range(2)]
+    first, again = ({path: calls[path] for path in paths} for calls in noted)
     _check_repeatable(first, again)
     runs, fixed, together = [first, again], set[Dimension](), []
     groups = list(size_groups(sampled, least=3))
@@ -91,7 +97,7 @@ def record_calls(
     groups = groups[:tried]
     while groups:
         group = groups.pop(0)
-        found = _record_resized(sampled, group, paths, first)
+        found = _record_resized(sampled, group, watch, first, _LENGTHS if opening is None else (*_LENGTHS, grow))
         # Dimensions may have one size by chance.
         if found is None and len(apart := {index for _, index in group}) > 1:
             groups.extend(frozenset(each for each in group if each[1] == index) for index in sorted(apart))
@@ -132,11 +138,17 @@ def size_groups(sampled: SampledModel, least: int) -> Iterator[frozenset[Dimensi
     yield from map(frozenset, groups.values())
 
 
-def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forward: Collection[str] = ()) -> ModuleCalls:
+def _record(
+    sampled: SampledModel,
+    call: Call,
+    paths: Collection[str] = (),
+    by_forward: Collection[str] = (),
+    opening: str | None = None,
+) -> ModuleCalls:
     # Dynamo, which runs torch.cond, logs errors for sizes that the model does not take.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     with replaced_attribute(logger, "disabled", True), sampled.copied() as copies, torch.no_grad():
-        watch = Watch(sampled.model, copies, paths, by_forward=by_forward)
+        watch = Watch(sampled.model, copies, paths, by_forward=by_forward, first=opening)
         watch.run(call)
         return watch.calls
 
@@ -144,15 +156,17 @@ def _record(sampled: SampledModel, call: Call, paths: Collection[str], by_forwar
 def _record_resized(
     sampled: SampledModel,
     group: frozenset[Dimension],
-    paths: Collection[str],
+    watch: Callable[[Call], ModuleCalls],
     expected: Mapping[str, Sequence[ModuleCall]],
+    ways: Sequence[Callable[[Tensor, int], Tensor]],
 ) -> ModuleCalls | None:
-    """The calls with other sizes of the dimensions in `group`; None if the model does not take them."""
+    """The calls with other sizes of the dimensions in `group`; None if the model does not take them. `watch`: runs the
+    model. `ways`: to resize dimensions that are no samples.
+    """
     samples = any(name in sampled.inputs.batched and index == 0 for name, index in group)
-    by_forward = {path for path, calls in expected.items() if any(call.by_forward for call in calls)}
-    for resize in (_grow,) if samples else (_shrink, _halve):
+    for resize in (grow,) if samples else ways:
         try:
-            found = _record(sampled, resized(sampled, group, resize), paths, by_forward)
+            found = watch(resized(sampled, group, resize))
         except Exception:
             continue
         if _alike(expected, found):
@@ -165,7 +179,7 @@ def may_differ(sampled: SampledModel, group: Collection[Dimension]) -> bool:
     # In one order in all processes: the model may wait for other ones.
     for own in sorted({name for name, _ in group}):
         try:
-            _record(sampled, resized(sampled, [each for each in group if each[0] == own], _shrink), ())
+            _record(sampled, resized(sampled, [each for each in group if each[0] == own], shrink))
         except Exception:
             continue
         return True
@@ -182,16 +196,19 @@ def resized(sampled: SampledModel, group: Iterable[Dimension], resize: Callable[
     return Call(args, kwargs).copied()
 
 
-def _grow(tensor: Tensor, index: int) -> Tensor:
+def grow(tensor: Tensor, index: int) -> Tensor:
     return torch.cat([tensor, tensor.narrow(index, 0, 1)], index)
 
 
-def _shrink(tensor: Tensor, index: int) -> Tensor:
+def shrink(tensor: Tensor, index: int) -> Tensor:
     return tensor.narrow(index, 0, max(tensor.shape[index] - 1, 1))
 
 
 def _halve(tensor: Tensor, index: int) -> Tensor:
     return tensor.narrow(index, 0, max(tensor.shape[index] // 2, 1))
+
+
+_LENGTHS = (shrink, _halve)
 
 
 def _alike(expected: Mapping[str, Sequence[ModuleCall]], found: Mapping[str, Sequence[ModuleCall]]) -> bool:

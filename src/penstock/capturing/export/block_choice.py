@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from penstock.capturing.export.openings import NAME as OPENING
 from penstock.torch_internals.modules import registered_children
 
 _LONGEST_JOINED_RUN = 4
@@ -84,6 +85,7 @@ def _name(
         path = max((calls[index][0] for index in group), key=lambda path: _bytes(model.get_submodule(path)))
         count = seen.get(path, 0)
         seen[path] = count + 1
+        path = path or OPENING
         named.append((f"{path}@{count}" if count else path, tuple(calls[index][1] for index in group)))
     return tuple(named)
 

@@ -46,8 +46,9 @@ def call_stacks(steps: Sequence[Node], blocks: OpaqueBlocks, model: nn.Module) -
         ]
         # A step that PyTorch added itself has no stack: it belongs where it stands.
         last = [(first.get(path, path), key) for path, key in entries] or last
-        # PyTorch does not note a call of a forward.
-        stacks.append([*last, *_forward_called(step, blocks)])
+        # PyTorch does not note a call of a forward, and the opening runs around its blocks.
+        called = _forward_called(step, blocks)
+        stacks.append(called if called and not called[0][0] else [*last, *called])
     return stacks
 
 
@@ -58,7 +59,8 @@ def _forward_called(step: Node, blocks: OpaqueBlocks) -> list[tuple[str, str]]:
         return []
     call, _ = call_of(source)
     traced = blocks.traced[call]
-    return [(traced.path, blocks.call_name(call))] if traced.recorded.by_forward else []
+    noted = traced.path and not traced.recorded.by_forward
+    return [] if noted else [(traced.path, blocks.call_name(call))]
 
 
 def cut(

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from penstock.capturing.export.opaque_blocks import is_block
+from penstock.capturing.export.opaque_blocks import Untraceable, calls_before, is_block
 from penstock.capturing.export.tracing import Trace, is_mutating
-from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.tensors import storage_key
 
@@ -135,9 +134,10 @@ def node_memory(node: Any) -> int:
     try:
         return storage_key(value.untyped_storage())
     except RuntimeError as error:
-        raise CaptureError(
+        raise Untraceable(
+            calls_before(node),
             f"the code between blocks computes {node.name} inside of a transform such as torch.vmap, which a trace "
-            "does not keep. Apply it inside of a block, or pass the model as a list of layers"
+            "does not keep. Apply it inside of a block, or pass the model as a list of layers",
         ) from error
 
 

@@ -8,14 +8,17 @@ import linecache
 import logging
 import os
 import re
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import thread
+from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 
 import torch
 from torch import nn
 
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, Untraceable
 from penstock.errors import CaptureError
 from penstock.torch_internals.export import fixed_sizes_noted, replaced_attribute
 
@@ -28,6 +31,7 @@ _BATCH = "it fixes the batch size, which must stay free"
 
 _REASONS = (
     (r"is invalid for input of size|must match the size", _BATCH),
+    (r"expected to contain only concrete", "it draws random numbers by a generator= of its own, of a free size"),
     (r"data is not allocated yet", "it reads the numbers of a tensor, as pack_padded_sequence reads lengths"),
     (
         r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent",
@@ -45,34 +49,49 @@ _REASONS = (
 
 
 @contextmanager
-def explained(model: nn.Module, samples: str) -> Iterator[None]:
+def explained(model: nn.Module, samples: str, blocks: OpaqueBlocks) -> Iterator[None]:
     """Turns what its body raises into a `CaptureError` that names the line of `model`.
 
-    `samples` says which dimensions were taken to count samples, for an error that comes from that.
+    `samples` says which dimensions were taken to count samples, for an error that comes from that. `blocks`:
+    those that are called in the trace.
     """
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    loggers = map(logging.getLogger, ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"))
     fixed: dict[str, tuple[str, int, str]] = {}
+    places: dict[str, int] = {}
 
     def note(size: str, frame: FrameType) -> None:
         for each, number in traceback.walk_stack(frame):
             file = each.f_code.co_filename
             if not _is_library(file):
+                places.setdefault(size, len(blocks.traced))
                 fixed.setdefault(size, (file, number, linecache.getline(file, number).strip()))
                 return
 
     try:
         # Before it raises, export logs the graph so far, often several times.
-        with replaced_attribute(logger, "disabled", True), fixed_sizes_noted(note):
+        with ExitStack() as stack:
+            for logger in loggers:
+                stack.enter_context(replaced_attribute(logger, "disabled", True))
+            stack.enter_context(fixed_sizes_noted(note))
             yield
     except CaptureError:
         raise
     except Exception as error:
         where = source_line(error.__traceback__) or _line_in_text(str(error)) or _fixed_line(str(error), fixed)
         reason = _reason(error, samples)
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if blocks.threaded or not files.isdisjoint((threading.__file__, thread.__file__)):
+            raise CaptureError(
+                f"{type(model).__name__} calls modules in threads of its own, which a trace does not follow. Call them "
+                "one after the other in the thread that calls the model (operators use several cores in any case), do "
+                "it inside of a block, or pass the model as nn.Sequential or as a list of layers, which run as they are"
+            ) from error
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
-        raise CaptureError(
+        size = next((size for size in fixed if size in str(error)), None)
+        raise Untraceable(
+            None if size is None else places[size],
             f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {reason}. {_advice(error, reason)}, or "
-            "pass the model as nn.Sequential or as a list of layers, which run as they are"
+            "pass the model as nn.Sequential or as a list of layers, which run as they are",
         ) from error
 
 

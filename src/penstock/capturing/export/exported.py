@@ -18,16 +18,19 @@ from penstock.capturing.drafts import Draft, Question
 from penstock.capturing.export.block_calls import (
     Dimension,
     RecordedCalls,
+    grow,
     may_differ,
     record_calls,
     resized,
+    shrink,
     size_groups,
 )
 from penstock.capturing.export.block_choice import group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
-from penstock.capturing.export.dependence import depend, is_random, node_memory
+from penstock.capturing.export.dependence import Dependence, depend, is_random, node_memory
 from penstock.capturing.export.model_runs import ModelRun, run_on_sample
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, is_block, opaque_paths
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, Untraceable, is_block, opaque_paths
+from penstock.capturing.export.openings import NAME as OPENING
 from penstock.capturing.export.read_tracing import trace_reads
 from penstock.capturing.export.tracing import Trace, is_mutating, trace
 from penstock.capturing.joining import join_layers, with_evaluation
@@ -50,8 +53,8 @@ def draft_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: boo
 
     `check`: whether to check that it computes what the model does.
     """
-    draft, partition = _capture(model, call, inputs, None, check)
-    trained = partition, draft.chain.layers
+    draft, partition, opening = _capture(model, call, inputs, None, check)
+    trained = partition, draft.chain.layers, opening
 
     def evaluation() -> LayerChain:
         return _capture(model, call, inputs, trained, check)[0].alone()
@@ -63,30 +66,30 @@ def _capture(
     model: nn.Module,
     call: Call,
     inputs: ModelInputs,
-    trained: tuple[Partition, Sequence[Layer]] | None,
+    trained: tuple[Partition, Sequence[Layer], str | None] | None,
     check: bool,
-) -> tuple[Draft, Partition]:
-    """The draft, and what it was cut into before layers were joined. `trained`: the same of the training, if this trace
-    is for evaluation.
+) -> tuple[Draft, Partition, str | None]:
+    """The draft, what it was cut into before layers were joined, and the block that its opening ends with. `trained`:
+    the same of the training, if this trace is for evaluation.
     """
     trains = trained is None
     sampled = SampledModel(model, call, inputs)
     run = run_on_sample(sampled)
     own = opaque_paths(model, run)
-    traced, recorded = _trace(sampled, own, run, evaluates=not trains)
-    leave_out_optional_arguments(traced)
-    dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, run.written_buffers)
+    traced, recorded, dependence = _trace(sampled, own, run, not trains, None if trained is None else trained[2])
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
     stacks = call_stacks(dependence.steps, traced.blocks, model)
-    partition, joined = (_partition(model, stacks, run.blocks), None) if trained is None else trained
+    partition, joined = (_partition(model, stacks, run.blocks), None) if trained is None else trained[:2]
     layers = cut(traced, dependence, stacks, partition)
-    _check_results(sampled, run, traced)
+    opening = traced.blocks.opening
+    leaves = [None if opening and index in opening.lost else leaf for index, leaf in enumerate(run.leaves)]
+    _check_results(sampled, leaves, traced)
     names = iter(result_names(traced))
     output = ModelOutput(
         structure=run.structure,
-        leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in run.leaves),
-        constants=tuple(None if leaf is torch.Tensor else leaf for leaf in run.leaves),
+        leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in leaves),
+        constants=tuple(None if leaf is torch.Tensor else leaf for leaf in leaves),
     )
     tensors = inputs.bind(call.args, call.kwargs)
     chain = LayerChain(
@@ -105,11 +108,17 @@ def _capture(
         communicates=run.communicates,
         reads=trace_reads(sampled, own, run.called_by_forward),
     )
-    return Draft(chain, tuple(_questions(sampled, chain, recorded, check=check, trains=trains))), partition
+    return (
+        Draft(
+            chain, tuple(_questions(sampled, chain, recorded, check=check, trains=trains, opens=opening is not None))
+        ),
+        partition,
+        traced.blocks.first,
+    )
 
 
 def _questions(
-    sampled: SampledModel, chain: LayerChain, recorded: RecordedCalls, *, check: bool, trains: bool
+    sampled: SampledModel, chain: LayerChain, recorded: RecordedCalls, *, check: bool, trains: bool, opens: bool
 ) -> Iterator[Question]:
     """What runs of the model and of `chain` have to show. The first one takes the longest."""
     inputs, tensors = chain.inputs, sampled.inputs.bind(sampled.call.args, sampled.call.kwargs)
@@ -117,7 +126,16 @@ def _questions(
         yield Question(partial(check_chain, sampled, chain, trains=trains))
         for places in _free_groups(sampled, inputs, tensors):
             single = resized(sampled, places, lambda tensor, index: tensor.narrow(index, 0, 1))
-            yield Question(partial(agrees, sampled, chain, single), partial(_at_least_two, places))
+            yield Question(partial(agrees, sampled, chain, single), partial(_bounded, dict.fromkeys(places, (2, None))))
+        groups = list(size_groups(sampled, least=2)) if opens else []
+        # Dimensions may have one size by chance.
+        apart = [
+            frozenset(each for each in group if each[1] == index) for group in groups for _, index in sorted(group)
+        ]
+        for places in dict.fromkeys((*groups, *apart)):
+            # The opening has handed on numbers as they are on the sample.
+            shape = {(name, index): (tensors[name].shape[index],) * 2 for name, index in places}
+            yield Question(partial(_agree, sampled, chain, places), partial(_bounded, shape))
     for group in _not_only_samples(recorded.together, sampled.inputs):
         if group not in inputs.equal:
             yield Question(partial(may_differ, sampled, group), partial(_equal, group))
@@ -126,22 +144,44 @@ def _questions(
 
 
 def _trace(
-    sampled: SampledModel, paths: Collection[str], run: ModelRun, evaluates: bool
-) -> tuple[Trace, RecordedCalls]:
-    """The trace with as many free sizes as the blocks at `paths` allow."""
+    sampled: SampledModel, paths: Collection[str], run: ModelRun, evaluates: bool, first: str | None
+) -> tuple[Trace, RecordedCalls, Dependence]:
+    """The trace with as many free sizes as the blocks at `paths` allow. `first`: the block that the opening ends with.
+
+    Code that cannot be traced becomes a part of the opening, if a block is called after it.
+    """
+    later = run.order if first is None else run.order[run.order.index(first) :]
+    called = paths if first is None else ["", *(path for path in paths if path in later)]
     for free in _FREE:
-        recorded = record_calls(sampled, paths, run, free)
-        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates)
+        recorded = record_calls(sampled, called, run, free, first)
+        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates, first, later)
         try:
-            return trace(sampled, blocks, recorded.fixed), recorded
+            traced = trace(sampled, blocks, recorded.fixed)
+            leave_out_optional_arguments(traced)
+            parameters = {id(parameter) for parameter in sampled.model.parameters()}
+            return traced, recorded, depend(traced, parameters, run.written_buffers)
         except UnknownSize:
             if free == _FREE[-1]:
                 raise
+        except Untraceable as error:
+            entered = {call.path for call in blocks.traced[: error.calls]}
+            behind = [path for path in later if path in called and path not in entered]
+            if first is not None or len(behind) < 2:
+                raise
+            try:
+                return _trace(sampled, paths, run, evaluates, behind[0])
+            except Untraceable:
+                raise error from None
+            except CaptureError as other:
+                raise CaptureError(
+                    f"{error}. As one layer with all before it, which runs as it is, this code does not train either: "
+                    f"{other}"
+                ) from error
     raise AssertionError("the last one returns or raises")
 
 
-def _check_results(sampled: SampledModel, run: ModelRun, traced: Trace) -> None:
-    returned = sum(leaf is torch.Tensor for leaf in run.leaves)
+def _check_results(sampled: SampledModel, leaves: Sequence[Any], traced: Trace) -> None:
+    returned = sum(leaf is torch.Tensor for leaf in leaves)
     if returned != len(traced.results):
         raise CaptureError(
             f"{sampled.name} returns {returned} tensors, and {len(traced.results)} of them in a trace of the code "
@@ -161,7 +201,7 @@ def _not_only_samples(groups: Iterable[Sequence[Dimension]], inputs: ModelInputs
 def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Collection[str]) -> Partition:
     calls: dict[tuple[str, str], None] = {}
     for stack in stacks:
-        found = next((entry for entry in stack if entry[0] in blocks), None)
+        found = next((entry for entry in stack if entry[0] in blocks or entry[1] == OPENING), None)
         if found is not None:
             calls[found] = None
     return group_calls(model, list(calls)) if calls else ((type(model).__name__, ()),)
@@ -273,8 +313,13 @@ def _of_sizes(node: Node) -> bool:
     return schema is not None and schema.name in _SIZES
 
 
-def _at_least_two(group: frozenset[Dimension], chain: LayerChain, agreed: bool) -> LayerChain:
-    """Without sizes of one, if `chain` differs from the model for a single entry of the dimensions `group`.
+def _agree(sampled: SampledModel, chain: LayerChain, places: Collection[Dimension]) -> bool:
+    """Whether `chain` returns what the model does for other sizes of `places` than in the sample."""
+    return all(agrees(sampled, chain, resized(sampled, places, way)) for way in (grow, shrink))
+
+
+def _bounded(bounds: Mapping[Dimension, tuple[int, int | None]], chain: LayerChain, agreed: bool) -> LayerChain:
+    """Without sizes beyond `bounds`, if `chain` differs from the model for some, such as a single entry.
 
     Export takes it for granted that a free size is at least two, and drops what the model's code would do for a single
     sample, or a sequence of a single token: ``if length == 1``, or a `squeeze`. Most models do nothing of that kind,
@@ -283,8 +328,8 @@ def _at_least_two(group: frozenset[Dimension], chain: LayerChain, agreed: bool) 
     if agreed:
         return chain
     sizes = {name: list(bounds) for name, bounds in chain.inputs.sizes.items()}
-    for name, index in group:
-        sizes[name][index] = (2, sizes[name][index][1])
+    for (name, index), (least, most) in bounds.items():
+        sizes[name][index] = (least, sizes[name][index][1] if most is None else most)
     return replace(chain, inputs=replace(chain.inputs, sizes={name: tuple(each) for name, each in sizes.items()}))
 
 

@@ -47,6 +47,8 @@ class ModelRun:
     """The modules that wrote a parameter in the first run, each with its name."""
     written_buffers: frozenset[int]
     """The ids of the buffers that the first run wrote."""
+    order: tuple[str, ...]
+    """The blocks in the order of their first calls."""
     calls: tuple[ModuleCalls, ModuleCalls]
     """All calls of blocks in the two runs."""
     escapes: frozenset[tuple[str, str]]
@@ -112,6 +114,7 @@ def _run_twice(sampled: SampledModel, by_forward: frozenset[str] = frozenset(), 
         written=frozenset(path for path, written in changes if written),
         writes=frozenset((path, names[parameter]) for path, parameter in watch.writes),
         written_buffers=frozenset(id(copies.own(buffer)) for buffer in observation.mutated_buffers),
+        order=tuple(path for path in watch.calls if path in blocks),
         calls=({path: watch.calls[path] for path in blocks}, again.calls),
         escapes=frozenset(watch.owners.escapes),
         borrowing=frozenset(path for path in blocks if _borrows(watch, path)),

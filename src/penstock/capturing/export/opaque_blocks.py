@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -19,11 +20,13 @@ from torch.library import Library
 
 from penstock.capturing.export.block_calls import BlockCall, ResultTensor, Sizes
 from penstock.capturing.export.model_runs import ModelRun
+from penstock.capturing.export.openings import NAME as OPENING
+from penstock.capturing.export.openings import Opening, TracedOpening
 from penstock.capturing.export.watched_runs import is_inside, leaky
 from penstock.capturing.module_copies import Anew, Copies
 from penstock.capturing.module_state import is_plain
 from penstock.capturing.samples import flatten
-from penstock.capturing.sequential import EagerLayer, Flag, Form
+from penstock.capturing.sequential import EagerLayer, Flag, Form, Maybe
 from penstock.errors import CaptureError
 from penstock.torch_internals.export import is_data_dependent
 from penstock.torch_internals.hidden_modules import HiddenModules
@@ -32,6 +35,14 @@ from penstock.torch_internals.pytrees import tree_unflatten
 
 _LIBRARY = Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+
+class Untraceable(CaptureError):
+    """Code of the model cannot be traced. It follows so many `calls` of blocks; None: all that were made."""
+
+    def __init__(self, calls: int | None, text: str) -> None:
+        super().__init__(text)
+        self.calls = calls
 
 
 class UnknownSize(CaptureError):
@@ -53,7 +64,7 @@ class TracedCall:
 
     def tensor_leaves(self) -> list[int]:
         """The leaves of the arguments that are tensors in the trace."""
-        return [index for index, constant in enumerate(self.takes.constants) if constant in (Tensor, Flag)]
+        return [index for index, constant in enumerate(self.takes.constants) if constant in (Tensor, Flag, Maybe)]
 
     def recorded_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The `tensors` of a call in the trace without those that the runs do not pass."""
@@ -74,6 +85,15 @@ class OpaqueBlocks:
     model: nn.Module
     evaluates: bool
     """Whether they run in evaluation mode, whatever mode they are in."""
+    first: str | None = None
+    """The block that the opening of the model ends with, if one is to run as it is."""
+    later: Collection[str] = ()
+    """That block, and those that are called after it only."""
+    opening: TracedOpening | None = None
+    """In the present trace."""
+    thread: int = field(default_factory=get_ident)
+    threaded: bool = False
+    """Whether one was called in another thread than the trace is made in."""
     copies: Copies | None = None
     """Of the model, of which one is traced now."""
     hidden: HiddenModules | None = None
@@ -85,8 +105,13 @@ class OpaqueBlocks:
         """The block that `call` calls, between tensors."""
         found = self.traced[call]
         body = self.model.get_submodule(found.path)
+        if not found.path:
+            assert self.opening is not None and self.copies is not None and self.first is not None, "it was traced"
+            read = {id(self.copies.own(each)) for each in self.opening.tensors()}
+            tensors = {index for index, constant in enumerate(found.returns.constants) if constant is Tensor}
+            body = Opening(self.model, self.first, self.later, read, tensors)
         return EagerLayer(
-            found.path,
+            found.path or OPENING,
             body,
             found.takes,
             found.returns,
@@ -104,7 +129,7 @@ class OpaqueBlocks:
         """The name of a call, such as ``layers.0`` or ``layers.0@1``."""
         path = self.traced[call].path
         before = sum(other.path == path for other in self.traced[:call]) % len(self.calls[path])
-        return f"{path}{f'@{before}' if before else ''}"
+        return f"{path or OPENING}{f'@{before}' if before else ''}"
 
     def enter(self, path: str, args: Any, kwargs: Any) -> Any:
         """Stands for the call of a block in the trace."""
@@ -116,7 +141,14 @@ class OpaqueBlocks:
             )
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
+        if get_ident() != self.thread:
+            self.threaded = True
+            raise RuntimeError("a block is called in another thread than the model")
+        if path == self.first and self.opening is not None and not self.opening.returned:
+            args, kwargs = self.opening.end((args, kwargs), lambda call: self.enter("", *call))
         leaves, structure = flatten((args, kwargs))
+        if self.opening is not None:
+            leaves = list(map(self.opening.stand_in, leaves))
         assert self.copies is not None, "copies are traced"
         leaves = list(map(self.copies.own, leaves))
         flags = {
@@ -128,7 +160,7 @@ class OpaqueBlocks:
             for index, leaf in enumerate(leaves)
         ]
         unrecorded = _unrecorded(leaves, found, path, flags)
-        constants = enumerate(_constant(path, *each) for each in zip(leaves, found.lasting, strict=True))
+        constants = enumerate(self._constant(path, *each) for each in zip(leaves, found.lasting, strict=True))
         takes = Form(structure, tuple(Flag if index in flags else constant for index, constant in constants))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
@@ -144,6 +176,12 @@ class OpaqueBlocks:
         leaves = [next(results) if isinstance(leaf, ResultTensor) else leaf for leaf in leaves]
         return tree_unflatten(leaves, found.structure)
 
+    def _constant(self, path: str, leaf: Any, lasting: bool) -> Any:
+        if isinstance(leaf, Tensor):
+            return Maybe if self.opening is not None and id(leaf) in self.opening.returned else Tensor
+        made = None if self.opening is None or lasting else self.opening.objects.get(id(leaf))
+        return made or _constant(path, leaf, lasting)
+
 
 TRACING: list[OpaqueBlocks] = []
 """The blocks of the model that is being traced now."""
@@ -157,9 +195,10 @@ def opaque(blocks: OpaqueBlocks, copies: Copies, *, hide: bool) -> Iterator[None
     `hide`: whether their weights are hidden, too. Code outside of a block that uses one raises `UsedHidden`.
     """
     with ExitStack() as stack:
-        modules = [copies.of(blocks.model.get_submodule(path)) for path in blocks.calls]
+        paths = list(filter(None, blocks.calls))
+        modules = [copies.of(blocks.model.get_submodule(path)) for path in paths]
         blocks.copies = copies
-        for path, module in zip(blocks.calls, modules, strict=True):
+        for path, module in zip(paths, modules, strict=True):
             stack.enter_context(replaced_forward(module, _stand_in(blocks, path)))
         blocks.hidden = HiddenModules(modules) if hide else None
         if blocks.hidden is not None:
@@ -180,6 +219,13 @@ def call_of(node: Node) -> tuple[int, tuple[Node | int, ...]]:
     """The number of the call of a block, and its arguments. A size that the trace has fixed is a number."""
     tensors, numbers, call = cast("tuple[Sequence[Node], Sequence[Node | int], int]", node.args)
     return call, (*tensors, *numbers)
+
+
+def calls_before(node: Node) -> int:
+    """How many calls of blocks were made in the trace of `node` before it."""
+    while not is_block(node) and node.op != "root":
+        node = node.prev
+    return call_of(node)[0] + 1 if is_block(node) else 0
 
 
 def _stand_in(blocks: OpaqueBlocks, path: str) -> Any:
@@ -226,8 +272,6 @@ def _described(leaves: Iterable[Any]) -> str:
 
 
 def _constant(path: str, leaf: Any, lasting: bool) -> Any:
-    if isinstance(leaf, Tensor):
-        return Tensor
     if isinstance(leaf, torch.SymInt):
         return torch.SymInt
     if lasting or is_plain(leaf):

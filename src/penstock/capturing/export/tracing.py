@@ -8,7 +8,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any, cast
@@ -20,7 +20,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from penstock.capturing.export.explanations import explained
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, call_of, is_block, opaque
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, Untraceable, call_of, calls_before, is_block, opaque
+from penstock.capturing.export.openings import TracedOpening
 from penstock.capturing.lost_backwards import functions_refused
 from penstock.capturing.model_forms import ModelInputs, SizeGuard
 from penstock.capturing.module_copies import Copies
@@ -31,6 +32,7 @@ from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.export import hidden_from_the_model, shape_guards
 from penstock.torch_internals.hidden_modules import UsedHidden
+from penstock.torch_internals.modules import tensor_tables
 from penstock.torch_internals.tensors import storage_key
 
 _PREFIX = "model."
@@ -69,27 +71,42 @@ class Trace:
 class FlatModel(nn.Module):
     """The model between the tensors of its arguments and the tensors of its result."""
 
-    def __init__(self, model: nn.Module, inputs: ModelInputs, blocks: OpaqueBlocks) -> None:
+    """`sample`: the tensors that an opening runs on."""
+
+    def __init__(
+        self, model: nn.Module, inputs: ModelInputs, blocks: OpaqueBlocks, sample: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.model = model
         self.form = inputs
         self.blocks = blocks
         self.training = model.training
+        self.sample = sample
+        tables = [table for module in model.modules() for table in tensor_tables(module) if type(table) is dict]
+        self.tables = [(table, dict(table)) for table in tables]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(tensors)
-        constants = self.form.constants
-        leaves = [constants[name] if name in constants else next(rest) for name in self.form.names]
-        args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-        hidden = self.blocks.hidden
-        with hidden.watched() if hidden is not None else nullcontext():
+        call = self._call(tensors)
+        hidden, first, opening = self.blocks.hidden, self.blocks.first, None
+        with hidden.watched() if hidden is not None else nullcontext(), ExitStack() as stack:
+            if self.sample and first is not None:
+                opening = self.blocks.opening = TracedOpening(first, self.tables, call, stack)
+                call = opening.begin(self._call(self.sample))
+            args, kwargs = call
             results, _ = flatten(self.model(*args, **kwargs))
+        if opening is not None:
+            results = opening.results(results)
         if any(isinstance(leaf, torch.SymInt) for leaf in results):
             raise CaptureError(
                 "the model returns a size that depends on its inputs: return the tensor, and take its size outside of "
                 "the model"
             )
         return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
+
+    def _call(self, tensors: Sequence[Tensor]) -> Any:
+        rest, constants = iter(tensors), self.form.constants
+        leaves = [constants[name] if name in constants else next(rest) for name in self.form.names]
+        return pytree.tree_unflatten(leaves, self.form.structure)
 
 
 def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[str, int]]) -> Trace:
@@ -111,13 +128,13 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
     own_backwards = nullcontext() if blocks.evaluates else functions_refused()
-    with explained(model, samples), _known_warnings_ignored(), own_backwards:
+    with explained(model, samples, blocks), _known_warnings_ignored(), own_backwards:
         try:
             for hide in (True, False):
                 # The model's code may install hooks on blocks when it first runs, as that of transformers does. So the
                 # second attempt must find what the first one found.
                 with suppress(UsedHidden), sampled.copied() as copies, opaque(blocks, copies, hide=hide):
-                    flat = FlatModel(copies.of(model), inputs, blocks)
+                    flat = FlatModel(copies.of(model), inputs, blocks, tensors if blocks.first is not None else ())
                     program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
                     break
         except CaptureError:
@@ -249,11 +266,14 @@ def _read(
                 sources[node] = Source(name, None)
                 shapes[name] = tuple(node.meta["val"].shape)
             case _:
-                raise CaptureError(
-                    f"the code between the model's blocks uses {spec.kind.name.lower().replace('_', ' ')} "
-                    f"{target or node.name!r}, an object that is no tensor and no module, as of torch.classes: a "
-                    "trace cannot hold it. Use it inside of a block, or pass the model as nn.Sequential or as a list "
-                    "of layers"
+                kind = f"an object of {type(program.constants.get(spec.target)).__name__}"
+                if isinstance(program.constants.get(spec.target), torch.Generator):
+                    kind = "a torch.Generator of its own"
+                raise Untraceable(
+                    calls_before(next(iter(node.users), node)),
+                    f"the code between the model's blocks uses {kind}, which is no tensor and no module: a trace "
+                    "cannot hold it. Use it inside of a block, draw random numbers without generator=, or pass the "
+                    "model as nn.Sequential or as a list of layers",
                 )
     _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
     sizes = {name: tuple(_bounds(size, program) for size in shape) for name, shape in shapes.items()}

@@ -92,7 +92,8 @@ class Watch:
 
     `paths`: the modules whose calls are noted; None for all, and then also whether the model uses the generators of
     Python and NumPy. `by_forward`: the modules of which calls of ``module.forward(x)`` are noted, too. `closely`: looks
-    at these generators in every call of a module.
+    at these generators in every call of a module. `first`: the block whose first arguments are taken for the result of
+    the model, which is then the call of an opening.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Watch:
         *,
         by_forward: Collection[str] = (),
         closely: bool = False,
+        first: str | None = None,
     ) -> None:
         self.model = copies.of(model)
+        self._first = first
         self._copies = copies
         self.paths = paths
         self.by_forward = by_forward
@@ -155,6 +158,8 @@ class Watch:
             given = frozenset(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
             made = ModuleCall(tensors, [leaf for leaf in leaves if type(leaf) is int], objects, given=given)
         self.calls[path].append(made)
+        if path == self._first and self.calls[""][0].structure is None:
+            _note_result(self.calls[""][0], (args, kwargs))
         self._stack.append((path, made))
         if any(id(each) not in self._own for each in tensor_tables(module)[0].values() if each is not None):
             self.replaced.add(path)
@@ -177,10 +182,10 @@ class Watch:
         if self.closely:
             self._note_draws()
         path, made = self._stack.pop()
-        leaves, made.structure = ([result], _LEAF) if type(result) is Tensor else flatten(result)
-        if self.paths is None:
-            self.owners.returned(path, self._path, (leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        made.leaves = [ResultShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if made.structure is None:
+            leaves = _note_result(made, result)
+            if self.paths is None:
+                self.owners.returned(path, self._path, (leaf for leaf in leaves if isinstance(leaf, Tensor)))
 
     @property
     def in_call(self) -> bool:
@@ -222,6 +227,13 @@ class Watch:
             self.drawing_elsewhere.add(path)
             self.working.add(path)
         self._generators = now
+
+
+def _note_result(call: ModuleCall, result: Any) -> list[Any]:
+    """Notes what `call` has returned, and returns its leaves."""
+    leaves, call.structure = ([result], _LEAF) if type(result) is Tensor else flatten(result)
+    call.leaves = [ResultShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return leaves
 
 
 def is_inside(path: str, outer: str) -> bool:
