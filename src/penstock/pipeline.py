@@ -5,7 +5,7 @@ Then it hands the programs of the schedule to the workers, step by step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.autoplans import AutoPlan, plan_pipeline
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import modules_in
+from penstock.capturing.preservation import evaluating
 from penstock.capturing.reads import Change
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
@@ -418,6 +419,11 @@ class Pipeline(Advised):
         self._parts.leave()
         self._begins = False
 
+    def _follow_for_evaluation(self) -> None:
+        """The same for a call in evaluation mode, whatever mode the model is in."""
+        if (change := self._chain.reads.without("training").change()) is not None:
+            self._follow(change)
+
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
 
@@ -431,31 +437,34 @@ class Pipeline(Advised):
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
 
-        Drains first. The loss is the mean over the batch's samples.
+        Drains first, and calls the model's ``eval()`` before and ``train(mode)`` after it. The loss is the mean over
+        the batch's samples.
         """
         self.drain()
-        if (change := self._chain.reads.without("training").change()) is not None:
-            self._follow(change)
-        with self._guarded("reading a batch", harmless=True):
-            microbatches = self._splitter.for_evaluation(inputs, target)
-        with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
-            return StepResult(self._engine.evaluate(microbatches))
+        self._follow_for_evaluation()
+        with ExitStack() as mode:
+            with self._guarded("reading a batch", harmless=True):
+                mode.enter_context(evaluating(modules_in(self._options.model.model)))
+                microbatches = self._splitter.for_evaluation(inputs, target)
+            with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
+                return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode with the newest weights, on every rank, for a batch of any size.
 
-        Drains first. If the batch takes several microbatches, tensors whose dimension 0 counts samples are
-        concatenated, and others are stacked.
+        Drains first, and calls the model's ``eval()`` before and ``train(mode)`` after it. If the batch takes several
+        microbatches, tensors whose dimension 0 counts samples are concatenated, and others are stacked.
         """
         self.drain()
-        if (change := self._chain.reads.without("training").change()) is not None:
-            self._follow(change)
-        with self._guarded("reading a batch", harmless=True):
-            microbatches = self._splitter.for_prediction(inputs)
-        with self._guarded("in a prediction"), self._explained("predict", inputs):
-            values = self._engine.predict(microbatches)
-            outputs = [self._chain.evaluation().output.build(value) for value in values]
-            return join(outputs, [microbatch.samples for microbatch in microbatches])
+        self._follow_for_evaluation()
+        with ExitStack() as mode:
+            with self._guarded("reading a batch", harmless=True):
+                mode.enter_context(evaluating(modules_in(self._options.model.model)))
+                microbatches = self._splitter.for_prediction(inputs)
+            with self._guarded("in a prediction"), self._explained("predict", inputs):
+                values = self._engine.predict(microbatches)
+                outputs = [self._chain.evaluation().output.build(value) for value in values]
+                return join(outputs, [microbatch.samples for microbatch in microbatches])
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process's stages, each once, in the order of the layers: the newest weights."""

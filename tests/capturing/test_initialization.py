@@ -131,6 +131,8 @@ def test_the_chain_computes_what_the_model_does(build: Callable[[], nn.Module]) 
     chain = weightless.materialize(range(count), draw, 0)
     expected = initialize(on_meta(build), draw).eval()
 
+    assert any(module.training for module in model.modules())
+    model.eval()
     assert torch.equal(chain.evaluation().stage(0, count)((), {"args[0]": x})[0], expected(x))
     assert any(layer.random for layer in chain.layers)
     assert {id(p) for p in chain.parameters.values()} == {id(p) for p in model.parameters()}
@@ -455,6 +457,7 @@ def test_a_transformer_initializes_itself() -> None:
     weightless = capture_weightless(model, {"input_ids": tokens})
     count = len(weightless.chain.layers)
     chain = weightless.materialize(range(count), reset_parameters(model), 0).evaluation()
+    model.eval()
     expected = initialize(alone, reset_parameters(alone)).eval()(input_ids=tokens)
 
     assert torch.equal(chain.stage(0, count)((), {"kwargs['input_ids']": tokens})[0], expected.logits)

@@ -215,7 +215,8 @@ class LayerChain:
     buffers: Mapping[str, Tensor]
     """The buffers of the model's state dict, under their original names."""
     evaluation: Callable[[], "LayerChain"] = field(repr=False)
-    """The same layers in evaluation mode, over the same parameters and buffers; captured on the first call."""
+    """The same layers for the evaluation mode, over the same parameters and buffers; captured on the first call. The
+    model's own modules run in the mode that they are in: call the model's ``eval()`` before."""
     communicates: bool = field(default=False, kw_only=True)
     """Whether the model was seen to wait for other processes in its forward, so that all must run it together."""
     reads: Reads = field(default_factory=Reads, kw_only=True, repr=False)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain, follow_memory
 from penstock.capturing.observation import Observation, memory_of
-from penstock.capturing.preservation import evaluating
 from penstock.errors import CaptureError
 
 
@@ -61,15 +60,14 @@ def join_layers(
 
 
 def with_evaluation(chain: LayerChain, model: nn.Module, name: str, capture: Callable[[], LayerChain]) -> LayerChain:
-    """`chain`, whose `evaluation` is what `capture` makes of `model` in evaluation mode when it is first called.
+    """`chain`, whose `evaluation` is what `capture` makes of copies of `model` in evaluation mode, when first called.
 
     That raises `CaptureError` if it does not have the same layers: a plan names them by position.
     """
 
     @cache
     def evaluation() -> LayerChain:
-        with evaluating([model]):
-            evaluated = capture()
+        evaluated = capture()
         own, others = ([layer.name for layer in each.layers] for each in (chain, evaluated))
         if own == others:
             # Everything between the blocks is in evaluation mode then.

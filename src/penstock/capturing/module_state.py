@@ -47,6 +47,30 @@ class ModuleState:
             for path, inner in module.named_modules():
                 self._save(path, inner, 0)
 
+    def add(self, holder: Any, *, deep: bool = True) -> None:
+        """Has `restore` give back `holder`, too; if `deep`, with all that it holds."""
+        self._save("", holder, 0 if deep else _DEEPEST)
+
+    def restore(self) -> None:
+        """Gives the objects that hold something else now what they held."""
+        for _, holder, content in self._saved:
+            if _unchanged(holder, content):
+                continue
+            match holder:
+                case Tensor():
+                    holder.data = content.clone()
+                case dict() | set():
+                    holder.clear()
+                    holder.update(content)
+                case list() | deque():
+                    holder.clear()
+                    holder.extend(content)
+                case _ if isinstance(content, dict):
+                    for key in _dict_of(holder).keys() - content.keys():
+                        object.__delattr__(holder, key)
+                    for key, value in content.items():
+                        object.__setattr__(holder, key, value)
+
     def holders(self) -> Iterator[Any]:
         """The objects that can change, apart from parameters."""
         return (holder for _, holder, _ in self._saved)

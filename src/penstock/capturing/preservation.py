@@ -6,25 +6,33 @@ gives back what these share with the model.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from penstock.capturing.module_state import ModuleState, is_plain_memory
+from penstock.capturing.operators import OperatorCounter
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 from penstock.torch_internals.tensors import set_times_written, times_written
 
 
 class KeptParameters:
-    """The parameters of `modules` as they are now: flags, memory, and the numbers of those that a forward writes."""
+    """The parameters of `modules` as they are now: flags, memory, attributes, and the numbers of those that a forward
+    writes. Quantized weights keep scales in attributes, and their layers pack or move them when they first run.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         own = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
         self._flags = [(parameter, parameter.requires_grad) for parameter in own]
         self._memories = [(parameter, parameter.detach()) for parameter in own if is_plain_memory(parameter)]
+        self._attributes = ModuleState(())
+        for parameter in own:
+            if held := vars(parameter):
+                # The weights themselves are in attributes of other kinds of tensors.
+                self._attributes.add(held, deep=is_plain_memory(parameter))
         self._numbers: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     def save(self, parameter: nn.Parameter) -> None:
@@ -42,12 +50,18 @@ class KeptParameters:
                 if parameter.requires_grad != flag:
                     parameter.requires_grad_(flag)
             for parameter, own in self._memories:
-                if parameter.data_ptr() != own.data_ptr():
+                if parameter.dtype != own.dtype or not parameter.data.is_set_to(own):
                     parameter.data = own
+            self._attributes.restore()
             for parameter, (numbers, written) in self._numbers.items():
                 parameter.data.copy_(numbers)
                 # Autograd takes the parameter of the next run, after as many writes, for that of this run.
                 set_times_written([parameter], [written])
+
+    def evaluating(self, copies: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """As `evaluating`, for copies that share the parameters: what their ``train`` writes is saved before."""
+        counter = OperatorCounter([parameter for parameter, _ in self._flags], self.save)
+        return evaluating(copies, counter.counting)
 
 
 @contextmanager
@@ -92,17 +106,29 @@ def python_generators() -> dict[str, object]:
 
 
 @contextmanager
-def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts `modules` in evaluation mode for its body, and every submodule back as it was, whatever mode that was."""
-    every = [inner for module in modules for inner in module.modules()]
-    flags = [module.training for module in every]
-    for module in every:
-        module.training = False
+def evaluating(
+    modules: Iterable[nn.Module], watched: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Iterator[None]:
+    """Calls ``eval()`` of `modules` before its body and ``train(mode)`` after it, as a loop does, with the mode that each
+    had. Every submodule gets the mode back that it had. `watched`: the context of these calls.
+    """
+    outer = [(module, module.training) for module in modules]
+    every = [(inner, inner.training) for module, _ in outer for inner in module.modules()]
     try:
+        with watched():
+            for module, _ in outer:
+                module.eval()
         yield
     finally:
-        for module, flag in zip(every, flags, strict=True):
-            module.training = flag
+        with watched():
+            for module, mode in outer:
+                module.train(mode)
+            for module, mode in every:
+                if module.training != mode:
+                    module.train(mode)
+        for module, mode in every:
+            if module.training != mode:
+                module.training = mode
 
 
 class SavedBuffers(Mapping[str, Tensor]):

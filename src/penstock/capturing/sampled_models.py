@@ -1,7 +1,7 @@
 """A model with its sample, of which capture runs copies."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,11 +16,12 @@ from penstock.capturing.samples import Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledModel:
-    """A model, and the arguments that it is captured with."""
+    """A model, and the arguments that it is captured with. `evaluates`: it is captured in evaluation mode."""
 
     model: nn.Module
     call: Call
     inputs: ModelInputs
+    evaluates: bool = False
     _parameters: KeptParameters = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +43,9 @@ class SampledModel:
         Gives back, after it, what the copies share with the model: its parameters, and the random generators.
         """
         with kept_generators(), self._parameters.kept():
-            yield Copies([self.model, *(layer.module for layer in layers)])
+            copies = Copies([self.model, *(layer.module for layer in layers)])
+            with self._parameters.evaluating([copies.of(self.model)]) if self.evaluates else nullcontext():
+                yield copies
 
 
 def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:

@@ -7,7 +7,6 @@ the sample shows what passes from layer to layer.
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,7 +21,7 @@ from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_const
 from penstock.capturing.module_copies import Anew, Copies
 from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
 from penstock.capturing.operators import OperatorCounter
-from penstock.capturing.preservation import SavedBuffers, evaluating
+from penstock.capturing.preservation import SavedBuffers
 from penstock.capturing.read_names import FunctionModule
 from penstock.capturing.reads import Reads, note_module
 from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
@@ -96,8 +95,8 @@ def _leaf(constant: Any, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
 class EagerLayer(nn.Module):
     """Runs one of the user's own modules between tensors.
 
-    `evaluates`: in evaluation mode, whatever mode it is in. `gradients`: if not, under `torch.no_grad`. `by_forward`:
-    as ``body.forward(x)``, which runs no hooks, and not as ``body(x)``.
+    `gradients`: if not, under `torch.no_grad`. `by_forward`: as ``body.forward(x)``, which runs no hooks, and not as
+    ``body(x)``.
     """
 
     def __init__(
@@ -107,13 +106,11 @@ class EagerLayer(nn.Module):
         takes: Form,
         returns: Form,
         *,
-        evaluates: bool = False,
         gradients: bool = True,
         by_forward: bool = False,
     ) -> None:
         super().__init__()
         self.by_forward = by_forward
-        self.evaluates = evaluates
         self.gradients = gradients
         self.name = name
         self.body = body
@@ -125,12 +122,9 @@ class EagerLayer(nn.Module):
 
     def forward(self, *tensors: Any) -> tuple[Tensor, ...]:
         """`tensors`: those among its arguments; after them, the sizes there, and those that it must return."""
-        if self.gradients and not self.evaluates:
+        if self.gradients:
             return self._run(tensors)
-        with (
-            evaluating([self.get_submodule("body")]) if self.evaluates else nullcontext(),
-            nullcontext() if self.gradients else torch.no_grad(),
-        ):
+        with torch.no_grad():
             return self._run(tensors)
 
     def _run(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -224,9 +218,9 @@ def _capture(
     """`trained`: the chain of the training, if this one is for evaluation."""
     if not named:
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
-    sampled = SampledModel(model, call, inputs)
+    sampled = SampledModel(model, call, inputs, evaluates=trained is not None)
     with sampled.copied() as copies, torch.no_grad():
-        run = partial(_run_once, named, spread, sampled, copies, evaluates=trained is not None)
+        run = partial(_run_once, named, spread, sampled, copies)
         layers, output, observations = run()
         if any(observation.changed for observation in observations):
             keep_lasting(observations, run()[2])
@@ -311,8 +305,6 @@ def _run_once(
     spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
     sampled: SampledModel,
     copies: Copies,
-    *,
-    evaluates: bool,
 ) -> tuple[list[Layer], ModelOutput, list[Observation]]:
     """One run of `copies` of the layers on the sample."""
     own, inputs = sampled.call.copied(), sampled.inputs
@@ -341,7 +333,7 @@ def _run_once(
         returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
-        layer = EagerLayer(name, named[index][1], takes.own(copies), returns.own(copies), evaluates=evaluates)
+        layer = EagerLayer(name, named[index][1], takes.own(copies), returns.own(copies))
         layers.append(observation.layer(name, layer, names, outputs))
         observations.append(observation)
         names = outputs

@@ -73,10 +73,10 @@ def _capture(
     the same of the training, if this trace is for evaluation.
     """
     trains = trained is None
-    sampled = SampledModel(model, call, inputs)
+    sampled = SampledModel(model, call, inputs, evaluates=not trains)
     run = run_on_sample(sampled)
     own = opaque_paths(model, run)
-    traced, recorded, dependence = _trace(sampled, own, run, not trains, None if trained is None else trained[2])
+    traced, recorded, dependence = _trace(sampled, own, run, None if trained is None else trained[2])
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
     stacks = call_stacks(dependence.steps, traced.blocks, model)
@@ -144,7 +144,7 @@ def _questions(
 
 
 def _trace(
-    sampled: SampledModel, paths: Collection[str], run: ModelRun, evaluates: bool, first: str | None
+    sampled: SampledModel, paths: Collection[str], run: ModelRun, first: str | None
 ) -> tuple[Trace, RecordedCalls, Dependence]:
     """The trace with as many free sizes as the blocks at `paths` allow. `first`: the block that the opening ends with.
 
@@ -154,7 +154,7 @@ def _trace(
     called = paths if first is None else ["", *(path for path in paths if path in later)]
     for free in _FREE:
         recorded = record_calls(sampled, called, run, free, first)
-        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates, first, later)
+        blocks = OpaqueBlocks(recorded.calls, sampled.model, first, later)
         try:
             traced = trace(sampled, blocks, recorded.fixed)
             leave_out_optional_arguments(traced)
@@ -169,7 +169,7 @@ def _trace(
             if first is not None or len(behind) < 2:
                 raise
             try:
-                return _trace(sampled, paths, run, evaluates, behind[0])
+                return _trace(sampled, paths, run, behind[0])
             except Untraceable:
                 raise error from None
             except CaptureError as other:

@@ -83,8 +83,6 @@ class OpaqueBlocks:
 
     calls: Mapping[str, Sequence[BlockCall]]
     model: nn.Module
-    evaluates: bool
-    """Whether they run in evaluation mode, whatever mode they are in."""
     first: str | None = None
     """The block that the opening of the model ends with, if one is to run as it is."""
     later: Collection[str] = ()
@@ -115,7 +113,6 @@ class OpaqueBlocks:
             body,
             found.takes,
             found.returns,
-            evaluates=self.evaluates,
             gradients=found.gradients,
             by_forward=found.recorded.by_forward,
         )

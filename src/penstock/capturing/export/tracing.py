@@ -127,7 +127,7 @@ def trace(sampled: SampledModel, blocks: OpaqueBlocks, fixed: Collection[tuple[s
     samples = (
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
-    own_backwards = nullcontext() if blocks.evaluates else functions_refused()
+    own_backwards = nullcontext() if sampled.evaluates else functions_refused()
     with explained(model, samples, blocks), _known_warnings_ignored(), own_backwards:
         try:
             for hide in (True, False):

@@ -9,7 +9,7 @@ trains in. All is given back afterwards, as after a capture.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +20,6 @@ from penstock.capturing.module_copies import Copies
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import (
     KeptParameters,
-    evaluating,
     generator_states,
     kept_generators,
     kept_tensors,
@@ -204,7 +203,6 @@ class LossRuns:
         with (
             kept_generators(),
             self._parameters.kept(),
-            evaluating(self.modules) if evaluates else nullcontext(),
             ExitStack() as kept,
             torch.no_grad(),
             self._counter.counting(),
@@ -214,6 +212,8 @@ class LossRuns:
             for module in self._outside:
                 kept.enter_context(kept_tensors(module))
             copies = Copies(self._copied)
+            if evaluates:
+                kept.enter_context(self._parameters.evaluating([*map(copies.of, self._copied), *self._outside]))
             seed_all(_SEED)
             before = generator_states()
             output = model(copies, inputs)

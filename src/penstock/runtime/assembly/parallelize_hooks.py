@@ -24,7 +24,6 @@ from penstock.capturing.chain import Layer, LayerChain, StageModule
 from penstock.capturing.joining import JoinedLayers
 from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.module_state import is_plain, same_content
-from penstock.capturing.preservation import evaluating
 from penstock.capturing.sequential import EagerLayer, Form
 from penstock.errors import PlanError
 from penstock.runtime.assembly.captured_models import CapturedModel
@@ -221,17 +220,6 @@ def _blocks_of(stage: StageModule) -> dict[str, nn.Module]:
         if isinstance(inner, EagerLayer):
             names.setdefault(inner.body, inner.name)
     return {name: body for body, name in names.items()}
-
-
-def evaluate_in_place(
-    weights: VersionedWeights, received: Sequence[Tensor], inputs: Mapping[str, Tensor]
-) -> tuple[Tensor, ...]:
-    """Runs the module of a stage in evaluation mode for one call, since a module that a hook has changed is not
-    captured again. Its version 0 is the newest, since an evaluation follows a drain.
-    """
-    with evaluating([weights.stage]):
-        outputs: tuple[Tensor, ...] = weights.stage(received, inputs)
-    return outputs
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:

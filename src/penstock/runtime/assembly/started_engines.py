@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain, StageModule, crossings_of
 from penstock.capturing.module_copies import Copies
-from penstock.runtime.assembly.parallelize_hooks import ParallelStages, evaluate_in_place, sharded_modules
+from penstock.runtime.assembly.parallelize_hooks import ParallelStages, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
 from penstock.runtime.devices.host_stores import make_host_store
@@ -237,14 +237,11 @@ def build_stages(
         for name in parameters:
             if name in shared:
                 shared_weights.setdefault(name, weights)
-        evaluation: Callable[[], Callable[..., tuple[Tensor, ...]]]
-        if index in modules:
-            evaluation = partial(partial, evaluate_in_place, weights)
-        else:
-            evaluation = _evaluation(chain, start, stop)
+        # A module that a hook has changed is not captured again. Its version 0 is the newest after a drain.
+        own = modules.get(index)
         firsts[index] = LocalStage(
             weights,
-            evaluation=evaluation,
+            evaluation=_evaluation(chain, start, stop, own),
             ties={
                 partner: tuple(name for name, sharing in shared.items() if index in sharing and partner in sharing)
                 for partner in partners(index, schedule.ties)
@@ -296,8 +293,10 @@ def replace_stages(engine: Engine, plan: Plan, chain: LayerChain) -> None:
     engine.use_chain(chain)
 
 
-def _evaluation(chain: LayerChain, start: int, stop: int) -> Callable[[], Callable[..., tuple[Tensor, ...]]]:
-    return cache(lambda: chain.evaluation().stage(start, stop))
+def _evaluation(
+    chain: LayerChain, start: int, stop: int, own: StageModule | None = None
+) -> Callable[[], Callable[..., tuple[Tensor, ...]]]:
+    return cache(lambda: own or chain.evaluation().stage(start, stop))
 
 
 def _reducer(

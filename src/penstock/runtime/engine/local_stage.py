@@ -33,7 +33,7 @@ class LocalStage:
 
     weights: VersionedWeights
     evaluation: Callable[[], Callable[[Sequence[Tensor], Mapping[str, Tensor]], tuple[Tensor, ...]]]
-    """Returns the stage in evaluation mode over the newest weights. The first call captures it."""
+    """Returns the stage for the evaluation mode over the newest weights. The first call captures it."""
     ties: Mapping[int, tuple[str, ...]]
     """For every stage that shares weights with this one, the names of these weights."""
     reducer: Reducer | None = None

@@ -30,9 +30,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from penstock.arguments import text_of
 from penstock.capturing.chain import Layer, LayerChain, LayerRunner, StageModule
-from penstock.capturing.preservation import evaluating
 from penstock.capturing.randomness import seeded
-from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
 
 _GRAPHED_MODES = ("reduce-overhead", "max-autotune")
@@ -141,8 +139,6 @@ class CompiledStage(StageModule):
             regions.append(_Region(start, self.random[start], reads, returns, kept, run))
         self.regions = tuple(regions)
         self.layerwise = layerwise
-        self._evaluates = any(isinstance(inner, EagerLayer) and inner.evaluates for inner in self.modules())
-        """Whether the model's own modules run in evaluation mode."""
 
     def forward(
         self,
@@ -158,7 +154,7 @@ class CompiledStage(StageModule):
         # A repetition that ends early, with all that it needs, may leave out attributes: compiled code sets them at its
         # end. Then the first one, which is watched, would not show what later ones change.
         whole = set_checkpoint_early_stop(False) if layer_runner is not None else nullcontext()
-        with evaluating([self]) if self._evaluates else nullcontext(), whole:
+        with whole:
             values = self._run_regions(values, seed, layer_runner)
         return tuple(values[name] if name in values else inputs[name] for name in self.sent)
 
