@@ -30,9 +30,8 @@ class KeptParameters:
         self._memories = [(parameter, parameter.detach()) for parameter in own if is_plain_memory(parameter)]
         self._attributes = ModuleState(())
         for parameter in own:
-            if held := vars(parameter):
-                # The weights themselves are in attributes of other kinds of tensors.
-                self._attributes.add(held, deep=is_plain_memory(parameter))
+            # The weights themselves are in attributes of other kinds of tensors.
+            self._attributes.add(vars(parameter), deep=is_plain_memory(parameter))
         self._numbers: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     def save(self, parameter: nn.Parameter) -> None:
@@ -110,10 +109,10 @@ def evaluating(
     modules: Iterable[nn.Module], watched: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Iterator[None]:
     """Calls ``eval()`` of `modules` before its body and ``train(mode)`` after it, as a loop does, with the mode that each
-    had. Every submodule gets the mode back that it had. `watched`: the context of these calls.
+    had. Submodules get the modes back that they had. `watched`: the context of these calls.
     """
     outer = [(module, module.training) for module in modules]
-    every = [(inner, inner.training) for module, _ in outer for inner in module.modules()]
+    before = {id(inner): inner.training for module, _ in outer for inner in module.modules()}
     try:
         with watched():
             for module, _ in outer:
@@ -123,12 +122,21 @@ def evaluating(
         with watched():
             for module, mode in outer:
                 module.train(mode)
-            for module, mode in every:
-                if module.training != mode:
-                    module.train(mode)
-        for module, mode in every:
-            if module.training != mode:
-                module.training = mode
+                _give_back(module, mode, before)
+
+
+def _give_back(module: nn.Module, mode: bool, before: dict[int, bool]) -> None:
+    """Gives `module` and what it holds the modes `before`, after ``train(mode)``. A mode that an own ``train`` has
+    chosen against `mode` stays.
+    """
+    had = before.pop(id(module), None)
+    if had is None:
+        return
+    if module.training == mode != had:
+        mode = had
+        module.train(mode)
+    for child in module.children():
+        _give_back(child, mode, before)
 
 
 class SavedBuffers(Mapping[str, Tensor]):
