@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.autoplans import AutoPlan, plan_pipeline
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import modules_in
-from penstock.capturing.preservation import evaluating
+from penstock.capturing.preservation import in_mode
 from penstock.capturing.reads import Change
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
@@ -444,7 +444,7 @@ class Pipeline(Advised):
         self._follow_for_evaluation()
         with ExitStack() as mode:
             with self._guarded("reading a batch", harmless=True):
-                mode.enter_context(evaluating(modules_in(self._options.model.model)))
+                mode.enter_context(in_mode(modules_in(self._options.model.model), training=False))
                 microbatches = self._splitter.for_evaluation(inputs, target)
             with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
                 return StepResult(self._engine.evaluate(microbatches))
@@ -459,7 +459,7 @@ class Pipeline(Advised):
         self._follow_for_evaluation()
         with ExitStack() as mode:
             with self._guarded("reading a batch", harmless=True):
-                mode.enter_context(evaluating(modules_in(self._options.model.model)))
+                mode.enter_context(in_mode(modules_in(self._options.model.model), training=False))
                 microbatches = self._splitter.for_prediction(inputs)
             with self._guarded("in a prediction"), self._explained("predict", inputs):
                 values = self._engine.predict(microbatches)

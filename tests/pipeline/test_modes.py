@@ -1,7 +1,7 @@
-"""Modes: the model's own `eval` and `train` run as in a plain loop, and no capture or check leaves a trace of its runs."""
+"""The model's own `eval` and `train` run as in a plain loop, and no capture or check leaves a trace of its runs."""
 
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,7 +256,7 @@ class Caching(Layer):
 
 
 WRITERS: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__: lambda kind=kind: Net(kind) for kind in (Packing, Transposing, Moving, Quantizing, Rounding)},
+    **{kind.__name__: partial(Net, kind) for kind in (Packing, Transposing, Moving, Quantizing, Rounding)},
     "Caching": lambda: Net(Caching),
     "Packing in a row": lambda: in_line(Packing),
     "Moving in a row": lambda: in_line(Moving),
@@ -364,3 +364,26 @@ def test_modes_in_two_processes(pool: Pool) -> None:
     for each in pool.run(2, pipelines, names):
         for name, found in zip(names, each, strict=True):
             assert_alike(loop(name), found)
+
+
+def test_a_mode_that_cannot_be_set_is_an_error_and_modes_are_given_back() -> None:
+    model = made("a block in evaluation mode")
+    x, target = next(rounds())
+    modes = [module.training for module in model.modules()]
+    with penstock.Pipeline(model, (x[:2],), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), stages=2) as pipe:
+        model.eval = lambda: 1 / 0  # type: ignore[assignment,return-value]
+        with pytest.raises(ZeroDivisionError):
+            pipe.evaluate(x, target)
+        assert [module.training for module in model.modules()] == modes
+        del model.eval
+        pipe.evaluate(x, target)
+        assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("name", ["Packing", "Moving", "merged adapters", "Caching"])
+def test_a_profile_leaves_no_trace(name: str) -> None:
+    x = next(rounds())[0][:2]
+    expected, found = (made(name).eval() for _ in range(2))
+    penstock.profile(found, (x,), iterations=1, warmup=1)
+    assert [str(vars(p)) for p in found.parameters()] == [str(vars(p)) for p in expected.parameters()]
+    assert torch.equal(expected(x), found(x))

@@ -58,9 +58,9 @@ class KeptParameters:
                 set_times_written([parameter], [written])
 
     def evaluating(self, copies: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """As `evaluating`, for copies that share the parameters: what their ``train`` writes is saved before."""
+        """Evaluation mode for copies that share the parameters: what their ``train`` writes is saved before."""
         counter = OperatorCounter([parameter for parameter, _ in self._flags], self.save)
-        return evaluating(copies, counter.counting)
+        return in_mode(copies, training=False, watched=counter.counting)
 
 
 @contextmanager
@@ -105,18 +105,22 @@ def python_generators() -> dict[str, object]:
 
 
 @contextmanager
-def evaluating(
-    modules: Iterable[nn.Module], watched: Callable[[], AbstractContextManager[object]] = nullcontext
+def in_mode(
+    modules: Iterable[nn.Module],
+    *,
+    training: bool,
+    watched: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[None]:
-    """Calls ``eval()`` of `modules` before its body and ``train(mode)`` after it, as a loop does, with the mode that each
-    had. Submodules get the modes back that they had. `watched`: the context of these calls.
+    """Calls ``train()`` or ``eval()`` of `modules` before its body and ``train(mode)`` after it, as a loop does. All
+    submodules get the modes back that they had. `watched`: the context of these calls.
     """
     outer = [(module, module.training) for module in modules]
     before = {id(inner): inner.training for module, _ in outer for inner in module.modules()}
     try:
         with watched():
             for module, _ in outer:
-                module.eval()
+                # A module may have its own eval().
+                module.train() if training else module.eval()
         yield
     finally:
         with watched():

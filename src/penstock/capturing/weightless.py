@@ -6,8 +6,8 @@ draws and buffers that are written, is read off the operators instead.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock.capturing.export.explanations import first_line, source_line
 from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.module_state import SILENT_WRITERS, find_writable
-from penstock.capturing.preservation import evaluating, kept_generators
+from penstock.capturing.preservation import in_mode, kept_generators
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
@@ -125,7 +125,7 @@ def capture_weightless(model: nn.Module | Sequence[Any], sample: Any) -> Weightl
         trained, written = _completed(chain, root, inputs, device)
         evaluated = trained
         if chain.evaluation() is not chain:
-            evaluated, _ = _completed(chain.evaluation(), root, inputs, device, evaluating)
+            evaluated, _ = _completed(chain.evaluation(), root, inputs, device, evaluates=True)
         _check_writes(model, trained, inputs, written)
     except BaseException as error:
         install(root.modules(), {id(new): given[name] for name, new in named_tensors(root).items() if name in given})
@@ -171,14 +171,10 @@ class _Watch(OperatorMode):
 
 
 def _completed(
-    chain: LayerChain,
-    model: nn.Module,
-    sample: Any,
-    device: torch.device,
-    in_mode: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] = nullcontext,
+    chain: LayerChain, model: nn.Module, sample: Any, device: torch.device, *, evaluates: bool = False
 ) -> tuple[LayerChain, dict[int, Tensor]]:
     """`chain` with what is random marked, and its code for `device` instead of the meta device; and what it writes, by
-    id. `in_mode`: the context in which it runs copies of the model.
+    id. `evaluates`: in evaluation mode.
     """
     call, inputs = read_sample(sample, chain.inputs.microbatch_size)
     own = call.copied()
@@ -186,7 +182,8 @@ def _completed(
     layers: list[Layer] = []
     written: dict[int, Tensor] = {}
     copies = Copies([model, *(layer.module for layer in chain.layers)])
-    with kept_generators(), torch.no_grad(), in_mode([copies.of(model)]):
+    mode = in_mode([copies.of(model)], training=False) if evaluates else nullcontext()
+    with kept_generators(), torch.no_grad(), mode:
         for layer in chain.layers:
             with _Watch() as watch:
                 results = copies.of(layer.module)(*(values[name] for name in layer.inputs))

@@ -44,7 +44,7 @@ from penstock.capturing.doors import capture
 from penstock.capturing.initialization import read_device
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import Copies
-from penstock.capturing.preservation import kept_generators
+from penstock.capturing.preservation import KeptParameters, in_mode, kept_generators
 from penstock.capturing.randomness import seeded
 from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import read_sample
@@ -428,13 +428,14 @@ def _accumulating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Removes the gradients of the parameters of `modules` inside a ``with`` block, and restores them after it."""
+    """Removes the gradients of the parameters of `modules` inside a ``with`` block. Restores both after it."""
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield
+        with KeptParameters(modules).kept():
+            yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -470,14 +471,8 @@ def _unless_whole(work: Callable[[], float]) -> float | None:
 def _captured(model: Model, sample: Sample) -> LayerChain:
     """The chain of copies of the layers of `model`, in training mode unless it is a chain."""
     chain, modules = model, modules_of(model)
-    flags = {inner: inner.training for module in modules for inner in module.modules()}
-    try:
+    evaluated = [] if isinstance(chain, LayerChain) else [module for module in modules if not module.training]
+    with in_mode(evaluated, training=True):
         if not isinstance(chain, LayerChain):
-            for module in modules:
-                if not module.training:
-                    module.train()
             chain = capture(chain, sample)
         return chain_of_copies(chain, Copies(layer.module for layer in chain.layers))
-    finally:
-        for inner, flag in flags.items():
-            inner.training = flag

@@ -32,7 +32,6 @@ from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.batches.batch_splitter import held_stages
 from penstock.runtime.execution.compilation import compile_chain
 from penstock.runtime.parameters.shards import dimensions_of
-from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
 from penstock.runtime.transport.worlds import World, agreed
 from penstock.scheduling.schedule_names import names_of

@@ -7,7 +7,7 @@ other messages has none.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -238,10 +238,10 @@ def build_stages(
             if name in shared:
                 shared_weights.setdefault(name, weights)
         # A module that a hook has changed is not captured again. Its version 0 is the newest after a drain.
-        own = modules.get(index)
+        changed = modules.get(index)
         firsts[index] = LocalStage(
             weights,
-            evaluation=_evaluation(chain, start, stop, own),
+            evaluation=_evaluation(chain, start, stop, changed),
             ties={
                 partner: tuple(name for name, sharing in shared.items() if index in sharing and partner in sharing)
                 for partner in partners(index, schedule.ties)
