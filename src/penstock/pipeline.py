@@ -62,7 +62,7 @@ from penstock.runtime.batches.batch_splitter import (
     held_stages,
 )
 from penstock.runtime.batches.microbatches import Microbatch, join
-from penstock.runtime.batches.results import StepResult
+from penstock.runtime.batches.results import Loss, StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
@@ -152,8 +152,9 @@ class Pipeline(Advised):
             rounded to at every cut between stages, for fewer bytes; or a `WireCodec` such as `RowInt8`: docs/wire.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
             None leaves them to PyTorch's own stream.
-        check: the first step compares losses of the plain model on two microbatches at once and apart, where that is
-            cheap: ``"warn"`` (default), ``"strict"`` (every difference is an error) or ``"off"``: docs/inputs.md.
+        check: the first step compares losses of the plain model on two microbatches at once and apart, and in one
+            process gradients, where that is cheap: ``"warn"`` (default), ``"strict"`` (every difference is an error) or
+            ``"off"``: docs/inputs.md.
         resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
             there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
         offload_to: where a schedule with offloads moves what forwards save: ``"host"`` (memory, pinned beside a GPU),
@@ -377,9 +378,8 @@ class Pipeline(Advised):
             self._conditions.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
-            if self._begins:
-                self._begin(microbatches)
-            result = StepResult(self._engine.train(microbatches), self._updater.rates)
+            loss = self._begin(microbatches) if self._begins else self._engine.train(microbatches)
+            result = StepResult(loss, self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
 
@@ -410,14 +410,16 @@ class Pipeline(Advised):
             self._first_batch = FirstBatch(self._options, captured, self.schedule, self.required_inputs.target)
         log.info("%s: the model was captured again in %.2f s", change, perf_counter() - start)
 
-    def _begin(self, microbatches: Sequence[Microbatch]) -> None:
-        """What comes before the first step, and before the first one after `gather_model`."""
-        if self._first_batch is not None:
-            with old_numbers(self._options.model.model):
-                self._first_batch.compare(microbatches, self._world, self._engine.calls)
-            self._first_batch = None
-        self._parts.leave()
-        self._begins = False
+    def _begin(self, microbatches: Sequence[Microbatch]) -> Loss:
+        """Makes the first step, or the first one after `gather_model`."""
+        if self._first_batch is None:
+            self._parts.leave()
+            loss = self._engine.train(microbatches)
+        else:
+            train = partial(self._first_batch.train, before=self._parts.leave)
+            loss = train(microbatches, self._world, self._engine, self.optimizers)
+        self._first_batch, self._begins = None, False
+        return loss
 
     def _follow_for_evaluation(self) -> None:
         """The same for a call in evaluation mode, whatever mode the model is in."""

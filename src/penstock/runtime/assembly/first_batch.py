@@ -3,7 +3,8 @@
 That dimension 0 counts samples, that these do not depend on each other, and that a loss is a mean over them is assumed
 when a batch is cut. So the model is run in evaluation mode on the first two microbatches at once and on each of them,
 and the losses are compared. Of a traced model the chain is compared with it on the second one, in the mode that it
-trains in. All is given back afterwards, as after a capture.
+trains in. In one process the gradients of the first update are compared with those that the chain has by itself. All
+is given back afterwards, as after a capture.
 """
 
 import logging
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_copies import Copies
@@ -24,24 +26,31 @@ from penstock.capturing.preservation import (
     kept_generators,
     kept_tensors,
 )
-from penstock.capturing.randomness import seed_all
+from penstock.capturing.randomness import microbatch_seed, seed_all
 from penstock.capturing.read_names import FunctionModule, modules_read
 from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.sequential import is_plain_sequential
 from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import CaptureError
 from penstock.runtime.assembly.captured_models import CapturedModel
+from penstock.runtime.assembly.partial_models import old_numbers
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
+from penstock.runtime.batches.results import Loss
 from penstock.runtime.engine.call_agreement import CallAgreement
+from penstock.runtime.engine.engine import Engine
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.modules import step_hooks
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import IGNORED, compute_loss
 from penstock.training.recipes import Recipe
 
 _Model: TypeAlias = Callable[[Copies, Mapping[str, Tensor]], Any]
 """Takes copies of its modules, and the inputs by name."""
+_Gradients: TypeAlias = dict[nn.Parameter, Tensor]
+"""Elements of the gradient of each parameter."""
 _Batch: TypeAlias = tuple[Mapping[str, Tensor], Any]
 """The inputs by name, and the target."""
 
@@ -50,7 +59,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, to
 _ON_ACCELERATORS = 1e-3
 """The least tolerance: kernels for another size may round to TensorFloat-32."""
 _LOOKED_AT = 4096
-"""Elements of an output whose median is its size."""
+"""Elements of an output whose median is its size, and of a gradient."""
 _SEED = 20_011
 _CONTEXT = "while they compared the first batch with the model"
 _LEFT_OUT = "the first batch is not compared with the model"
@@ -75,6 +84,11 @@ class FirstBatch:
         self._strict, self._reads_target = options.run.check == "strict", reads_target
         placement = schedule.placement
         self._slices = max(map(len, placement.stages)) if placement.split else 1
+        recipe, alone = options.recipe, max(map(len, placement.stages)) == 1
+        others = (recipe.autocast, recipe.version_dtype, recipe.codec, recipe.clip_grad_norm, options.plan.recompute)
+        self._plain = alone and schedule.flushes and not (any(others) or recipe.hooks or schedule.recomputed)
+        """Whether gradients at an update are the sums of a plain loop, and take no more memory than a step."""
+        self._seed = options.run.seed
         self._skipped = ""
         """Why there can be no comparison."""
         if captured.weightless is not None:
@@ -96,6 +110,77 @@ class FirstBatch:
             raise CaptureError(text)
         if text and world.rank == 0:
             logging.getLogger("penstock").log(level, text)
+
+    def train(
+        self,
+        microbatches: Sequence[Microbatch],
+        world: World,
+        engine: Engine,
+        optimizers: Sequence[Optimizer],
+        *,
+        before: Callable[[], object],
+    ) -> Loss:
+        """Makes the first step, and compares its gradients after it. Raises as `compare`; for gradients if strict.
+        `before`: called between the first comparison and the step.
+        """
+        with old_numbers(self._model):
+            self.compare(microbatches, world, engine.calls)
+        before()
+        expected, found = _Gradients(), _Gradients()
+        if self._plain and not self._skipped and world.processes == 1 and not any(map(step_hooks, optimizers)):
+            with suppress(Exception):
+                expected = self._gradients(microbatches, engine.trained)
+
+        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            found.update((each, _some(each.grad)) for each in held if each.grad is not None)
+
+        with ExitStack() as hooks:
+            for optimizer in optimizers if expected else ():
+                hooks.callback(optimizer.register_step_pre_hook(note).remove)
+            loss = engine.train(microbatches)
+        # Without gradients that are finite there is no update.
+        wrong = _different(expected, found) if found else None
+        if wrong is not None:
+            name = next(name for name, each in self._chain.parameters.items() if each is wrong)
+            text = (
+                f"the gradient of {name} at the first update is not the sum over the microbatches: expected what "
+                "backwards of each leave. Look for code that writes .grad in a forward or a hook (zero_grad()). "
+                "penstock.rehearse compares more; check='off' leaves out the comparison"
+            )
+            if self._strict:
+                raise CaptureError(text)
+            logging.getLogger("penstock").warning(text)
+        return loss
+
+    def _gradients(self, microbatches: Sequence[Microbatch], before: int) -> _Gradients:
+        """The gradients of the minibatch; none if two runs differ or would take long. `before`: microbatches before."""
+        chain, layers, kept = self._chain, [layer.module for layer in self._chain.layers], []
+        samples = sum(each.samples for each in microbatches) / chain.inputs.microbatch_size
+        if sum(estimate_seconds(chain, self._device) or ()) * samples > _MOST_SECONDS / 5 and not self._strict:
+            return {}
+        every = [parameter for parameter in dict.fromkeys(chain.parameters.values()) if parameter.requires_grad]
+        trained = [each for each in every if not gradient_hooks(each) and not accumulated_hooks(each)]
+        runs = LossRuns(layers, self._recipe, self._device)
+
+        def backwards(copies: Copies, _: Mapping[str, Tensor]) -> Any:
+            stage = chain_of_copies(chain, copies).stage(0, len(layers))
+            sums = _Gradients((parameter, 0 * _some(parameter)) for parameter in trained)
+            with torch.enable_grad():
+                for k, each in enumerate(microbatches, before):
+                    seed = None if self._seed is None else microbatch_seed(self._seed, k)
+                    inputs, target = _copied((each.inputs, each.target))
+                    output = chain.output.build(stage((), inputs, seed))
+                    loss = compute_loss(copies.of(runs.loss), output, target)[0] * each.weight
+                    found = torch.autograd.grad(loss, trained, allow_unused=True)
+                    for parameter, own in zip(trained, found, strict=True):
+                        sums[parameter] += 0 if own is None else _some(own)
+            kept.append(sums)
+            return output
+
+        batch = microbatches[-1].inputs, microbatches[-1].target
+        steady = not any(runs.run(backwards, batch, evaluates=False).random for _ in range(2))
+        return kept[0] if steady and _different(*kept) is None else {}
 
     def _reason(self, microbatches: Sequence[Microbatch]) -> str:
         """Why this process cannot compare; empty if it can."""
@@ -185,9 +270,9 @@ class LossRuns:
     """Runs copies of `modules`, with the loss of `recipe`, and leaves no trace in the modules."""
 
     def __init__(self, modules: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> None:
-        self._loss, self._outside = FunctionModule(recipe.loss_fn), modules_read(recipe.loss_fn)
-        self.modules, self.recipe, self._device = [*modules, self._loss, *self._outside], recipe, device
-        self._copied, self._parameters = [*modules, self._loss], KeptParameters(self.modules)
+        self.loss, self._outside = FunctionModule(recipe.loss_fn), modules_read(recipe.loss_fn)
+        self.modules, self.recipe, self._device = [*modules, self.loss, *self._outside], recipe, device
+        self._copied, self._parameters = [*modules, self.loss], KeptParameters(self.modules)
         held = [parameter for module in self.modules for parameter in module.parameters()]
         # It sees parameters that a forward writes, and has compiled code run eagerly.
         self._counter = OperatorCounter(held, self._parameters.save)
@@ -197,9 +282,7 @@ class LossRuns:
 
     def run(self, model: _Model, batch: _Batch, *, evaluates: bool = True) -> _Run:
         """The loss of `model` on a copy of `batch`, and what it returned; in the present mode if it not `evaluates`."""
-        inputs, target = pytree.tree_map_only(
-            Tensor, lambda tensor: tensor.detach().clone(), (dict(batch[0]), batch[1])
-        )
+        inputs, target = _copied(batch)
         with (
             kept_generators(),
             self._parameters.kept(),
@@ -218,7 +301,7 @@ class LossRuns:
             before = generator_states()
             output = model(copies, inputs)
             outputs = [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            loss = float(compute_loss(copies.of(self._loss), output, target)[0])
+            loss = float(compute_loss(copies.of(self.loss), output, target)[0])
             return _Run(loss, outputs, generator_states() != before)
 
     def repeats_loss(self, model: _Model, batch: _Batch) -> bool:
@@ -317,6 +400,27 @@ def _reversible(runs: LossRuns, model: _Model, batch: _Batch, whole: _Run) -> bo
     back = pytree.tree_map_only(Tensor, lambda tensor: tensor.flip(0) if tensor.ndim else tensor, batch)
     outputs = [output.flip(0) if output.ndim else output for output in runs.run(model, back).outputs]
     return runs.joins(whole, [_Run(0.0, outputs, random=False)], 0)
+
+
+def _copied(batch: _Batch) -> tuple[dict[str, Tensor], Any]:
+    inputs, target = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (dict(batch[0]), batch[1]))
+    return inputs, target
+
+
+def _some(gradient: Tensor) -> Tensor:
+    flat = gradient.detach().to_dense().reshape(-1)
+    return flat[:: flat.numel() // _LOOKED_AT + 1].clone()
+
+
+def _different(expected: _Gradients, found: _Gradients) -> nn.Parameter | None:
+    """The first parameter whose gradients differ by more than rounding, beside the largest gradient of all."""
+    largest = max((float(own.abs().max()) for own in expected.values() if len(own)), default=0.0)
+    for parameter, own in expected.items():
+        near = 1e-2 if own.dtype in (torch.float32, torch.float64) else 0.2
+        other = found.get(parameter, 0 * own)
+        if not torch.allclose(other, own, rtol=near, atol=0.1 * near * largest, equal_nan=True):
+            return parameter
+    return None
 
 
 def _size(tensor: Tensor) -> float:
