@@ -6,6 +6,7 @@ Then it hands the programs of the schedule to the workers, step by step.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -66,7 +67,7 @@ from penstock.runtime.batches.results import Loss, StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
-from penstock.runtime.checkpoints.resumption import resume_training
+from penstock.runtime.checkpoints.resumption import resume_training, signals_held
 from penstock.runtime.engine.engine import parameters_of
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
 from penstock.runtime.transport.timeouts import check_timeout
@@ -540,11 +541,12 @@ class Pipeline(Advised):
         plan = self._stats_source.recut(self.timeline(8), profile)
         if apply is not None and checked_path(apply) and plan.stages != self.plan.stages:
             options, rollbacks = self._options.replanned(plan), self.rollbacks
-            saved, own = self.save(apply), self._checkpoints.own
-            self.close()
-            with old_numbers(options.model.model):
-                self._build(options, again=True)
-                self._checkpoints.continue_from(own, saved, self._guarded)
+            with signals_held():
+                saved, own, claims = self.save(apply), self._checkpoints.own, copy(self._checkpoints.claims)
+                self.close()
+                with old_numbers(options.model.model):
+                    self._build(options, again=True)
+                    self._checkpoints.continue_from(own, claims, saved, self._guarded)
             self._parts.leave(loaded=True)
             self._resumption.rollbacks = rollbacks
         return plan

@@ -266,7 +266,7 @@ def test_a_file_system_without_locks_is_named(
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with caplog.at_level(logging.WARNING, "penstock"), trained(1) as pipe:
         pipe.save(tmp_path / "run")
         pipe.save(tmp_path / "run", 2)

@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import TransportError
 from support import models
 
 VOCABULARY = 50
@@ -167,7 +166,7 @@ def fail_to_write(target: Path) -> tuple[str, float, list[str]]:
     try:
         pipe.save_weights(target, max_shard_size="10KB")
         text = "no error"
-    except (OSError, TransportError) as error:
+    except penstock.PenstockError as error:
         text = f"{type(error).__name__}: {error}"
     finally:
         if pipe.rank == 1:

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,12 +27,11 @@ from torch import Tensor
 
 from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES, read_index
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.file_locks import FileLock
 
-PARTIAL, REPLACED = ".weights.partial", ".weights.replaced.json"
-"""In the directory: where files are while they are written, and the index of the weights that they replace while these
-are removed."""
-_OURS = ".penstock"
-"""A file in `PARTIAL` that says who made it."""
+PARTIAL, REPLACED, _LOCK = ".weights.partial", ".weights.replaced.json", ".weights.lock"
+"""In the directory: where files are while they are written, the index of the weights that they replace while these are
+removed, and the file that says whose all of them are: it is there before them, and goes last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +93,34 @@ def write_index(directory: Path, homes: Mapping[str, str], entries: Collection[S
     (directory / INDEX).write_text(text + "\n")
 
 
-def begin(directory: Path) -> None:
-    """Makes an empty place in `directory` for files that are written. What an interruption left there is removed."""
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """A block with an empty `PARTIAL` in `directory` for files that are written, while no other process writes weights
+    there. What an interruption has left is removed.
+    """
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory}: expected a directory or nothing, found a file. Choose another name")
-    partial = directory / PARTIAL
-    if partial.exists() and not (partial / _OURS).exists() and any(partial.iterdir()):
-        raise CheckpointError(f"{partial}: expected nothing, found files of another program. Move them away")
-    # Before anything is written: an index that cannot be read says nothing of the weights to be replaced.
-    _shards_of(directory / INDEX)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / _OURS).touch()
+    lock, partial = FileLock(directory / _LOCK), directory / PARTIAL
+    if not lock.path.exists():
+        _require_no(directory, (PARTIAL, NEW, REPLACED), os.path.lexists)
+    _require_no(directory, (SINGLE, INDEX), os.path.isdir)
+    directory.mkdir(parents=True, exist_ok=True)
+    lock.take()
+    try:
+        # Before anything is written: an index that cannot be read says nothing of the weights to be replaced.
+        _shards_of(directory / INDEX)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not (directory / NEW).exists():
+            lock.path.unlink(missing_ok=True)
+        lock.close()
 
 
 def publish(directory: Path, last: str) -> None:
-    """Moves all that was written to the place of `begin` into `directory`, in place of older weights; `last` goes last.
+    """Moves all that was written to `PARTIAL` into `directory`, in place of older weights; `last` goes last.
 
     An interruption before the end leaves what is not yet moved in `.weights.new`.
     """
@@ -117,9 +129,10 @@ def publish(directory: Path, last: str) -> None:
     new, index, replaced = directory / NEW, directory / INDEX, directory / REPLACED
     # An interruption may have left shards that no index in the directory names any more.
     left = _shards_of(new / INDEX) + _shards_of(replaced)
+    names = sorted(path.name for path in (directory / PARTIAL).iterdir())
+    _require_no(directory, (*names, *left, *_shards_of(index)), os.path.isdir)
     shutil.rmtree(new, ignore_errors=True)
     (directory / PARTIAL).rename(new)
-    (new / _OURS).unlink()
     if last in (SINGLE, INDEX):
         (directory / SINGLE).unlink(missing_ok=True)
         if index.exists():
@@ -129,10 +142,19 @@ def publish(directory: Path, last: str) -> None:
         replaced.unlink(missing_ok=True)
     else:
         (directory / last).unlink(missing_ok=True)
-    for path in sorted(new.iterdir(), key=lambda path: (path.name == last, path.name)):
-        path.replace(directory / path.name)
+    for name in sorted(names, key=lambda name: name == last):
+        (new / name).replace(directory / name)
     new.rmdir()
     write_through(directory)
+
+
+def _require_no(directory: Path, names: Iterable[str], spoils: Callable[[Path], bool]) -> None:
+    for path in (directory / name for name in names):
+        if spoils(path):
+            raise CheckpointError(
+                f"{path}: expected nothing, or a file of weights that are replaced, found what save_weights has not "
+                "written. Move it away, or give another directory"
+            )
 
 
 def _header(entries: Sequence[StoredEntry]) -> dict[str, Any]:

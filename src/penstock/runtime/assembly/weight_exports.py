@@ -17,6 +17,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,17 @@ from penstock.arguments import PATH, Rule, integer, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.weight_files import INDEX, SINGLE
 from penstock.errors import CheckpointError, PenstockError
+from penstock.runtime.assembly.common_errors import Ranks, explained
 from penstock.runtime.assembly.safetensors_files import (
     PARTIAL,
     SafetensorsWriter,
     StoredEntry,
-    begin,
+    locked,
     publish,
     write_index,
 )
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.transport.worlds import World, agreed, gather_results
+from penstock.runtime.transport.worlds import World, gather_results
 from penstock.torch_internals.subclasses import wraps_tensors
 from penstock.values.plan_stages import Stage
 
@@ -232,29 +234,29 @@ def export_weights(
 
     names, adapter = gather_results(world, "while it read the form of the model", form)[0]
     entries = _entries(names, held, dtype)
-    with agreed(world, "while it began to write weights"):
-        if world.rank == 0:
-            begin(directory)
-    with agreed(world, "while it began to write weights"):
-        if not (directory / PARTIAL).is_dir():
+    ranks, partial = Ranks(world.rank, world.gather), directory / PARTIAL
+    with ExitStack() as opened:
+        ranks.alone(lambda: opened.enter_context(locked(directory)))
+        if not all(seen := ranks.together(partial.is_dir)):
             raise CheckpointError(
-                f"rank {world.rank} does not see {directory / PARTIAL}, which rank 0 has made: expected a directory on "
-                "a file system that all hosts share. Give another one"
+                f"rank {seen.index(False)} does not see {partial}, which rank 0 has made: expected a directory on a "
+                "file system that all hosts share. Give another one"
             )
-    plan = _plan(adapter, held, entries, limit)
-    with agreed(world, "while it wrote weights"):
+        plan = _plan(adapter, held, entries, limit)
         tensors = (
             held.bring(name, entry.dtype, 0) if plan.homes is None else held.take(name, entry.dtype)
             for name, entry in entries.items()
         )
-        _write_all(tensors, [(directory / PARTIAL / name, shard) for name, shard in plan.files])
-    with agreed(world, "while it published weights"):
-        if world.rank == 0:
+        ranks.each(lambda: _write_all(tensors, [(partial / name, shard) for name, shard in plan.files]))
+
+        def finish() -> None:
             floating = (entry.dtype for entry in entries.values() if entry.dtype.is_floating_point)
-            _write_configurations(model, adapter, directory / PARTIAL, next(floating, None))
+            _write_configurations(model, adapter, partial, next(floating, None))
             if plan.homes is not None:
-                write_index(directory / PARTIAL, plan.homes, entries.values())
+                write_index(partial, plan.homes, entries.values())
             publish(directory, ADAPTER_CONFIGURATION if adapter else SINGLE if plan.homes is None else INDEX)
+
+        ranks.alone(finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,9 @@ def _write_all(tensors: Iterator[Tensor | None], shards: Sequence[tuple[Path, Se
             with SafetensorsWriter(path, entries) as writer:
                 for _ in entries:
                     writer.append(next(own))
+    except OSError as error:
+        # A disk that is full is found by a write, whose error has no file.
+        raise explained(error, path) from error
     finally:
         # Also after a failure: other processes wait for this one in the collectives that bring the rest.
         for _ in own:

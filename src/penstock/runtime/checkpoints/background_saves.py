@@ -178,16 +178,27 @@ class BackgroundSaves:
         if not self._engine.cuts() or (later and not self._states.schedule.flushes):
             self.drain()
 
+    def settle(self) -> None:
+        """Waits for the save that is under way, and drains. Collective."""
+        self.finish()
+        self.drain()
+
     def finish(self) -> None:
         """Waits for the save that is under way, whose error is logged. Collective."""
         if self._present is not None:
-            self._reach()
-            self._engine.snapshots.settle()
+            # Has all stages make what is to be saved, and other processes no longer waited for without end.
+            if not self._engine.snapshot_reached:
+                self.drain()
+            if self._gather is not None:
+                self._gather.hurry()
+            if not self._engine.snapshots.settle():
+                # A step has failed, and with it the microbatches that some stages needed.
+                self._give_up(self._present)
             self._present._result.exception()
 
     def begin(self, write: Write, gather: PatientGather | None) -> BackgroundSave:
         """Begins to save the state after the steps so far with `write`, which gathers with `gather`. Collective."""
-        save = self._present = BackgroundSave(self._reach)
+        save = self._present = BackgroundSave(self.finish)
         self._gather = gather
         progress = self._states.training.progress
 
@@ -221,30 +232,27 @@ class BackgroundSaves:
         if save is not None and gather is not None and not save.done:
             if failed or not self._engine.snapshot_reached:
                 gather.give_up()
-                self._engine.snapshots.abandon()
             else:
                 gather.hurry()
         # It has done all its work then, and passed on the result of a save that it was given.
         self._copier.close()
         if save is not None and not save.done:
-            error = CheckpointError(
-                "a save with wait=False was given up: expected more steps or a drain before the pipeline was closed, "
-                "found an error, or stages whose state was not complete. Call drain() or the save's wait() before "
-                "close(); older checkpoints are whole"
-            )
-            logging.getLogger("penstock").warning("%s", error)
-            save._result.set_exception(error)
+            self._give_up(save)
+
+    def _give_up(self, save: BackgroundSave) -> None:
+        """Ends `save`, which some stages have not reached."""
+        self._engine.snapshots.abandon()
+        error = CheckpointError(
+            "a save with wait=False was given up: expected more steps or a drain before the pipeline was closed, "
+            "found an error, or stages whose state was not complete. Call drain() or the save's wait() before "
+            "close(); older checkpoints are whole"
+        )
+        logging.getLogger("penstock").warning("%s", error)
+        save._result.set_exception(error)
 
     def _leave(self) -> None:
         """Runs at the exit of the process, also after an error."""
         self.close(self._gather is not None and self._gather.has_failed())
-
-    def _reach(self) -> None:
-        """Has all stages make what is to be saved, and other processes no longer waited for without end."""
-        if not self._engine.snapshot_reached:
-            self.drain()
-        if self._gather is not None:
-            self._gather.hurry()
 
 
 def _report(save: BackgroundSave, ended: "Future[Path]") -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.common_errors import Ranks, explained
 from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index, write_through
-from penstock.runtime.checkpoints.common_errors import Ranks, explained
 from penstock.runtime.checkpoints.manifests import bytes_of, manifest_text
 from penstock.runtime.checkpoints.step_directories import (
     MANIFEST,

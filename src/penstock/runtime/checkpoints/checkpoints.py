@@ -15,6 +15,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.initialization import rooted
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.assembly.weight_exports import shared_names
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves, StageStates
@@ -26,7 +27,6 @@ from penstock.runtime.checkpoints.checkpoint_reader import (
     model_tensors,
 )
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, agree_on_target, write
-from penstock.runtime.checkpoints.common_errors import Ranks
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
@@ -120,9 +120,9 @@ class Checkpoints:
         """Writes a checkpoint as `Pipeline.save` describes. Collective."""
         if not wait:
             return self._begin(directory, step, (keep, keep_every))
-        self.saves.drain()
+        self.saves.settle()
         write_to, state = self._prepare(directory, step, (keep, keep_every), self.collect)
-        return write_to(state, ranks=self.ranks)
+        return write_to(state, self.ranks)
 
     def _begin(self, directory: object, step: object, keeping: tuple[int | None, int | None]) -> BackgroundSave:
         """Begins to write a checkpoint beside the training. Collective."""
@@ -137,13 +137,13 @@ class Checkpoints:
         ranks = Ranks(self.world.rank, gather or self.world.gather)
 
         def write_beside(collect: Callable[[], Mapping[str, Any]]) -> Path:
-            return write_to(ranks.each(lambda: self._lay_out(collect(), own, tensors)), ranks=ranks)
+            return write_to(ranks.each(lambda: self._lay_out(collect(), own, tensors)), ranks)
 
         return self.saves.begin(write_beside, gather)
 
     def _prepare(
         self, directory: object, step: object, keeping: tuple[int | None, int | None], collect: Callable[[], T]
-    ) -> tuple[Callable[..., Path], T]:
+    ) -> tuple[Callable[[CheckpointState, Ranks], Path], T]:
         """What writes to the place of a save, which is this run's, and what `collect` returns. Collective."""
 
         def prepare() -> tuple[tuple[Path, int, Retention], T]:
@@ -157,7 +157,14 @@ class Checkpoints:
         (path, number, retention), collected = self.ranks.each(prepare)
         agree_on_target(path, number, retention, self.ranks)
         run, plan = self.claims.claim(path, self.ranks), self.plan.to_yaml()
-        return partial(write, directory=path, step=number, retention=retention, plan=plan, run=run), collected
+        # The script may change to another directory before a thread writes.
+        place = path.absolute()
+
+        def write_to(state: CheckpointState, ranks: Ranks) -> Path:
+            with self.claims.hold(place, ranks):
+                return write(state, place, number, retention=retention, ranks=ranks, plan=plan, run=run)
+
+        return write_to, collected
 
     def find(self, directory: str | os.PathLike[str]) -> Loaded:
         """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""
@@ -173,18 +180,20 @@ class Checkpoints:
         """Restores the newest checkpoint, one that is being saved included, and leaves loaders where they are.
         Collective.
         """
-        self.saves.finish()
         self._load(directory, guarded, ("generators", "objects"))
 
-    def continue_from(self, own: OwnStates, directory: str | os.PathLike[str], guarded: FailureGuard) -> None:
-        """Takes the place of a pipeline that had the loaders and objects `own`, which stay as they are, and has saved
-        itself to `directory`. Collective.
+    def continue_from(
+        self, own: OwnStates, claims: DirectoryClaims, directory: str | os.PathLike[str], guarded: FailureGuard
+    ) -> None:
+        """Takes the place of a pipeline that had the loaders and objects `own`, which stay as they are, and `claims`,
+        and has saved itself to `directory`. Collective.
         """
+        self.claims.take_over(claims)
         self._load(directory, guarded, ("generators",))
         self.own.take_over(own)
 
     def _load(self, directory: str | os.PathLike[str], guarded: FailureGuard, kinds: Collection[str]) -> None:
-        with guarded.loading(self.saves.drain):
+        with guarded.loading(self.saves.settle):
             found = self.find(directory)
             with guarded("in a load"):
                 self.training.restore(found.state)

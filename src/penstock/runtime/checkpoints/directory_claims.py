@@ -1,40 +1,25 @@
 """Which job and which run a directory of checkpoints belongs to: one at a time, so that none destroys another's work.
 
-A job locks the directory at its first save, or when it starts with ``resume=``, until its pipelines are closed. The
-operating system takes the lock from a process that ends, however it ends; children of it have none. The file of the
-lock stays. A run has a random name, which is in all of
-its checkpoints; what goes on from a checkpoint has the name of that one.
+A job locks the directory at its first save, or when it starts with ``resume=``, until its pipelines are closed. A save
+that finds another directory in its place locks that one. The pipelines of a process share the lock, and their threads
+change the directory one after the other. A run has a random name, which is in all of its checkpoints; what goes on from
+a checkpoint has the name of that one.
 """
 
-import fcntl
 import logging
-import os
-import socket
-import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.common_errors import Ranks
+from penstock.runtime.assembly.common_errors import Ranks
+from penstock.runtime.assembly.file_locks import FileLock
 from penstock.runtime.checkpoints.manifests import read_manifest
 from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
 
-_PATIENCE_SECONDS = 2.0
-"""How long a lock is waited for: the job that holds it may be about to end."""
-_POLL_SECONDS = 0.1
-
-
-class _Lock:
-    """A lock on a directory, for as long as a claim of this process refers to it."""
-
-    def __init__(self, directory: Path, run: str) -> None:
-        holder = f"process {os.getpid()} on host {socket.gethostname()} with the run {run}"
-        weakref.finalize(self, os.close, _acquire(directory / LOCK, holder))
-
-
-_LOCKS: "weakref.WeakValueDictionary[tuple[int, Path], _Lock]" = weakref.WeakValueDictionary()
-"""The locks of each process. Its pipelines share them: what they save differs in the names of their runs."""
+_LOCKS: "weakref.WeakValueDictionary[Path, FileLock]" = weakref.WeakValueDictionary()
+"""Those of this process, by directory, for as long as a claim refers to them."""
 
 
 class DirectoryClaims:
@@ -42,40 +27,64 @@ class DirectoryClaims:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self._claimed: dict[Path, str] = {}
+        self._runs: dict[Path, str] = {}
         """By directory, the name of the run that it belongs to."""
-        self._locks: list[_Lock] = []
-
-    def lock(self, directory: Path, ranks: Ranks) -> None:
-        """Locks `directory`, which is made where it is missing. Collective. `CheckpointError` on all ranks if another
-        job holds the lock.
-        """
-        ranks.each(lambda: self._lock(directory) if ranks.rank == 0 else None)
+        self._locks: dict[Path, FileLock] = {}
 
     def claim(self, directory: Path, ranks: Ranks) -> str:
         """The name of the run that saves to `directory`, which is locked. Collective. `CheckpointError` on all ranks if
-        it has checkpoints of another run.
+        another job holds the lock, or if it has checkpoints of another run.
         """
         path = directory.absolute()
-        if path not in self._claimed:
-            self.lock(directory, ranks)
-            ranks.each(lambda: _check_runs(directory, self.run) if ranks.rank == 0 else None)
-            self._claimed[path] = self.run
-        return self._claimed[path]
+        if path not in self._runs:
+            with self.hold(directory, ranks):
+                ranks.alone(lambda: _check_runs(directory, self.run))
+            self._runs[path] = self.run
+        return self._runs[path]
+
+    @contextmanager
+    def hold(self, directory: Path, ranks: Ranks) -> Iterator[None]:
+        """A block in which no other job and no other thread changes `directory`, which is made where it is missing.
+        Collective. `CheckpointError` on all ranks if another job holds its lock. An error in the block gives back a
+        lock that was taken for it.
+        """
+        with ExitStack() as stack:
+            ranks.alone(lambda: stack.enter_context(self._held(directory)))
+            yield
+
+    def take_over(self, other: "DirectoryClaims") -> None:
+        """Claims what `other` does, in its place."""
+        self.run, self._runs, self._locks = other.run, other._runs, other._locks
 
     def close(self) -> None:
-        """Gives the locks back."""
-        self._claimed.clear()
-        self._locks.clear()
+        """Gives the locks back, unless another pipeline of this process has them, too."""
+        self._runs, self._locks = {}, {}
 
-    def _lock(self, directory: Path) -> None:
+    @contextmanager
+    def _held(self, directory: Path) -> Iterator[None]:
         check_target(directory)
         make_directory(directory)
-        own = os.getpid(), directory.resolve()
-        lock = _LOCKS.get(own)
-        if lock is None:
-            _LOCKS[own] = lock = _Lock(own[1], self.run)
-        self._locks.append(lock)
+        place, new = directory.resolve(), False
+        known = place in self._locks
+        self._locks[place] = _LOCKS.setdefault(place, FileLock(place / LOCK, f" with the run {self.run}"))
+        with self._locks[place].writing:
+            try:
+                new = self._locks[place].take()
+                if new and (run := self._runs.get(directory.absolute())):
+                    logging.getLogger("penstock").warning(
+                        "%s was removed or moved since the last save: expected the directory that this job has "
+                        "locked, found another one, which is locked from now on",
+                        directory,
+                    )
+                    _check_runs(directory, run)
+                yield
+            except BaseException:
+                # An error that someone keeps must not keep the lock, so nothing else refers to it here.
+                if new:
+                    self._locks[place].close()
+                if not known:
+                    del self._locks[place]
+                raise
 
 
 def _check_runs(directory: Path, run: str) -> None:
@@ -97,34 +106,3 @@ def _run_of(path: Path) -> str | None:
     with suppress(CheckpointError, LookupError, TypeError, AttributeError, OSError):
         return read_manifest(path).run
     return None
-
-
-def _acquire(path: Path, holder: str) -> int:
-    """A descriptor of the locked file `path`, which describes the `holder` in words."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    while True:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                other = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-                os.close(descriptor)
-                raise CheckpointError(
-                    f"{path.parent}: expected no other job that saves to this directory, found {other}, which holds "
-                    f"{path.name}. End that job, or give this one another directory"
-                ) from None
-            time.sleep(_POLL_SECONDS)
-            continue
-        except OSError as error:
-            logging.getLogger("penstock").warning(
-                "%s: this file system has no locks (%s), so another job that saves there is not noticed",
-                path.parent,
-                error.strerror,
-            )
-        break
-    # A full disk keeps no job from the lock.
-    with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.encode(), 0)
-    return descriptor

@@ -17,14 +17,16 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, SupportsFloat
+from typing import Protocol, SupportsFloat
 
 from penstock.errors import CheckpointError, PenstockError
+from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
-from penstock.runtime.checkpoints.common_errors import Ranks
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
 from penstock.runtime.devices.process_hooks import hooks_allowed
@@ -40,6 +42,7 @@ is one, and plans with those that are left.
 _REPORT_SECONDS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("penstock")
+_NUMBERS = count()
 
 
 class Resumable(Protocol):
@@ -61,8 +64,9 @@ class Resumption:
     batches since the checkpoint do not come again: loaders keep their positions. The training then has the numbers of
     one that has never seen these batches.
 
-    When all ranks are asked to stop it saves and leaves. It watches for signals if it has a directory and process hooks
-    are allowed, except for signals for which the process has a handler of its own.
+    When all ranks are asked to stop it saves and leaves. So do the other trainings of the process with a directory: the
+    first one that ends a step saves all. They watch for signals if process hooks are allowed, except for signals for
+    which the process has a handler of its own.
     """
 
     def __init__(
@@ -77,9 +81,9 @@ class Resumption:
         """How often the training went back."""
         self._returns = -1, 0
         """The step that it went back to last, and how often without another one in between."""
-        self._directory, self._go_back = directory, go_back
-        self._rank, self._watch, self._timeout_seconds = world.rank, world.watch, timeout_seconds
-        self._replaced: dict[signal.Signals, Any] = {}
+        # The script may change to another directory before a signal comes.
+        self._directory, self._go_back = None if directory is None else Path(directory).absolute(), go_back
+        self._world, self._timeout_seconds = world, timeout_seconds
         self._agreement: StopAgreement | None = None
         self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
         self._next_report = time.monotonic()
@@ -91,15 +95,24 @@ class Resumption:
             return
         # Also where no handler is set: another process may have one.
         self._agreement = StopAgreement(world.watch, world.rank, world.processes, training.steps)
+        self._number = next(_NUMBERS)
+        _WATCHING.add(self)
         # Python sets handlers in the main thread only.
         if hooks_allowed() and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
-                    self._replaced[number] = signal.signal(number, self._note)
+                    signal.signal(number, _note)
             # Handlers are given back first, so that a signal can end other exit functions, such as a wait for a child.
-            atexit.register(self._give_back)
-            give_back = weakref.WeakMethod(self._give_back)
-            os.register_at_fork(after_in_child=lambda: (own := give_back()) and own())
+            atexit.unregister(_give_back)
+            atexit.register(_give_back)
+
+    def ask(self, number: int) -> bool:
+        """Asks for a stop because of the signal `number`. False if no step will end any more."""
+        assert self._agreement is not None, "it watches with an agreement only"
+        if self._world.watch is not None and self._world.watch.failure is not None:
+            return False
+        self._agreement.ask(number)
+        return True
 
     def after_step(self, loss: SupportsFloat, check: Callable[[], None]) -> None:
         """Called after every step with its `loss`, which is waited for if the training may go back. Raises
@@ -121,10 +134,22 @@ class Resumption:
         reason = self._agreement.begin(step, check, self._timeout_seconds)
         if reason:
             where, code = self._training.save(self._directory), 128 + reason
-            if self._rank == 0:
+            self._save_others()
+            if self._world.rank == 0:
                 name = signal.Signals(reason).name
                 _LOG.warning("%s: all ranks have saved step %d (%s), and leave with %d", name, step, where, code)
             raise SystemExit(code)
+
+    def _save_others(self) -> None:
+        """Saves the other trainings that all ranks have, of each directory the one that was built last. Collective."""
+        watching = (each for each in list(_WATCHING) if isinstance(each, Resumption))
+        newest = {str(each._directory): each for each in sorted(watching, key=lambda each: each._number)}
+        common = set.intersection(*map(set, self._world.gather(list(newest)))) - {str(self._directory)}
+        for directory in sorted(common):
+            try:
+                newest[directory]._training.save(directory)
+            except PenstockError as error:
+                _LOG.warning("%s: another training of this process could not be saved: %s", directory, error)
 
     def _return(self, loss: float, go_back: Callable[[str | Path], object]) -> None:
         failed, (step, returns), directory = self._training.steps, self._returns, self._directory
@@ -146,7 +171,7 @@ class Resumption:
         now = self._training.steps
         self._returns = now, (returns + 1 if now == step else 1)
         self.rollbacks += 1
-        if self._rank == 0:
+        if self._world.rank == 0:
             _LOG.warning(
                 "%s: went back from step %d to step %d in %s; the batches since then are skipped",
                 where,
@@ -156,27 +181,60 @@ class Resumption:
             )
 
     def close(self) -> None:
-        """Gives the signals back, except those that others have taken."""
-        self._give_back()
-        atexit.unregister(self._give_back)
+        """Watches no more. What it was asked goes to others that watch; the last one gives the signals back."""
+        _WATCHING.discard(self)
         if self._agreement is not None:
             self._agreement.close()
+            for each in list(_WATCHING) if self._agreement.asked else ():
+                each.ask(self._agreement.asked)
+        if not _WATCHING:
+            _give_back()
 
-    def _give_back(self) -> None:
-        for number, before in self._replaced.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, before)
-        self._replaced.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # torchrun passes on a signal that a scheduler may have sent to this process as well: a second one changes
-        # nothing.
-        assert self._agreement is not None, "there is a handler with an agreement only"
-        if self._watch is not None and self._watch.failure is not None:
-            # No step will end any more. torchrun sends the signal, too, to the ranks beside one that failed.
-            self._give_back()
-            os.kill(os.getpid(), number)
-        self._agreement.ask(number)
+class _Held:
+    """Keeps a signal for a training that is being built."""
+
+    number = 0
+
+    def ask(self, number: int) -> bool:
+        self.number = self.number or number
+        return True
+
+
+_WATCHING: "weakref.WeakSet[Resumption | _Held]" = weakref.WeakSet()
+"""What a signal to this process asks to stop."""
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """A block in which a training takes the place of another one, and gets the signals that came meanwhile."""
+    held = _Held()
+    _WATCHING.add(held)
+    try:
+        yield
+    finally:
+        _WATCHING.discard(held)
+        if held.number:
+            signal.raise_signal(held.number)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    # torchrun passes on a signal that a scheduler may have sent to this process as well: a second one changes nothing.
+    # It sends the signal, too, to the ranks beside one that failed.
+    asked = [each.ask(number) for each in list(_WATCHING)]
+    if not asked or not all(asked):
+        _give_back()
+        os.kill(os.getpid(), number)
+
+
+def _give_back() -> None:
+    """Gives the signals back, except those that others have taken."""
+    for number in _SIGNALS if threading.current_thread() is threading.main_thread() else ():
+        if signal.getsignal(number) is _note:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_give_back)
 
 
 def resume_training(
@@ -207,11 +265,11 @@ def resume_training(
     if claims is not None:
         found = any(ranks.together(look))
         run = checked_path(directory)
-        claims.lock(run, ranks)
-        if found:
-            ranks.alone(lambda: _tidy(run))
-            training.load(directory)
-        claims.claim(run, ranks)
+        with claims.hold(run, ranks):
+            if found:
+                ranks.alone(lambda: _tidy(run))
+                training.load(directory)
+            claims.claim(run, ranks)
     return Resumption(training, directory, world, timeout_seconds, go_back)
 
 

@@ -107,14 +107,17 @@ class Snapshots:
             present.then(present)
         present.stalled_seconds += time.perf_counter() - began
 
-    def settle(self) -> None:
-        """Waits for the copies of a snapshot that has reached all stages. Afterwards any tensor may be changed."""
+    def settle(self) -> bool:
+        """Waits for the copies of a snapshot that has reached all stages. Afterwards any tensor may be changed. False
+        if a snapshot has not reached them.
+        """
         present = self._present
         if present is not None and len(present.parts) == len(present.targets):
             began = time.perf_counter()
             present.wait()
             present.stalled_seconds += time.perf_counter() - began
             self._present = None
+        return self._present is None
 
     def abandon(self) -> None:
         """Forgets a snapshot that cannot be completed."""

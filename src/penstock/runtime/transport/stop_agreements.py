@@ -30,7 +30,8 @@ class StopAgreement:
 
     def __init__(self, watch: StoreWatch | None, rank: int, ranks: int, steps: int) -> None:
         self._watch, self._rank, self._ranks = watch, rank, ranks
-        self._asked = 0
+        self.asked = 0
+        """The reason of this rank to stop, if it has one."""
         self._changed = threading.Condition()
         self._begun = steps
         """How many steps the main thread may have begun; it begins the first one without a question."""
@@ -44,7 +45,7 @@ class StopAgreement:
 
     def ask(self, reason: int) -> None:
         """Asks all ranks to stop for `reason`, a number above 0. It takes no lock: a signal handler may call it."""
-        self._asked = self._asked or reason
+        self.asked = self.asked or reason
 
     def begin(self, step: int, check: Callable[[], None], timeout_seconds: float) -> int:
         """Returns the reason if all ranks stop before `step`, or 0: then the step may begin.
@@ -52,8 +53,8 @@ class StopAgreement:
         It waits for the other ranks only when one of them was asked to stop. `check` raises if one has failed;
         `TransportError` after `timeout_seconds`.
         """
-        if self._watch is None and self._asked:
-            self._stop, self._reason = step, self._asked
+        if self._watch is None and self.asked:
+            self._stop, self._reason = step, self.asked
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while self._limit is not None and self._stop is None and step >= self._limit:
@@ -81,8 +82,8 @@ class StopAgreement:
         if self._stop is not None:
             return
         if self._limit is None:
-            if self._asked:
-                store.compare_set(_REASON, "", str(self._asked))
+            if self.asked:
+                store.compare_set(_REASON, "", str(self.asked))
             if not store.check([_REASON]):
                 return
         self._answer(store)

@@ -3,14 +3,19 @@
 Unlike an error in a step, it leaves the pipeline as it was: no process is inside a step, and all of them know.
 """
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.errors import CheckpointError, TransportError
-from penstock.runtime.checkpoints.manifests import Damaged
 
 T = TypeVar("T")
+
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free space or give"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Correct the permissions or give"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +39,20 @@ class Ranks:
         """The result of `work` on this process. Raises as `together` does. Collective."""
         result: list[T] = []
         error: Exception | None = None
-        outcome: tuple[str, bool] = "", False
+        outcome = "", ""
         try:
             result.append(work())
         except TransportError:
             raise
         except Exception as caught:
-            error = caught
-            outcome = str(explained(caught)), isinstance(caught, Damaged)
+            error, told = caught, explained(caught)
+            outcome = str(told), type(told).__name__
         gathered = self.gather(outcome)
-        for rank, (text, damaged) in enumerate(gathered):
+        kinds = {kind.__name__: kind for kind in CheckpointError.__subclasses__()}
+        for rank, (text, kind) in enumerate(gathered):
             if text:
                 where = f"rank {rank}: " if len(gathered) > 1 else ""
-                raise (Damaged if damaged else CheckpointError)(where + text) from error
+                raise kinds.get(kind, CheckpointError)(where + text) from error
         return result[0]
 
     def alone(self, work: Callable[[], T]) -> T | None:
@@ -61,7 +67,7 @@ def explained(error: Exception, path: object = None) -> CheckpointError:
     if isinstance(error, OSError):
         return CheckpointError(
             f"{error.filename or path or 'the checkpoint'}: expected to write or read it, found: "
-            f"{error.strerror or error}. Free space, correct the permissions or give another directory; older "
+            f"{error.strerror or error}. {_ADVICE.get(error.errno or 0, 'Give')} another directory; older "
             "checkpoints are whole, and the pipeline can go on"
         )
     return CheckpointError(
