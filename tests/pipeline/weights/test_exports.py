@@ -1,7 +1,9 @@
 """What `save_weights` writes, transformers loads, and it computes the same bits; and the way back."""
 
 import json
+import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError, PenstockError
+from penstock.runtime.assembly.file_locks import FileLock
 from support import models
 from support.jobs.weight_jobs import (
     TOKENS,
@@ -271,10 +274,86 @@ def test_an_index_that_cannot_be_read_is_refused_before_weights_are_written(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors.index.json"]
 
 
-def test_the_place_of_unfinished_files_may_be_another_programs(tmp_path: Path) -> None:
-    (tmp_path / ".weights.partial").mkdir()
-    (tmp_path / ".weights.partial" / "mine").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"\.weights\.partial: expected nothing, found files of another program"):
-        small_pipeline().save_weights(tmp_path)
+@pytest.mark.parametrize(
+    "place",
+    [
+        ".weights.partial/mine",
+        ".weights.new/mine",
+        ".weights.replaced.json",
+        "model.safetensors/mine",
+        "model.safetensors.index.json/mine",
+        "model-00001-of-00002.safetensors/mine",
+        ".weights.lock/mine",
+    ],
+)
+def test_what_the_user_has_in_the_place_of_weights_stays(tmp_path: Path, place: str) -> None:
+    """It is refused before the weights of before are removed."""
+    mine = tmp_path / place
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    (tmp_path / "config.json").write_text("of before")
+    name = place.partition("/")[0]
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: expected .*(Move it away|Remove it)"):
+        small_pipeline().save_weights(tmp_path, max_shard_size=40)
 
-    assert (tmp_path / ".weights.partial" / "mine").read_text() == "mine"
+    assert mine.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "config.json"])
+
+
+def test_links_in_the_place_of_weights_are_replaced_and_what_they_name_stays(tmp_path: Path) -> None:
+    """As the cache of a hub has them."""
+    kept, target = tmp_path / "kept", tmp_path / "target"
+    kept.write_text("of the cache")
+    target.mkdir()
+    (target / "model.safetensors").symlink_to(kept)
+    small_pipeline().save_weights(target)
+
+    assert kept.read_text() == "of the cache"
+    assert load_file(target / "model.safetensors").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert not (target / "model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["one file", "shards"])
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("full", "File too large. Free space or give"),
+        ("file/run", "Not a directory. Give"),
+        ("/proc/run", "No such file or directory. Give"),
+        ("x" * 300, "File name too long. Give"),
+    ],
+)
+def test_what_cannot_be_written_is_the_error_of_save(
+    tmp_path: Path, place: str, found: str, options: dict[str, int]
+) -> None:
+    (tmp_path / "file").touch()
+    pipe, before = small_pipeline(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if place == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as error:
+            pipe.save_weights(tmp_path / place, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert re.fullmatch(
+        rf"/.*: expected to write or read it, found: {re.escape(found)} another directory;.*", str(error.value)
+    )
+    if place == "full":
+        assert list((tmp_path / place).iterdir()) == []
+        # The training goes on, and the next export is whole.
+        pipe.save_weights(tmp_path / place, **options)
+        assert (tmp_path / place / ("model.safetensors.index.json" if options else "model.safetensors")).is_file()
+
+
+def test_one_process_at_a_time_writes_weights_to_a_directory(tmp_path: Path) -> None:
+    pipe, lock = small_pipeline(), FileLock(tmp_path / ".weights.lock")
+    lock.take()
+    (tmp_path / ".weights.partial").mkdir()
+    with pytest.raises(CheckpointError, match=rf"found process {os.getpid()} on host .*End that job"):
+        pipe.save_weights(tmp_path)
+    assert (tmp_path / ".weights.partial").is_dir()
+    lock.close()
+    # As an export leaves them that was killed.
+    pipe.save_weights(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

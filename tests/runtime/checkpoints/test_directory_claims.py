@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.file_locks import FileLock
 from penstock.runtime.checkpoints.manifests import read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -272,3 +275,154 @@ def test_a_file_system_without_locks_is_named(
         pipe.save(tmp_path / "run", 2)
 
     assert caplog.text.count("this file system has no locks (No locks available)") == 1
+
+
+READS: dict[str, Callable[[Path], object]] = {
+    "a read": lambda run: (run / ".penstock-lock").read_bytes(),
+    "a copy": lambda run: shutil.copytree(run, run.with_name("backup")),
+    "a digest": lambda run: hashlib.file_digest((run / ".penstock-lock").open("rb", buffering=0), "sha256"),
+    "a child that reads": lambda run: subprocess.run(["cat", str(run / ".penstock-lock")], check=True, stdout=-3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("read", READS)
+def test_a_job_that_reads_its_lock_file_keeps_the_lock(tmp_path: Path, read: str) -> None:
+    run = tmp_path / "run"
+    with trained(1) as pipe:
+        pipe.save(run)
+        READS[read](run)
+        with job(lambda: _refused(run)):
+            pass
+        pipe.save(run, 2, keep=1)
+
+
+@pytest.mark.parametrize("change", ["removed", "moved", "lock removed", "parent moved"])
+def test_a_save_locks_the_directory_that_is_there_now(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The steps are kept, and what is in the way of nobody else stays."""
+    run = tmp_path / "parent" / "run"
+    with trained(1, resume=run) as pipe:
+        pipe.save(run)
+        match change:
+            case "removed":
+                shutil.rmtree(run)
+            case "moved":
+                run.rename(tmp_path / "old")
+            case "lock removed":
+                (run / ".penstock-lock").unlink()
+            case "parent moved":
+                run.parent.rename(tmp_path / "old")
+        assert pipe.save(run, 2) == run / "step-000002"
+        assert f"{run} was removed or moved since the last save" in caplog.text
+        with job(lambda: _refused(run)):
+            pass
+        pipe.save(run, 3, wait=False).wait()
+        assert caplog.text.count("was removed or moved") == 1
+    if change in ("moved", "parent moved"):
+        (moved,) = (tmp_path / "old").rglob("step-000001")
+        assert run_of(moved) == run_of(run / "step-000002")
+
+
+def test_a_save_that_comes_after_another_job_took_the_place_is_refused(tmp_path: Path) -> None:
+    """Also one that only its thread finds out."""
+    run = tmp_path / "run"
+    with trained(1) as pipe:
+        pipe.save(run)
+        run.rename(tmp_path / "old")
+
+        def save() -> penstock.Pipeline:
+            other = trained(2)
+            other.save(run)
+            return other
+
+        with job(save) as other:
+            before = files(run)
+            with pytest.raises(CheckpointError, match=rf"found process {other} on host"):
+                pipe.save(run, keep=1)
+            with pytest.raises(CheckpointError, match=rf"found process {other} on host"):
+                pipe.save(run, keep=1, wait=False).wait()
+        with pytest.raises(CheckpointError, match="step-000002 of another run"):
+            pipe.save(run, keep=1)
+        assert files(run) == before
+        # It has not kept the lock.
+        with job(lambda: make(resume=run)):
+            pass
+
+
+def test_a_pipeline_whose_save_was_refused_keeps_no_lock(tmp_path: Path) -> None:
+    run, second = tmp_path / "run", trained(1)
+    with trained(2) as first:
+        first.save(run)
+        with pytest.raises(CheckpointError, match="of another run") as shared:
+            second.save(run)
+    with pytest.raises(CheckpointError, match="of another run") as alone:
+        second.save(run, wait=False)
+    (run / "step-000002" / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="manifest") as resuming:
+        make(resume=run)
+    # Errors that are kept, with all their frames, keep no lock.
+    assert shared.tb is not None and alone.tb is not None and resuming.tb is not None
+    with job(lambda: FileLock(run / ".penstock-lock").take()):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe"])
+def test_a_lock_file_that_is_none_is_named(tmp_path: Path, kind: str) -> None:
+    run, lock = tmp_path / "run", tmp_path / "run" / ".penstock-lock"
+    run.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    match kind:
+        case "link":
+            lock.symlink_to(tmp_path / "mine")
+        case "dangling link":
+            lock.symlink_to(tmp_path / "never")
+        case "directory":
+            lock.mkdir()
+        case "pipe":
+            os.mkfifo(lock)
+    pipe = trained(1)
+    for attempt in (lambda: pipe.save(run), lambda: pipe.save(run, wait=False), lambda: make(resume=run)):
+        with pytest.raises(
+            CheckpointError, match=r"\.penstock-lock: expected a file of Penstock's or nothing.*Remove it"
+        ):
+            attempt()
+
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_child_does_not_save_where_its_parent_does(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with trained(1) as pipe:
+        pipe.save(run)
+        before = files(run)
+
+        def save() -> None:
+            with pytest.raises(CheckpointError, match=rf"found process {os.getppid()} on host"):
+                pipe.save(run, 2, keep=1)
+
+        with job(save):
+            pass
+        assert files(run) == before
+        pipe.save(run, 2)
+
+
+def test_relative_directories_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the moment in which a thread writes, or a signal comes."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with trained(1, resume="run") as pipe:
+        pipe._engine.snapshots.copier.submit(time.sleep, 0.2)
+        save = pipe.save("beside", wait=False)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert save.wait() == tmp_path / "beside" / "step-000001"
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            pipe.step(torch.ones(2, 4).double(), torch.ones(2, 4).double())
+    signal.signal(signal.SIGTERM, before)
+
+    assert (tmp_path / "run" / "step-000002").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, SupportsFloat
@@ -42,7 +41,6 @@ is one, and plans with those that are left.
 _REPORT_SECONDS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("penstock")
-_NUMBERS = count()
 
 
 class Resumable(Protocol):
@@ -81,8 +79,8 @@ class Resumption:
         """How often the training went back."""
         self._returns = -1, 0
         """The step that it went back to last, and how often without another one in between."""
-        # The script may change to another directory before a signal comes.
-        self._directory, self._go_back = None if directory is None else Path(directory).absolute(), go_back
+        self._directory: Path | None = None
+        self._go_back = go_back
         self._world, self._timeout_seconds = world, timeout_seconds
         self._agreement: StopAgreement | None = None
         self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
@@ -93,10 +91,12 @@ class Resumption:
         self._training = training
         if directory is None:
             return
+        # The script may change to another directory before a signal comes.
+        self._directory = Path(directory).absolute()
         # Also where no handler is set: another process may have one.
         self._agreement = StopAgreement(world.watch, world.rank, world.processes, training.steps)
-        self._number = next(_NUMBERS)
-        _WATCHING.add(self)
+        _WATCHING.add(self._agreement)
+        _TRAININGS[self._directory] = self
         # Python sets handlers in the main thread only.
         if hooks_allowed() and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
@@ -105,14 +105,6 @@ class Resumption:
             # Handlers are given back first, so that a signal can end other exit functions, such as a wait for a child.
             atexit.unregister(_give_back)
             atexit.register(_give_back)
-
-    def ask(self, number: int) -> bool:
-        """Asks for a stop because of the signal `number`. False if no step will end any more."""
-        assert self._agreement is not None, "it watches with an agreement only"
-        if self._world.watch is not None and self._world.watch.failure is not None:
-            return False
-        self._agreement.ask(number)
-        return True
 
     def after_step(self, loss: SupportsFloat, check: Callable[[], None]) -> None:
         """Called after every step with its `loss`, which is waited for if the training may go back. Raises
@@ -141,13 +133,11 @@ class Resumption:
             raise SystemExit(code)
 
     def _save_others(self) -> None:
-        """Saves the other trainings that all ranks have, of each directory the one that was built last. Collective."""
-        watching = (each for each in list(_WATCHING) if isinstance(each, Resumption))
-        newest = {str(each._directory): each for each in sorted(watching, key=lambda each: each._number)}
-        common = set.intersection(*map(set, self._world.gather(list(newest)))) - {str(self._directory)}
-        for directory in sorted(common):
+        """Saves the other trainings that all ranks have. Collective."""
+        others = {str(directory): each for directory, each in list(_TRAININGS.items()) if directory != self._directory}
+        for directory in sorted(set.intersection(*map(set, self._world.gather(list(others))))):
             try:
-                newest[directory]._training.save(directory)
+                others[directory]._training.save(directory)
             except PenstockError as error:
                 _LOG.warning("%s: another training of this process could not be saved: %s", directory, error)
 
@@ -182,40 +172,34 @@ class Resumption:
 
     def close(self) -> None:
         """Watches no more. What it was asked goes to others that watch; the last one gives the signals back."""
-        _WATCHING.discard(self)
-        if self._agreement is not None:
+        if self._agreement is not None and self._directory is not None:
             self._agreement.close()
+            _WATCHING.discard(self._agreement)
+            if _TRAININGS.get(self._directory) is self:
+                del _TRAININGS[self._directory]
             for each in list(_WATCHING) if self._agreement.asked else ():
                 each.ask(self._agreement.asked)
         if not _WATCHING:
             _give_back()
 
 
-class _Held:
-    """Keeps a signal for a training that is being built."""
-
-    number = 0
-
-    def ask(self, number: int) -> bool:
-        self.number = self.number or number
-        return True
-
-
-_WATCHING: "weakref.WeakSet[Resumption | _Held]" = weakref.WeakSet()
-"""What a signal to this process asks to stop."""
+_WATCHING: "weakref.WeakSet[StopAgreement]" = weakref.WeakSet()
+"""What a signal to this process asks."""
+_TRAININGS: "weakref.WeakValueDictionary[Path, Resumption]" = weakref.WeakValueDictionary()
+"""By directory, the one that was built last."""
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
     """A block in which a training takes the place of another one, and gets the signals that came meanwhile."""
-    held = _Held()
+    held = StopAgreement(None, rank=0, ranks=1, steps=0)
     _WATCHING.add(held)
     try:
         yield
     finally:
         _WATCHING.discard(held)
-        if held.number:
-            signal.raise_signal(held.number)
+        if held.asked:
+            signal.raise_signal(held.asked)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

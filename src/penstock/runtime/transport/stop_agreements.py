@@ -43,9 +43,12 @@ class StopAgreement:
         if watch is not None:
             watch.looks.append(self._look)
 
-    def ask(self, reason: int) -> None:
-        """Asks all ranks to stop for `reason`, a number above 0. It takes no lock: a signal handler may call it."""
+    def ask(self, reason: int) -> bool:
+        """Asks all ranks to stop for `reason`, a number above 0. False if no step will end any more. It takes no lock:
+        a signal handler may call it.
+        """
         self.asked = self.asked or reason
+        return self._watch is None or self._watch.failure is None
 
     def begin(self, step: int, check: Callable[[], None], timeout_seconds: float) -> int:
         """Returns the reason if all ranks stop before `step`, or 0: then the step may begin.

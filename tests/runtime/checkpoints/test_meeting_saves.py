@@ -1,0 +1,161 @@
+"""Saves that meet other operations on the same directories, in one process and in several, with kills between.
+
+Every pair of operations is enumerated, and longer sequences are drawn. What holds for all: a checkpoint that a save has
+returned is there, every checkpoint has the numbers of its step, and a process leaves with the code that is documented.
+"""
+
+import json
+import random
+import re
+import signal
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.capturing.weight_files import read_index
+from penstock.testing import faults
+from support.fork_server import ForkServer, finish
+from support.jobs import save_jobs
+from support.jobs.save_jobs import OPERATIONS, SLOW, checked_steps, run, same, states
+from support.processes import Pool
+
+SIGNALS = {"term": 143, "usr1": 138}
+PAIRS = [name for name in OPERATIONS if name not in ("step", "begin_alone", "read")]
+LEADING = [name for name in PAIRS if name not in SIGNALS]
+MOST_STEPS = 60
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@cache
+def expected() -> list[dict[str, Tensor]]:
+    return states(MOST_STEPS)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Handlers are Python's own, as in a process that torchrun has started."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def check_folder(folder: Path) -> dict[str, list[int]]:
+    """By directory, the steps of its checkpoints, after all that is written there was found to be whole."""
+    found = {}
+    for directory in (path for path in folder.iterdir() if path.is_dir()):
+        found[directory.name] = checked_steps(directory, expected())
+        index = directory / "weights" / "model.safetensors.index.json"
+        if index.exists():
+            homes = read_index(index)
+            stored = {name: load_file(index.parent / home)[name] for name, home in homes.items()}
+            assert any(same(stored, state) for state in expected()), f"{index.parent} is a mixture"
+    return found
+
+
+def check_left(folder: Path) -> None:
+    """That nothing lies about after the last process has ended well."""
+    for directory in (path for path in folder.iterdir() if path.is_dir()):
+        names = {re.sub(r"\d+", "", path.name) for path in directory.iterdir()}
+        assert names <= {"step-", ".penstock-lock", "weights"}, names
+        assert not list(directory.glob("weights/.weights.*"))
+
+
+def operations_of(first: str, second: str, place: str) -> list[str]:
+    """Both, under way at the same time where that can be, with a save before that `load` finds."""
+    return ["step:", "save:run", "step:", f"{first}:run", "step:", f"{second}:{place}", "step:"]
+
+
+def check_pair(
+    folder: Path, first: str, second: str, place: str, outcome: tuple[int, list[str], dict[str, int]]
+) -> None:
+    code, refused, steps = outcome
+    assert code == SIGNALS.get(second, 0)
+    # There is nothing to load, and a training that begins anew there may not save to the directory of the first one.
+    assert [text.partition(" ")[0] for text in refused] == (
+        ["load:other:"] if (second, place) == ("load", "other") else []
+    )
+    found = check_folder(folder)
+    assert found["run"][:2] == [1, 2] if first in ("save", "begin") else 1 in found["run"]
+    assert found[place] if second in ("save", "begin") else True
+    if code:
+        assert {name: max(found[name]) for name in steps} == steps
+    check_left(folder)
+
+
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize("place", ["run", "other"])
+@pytest.mark.parametrize("second", PAIRS)
+@pytest.mark.parametrize("first", LEADING)
+def test_every_pair_in_one_process(tmp_path: Path, first: str, second: str, place: str) -> None:
+    with faults.inject(faults.parse_faults(SLOW)):
+        outcome = run(tmp_path, operations_of(first, second, place))
+
+    check_pair(tmp_path, first, second, place, outcome)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("place", ["run", "other"])
+@pytest.mark.parametrize("second", [name for name in PAIRS if name != "usr1"])
+@pytest.mark.parametrize("first", LEADING)
+def test_every_pair_in_two_processes(pool: Pool, tmp_path: Path, first: str, second: str, place: str) -> None:
+    outcomes = pool.run(2, run, tmp_path, operations_of(first, second, place))
+
+    assert outcomes[0] == outcomes[1]
+    check_pair(tmp_path, first, second, place, outcomes[0])
+
+
+def draw(number: int) -> tuple[int, str, list[list[str]]]:
+    """How many ranks, the faults, and the operations of two jobs, the second of which goes on from the first."""
+    chosen = random.Random(number)
+    ranks = chosen.choice([1, 2])
+    names = [name for name in OPERATIONS if name not in SIGNALS]
+
+    def operations(length: int) -> list[str]:
+        found = ["step:"]
+        for _ in range(length):
+            found += [f"{chosen.choice(names)}:{chosen.choice(['run', 'run', 'other'])}"]
+            found += ["step:"] * chosen.choice([0, 0, 1])
+        return found
+
+    jobs = [["step:", "save:run", *operations(chosen.randint(3, 6))] for _ in range(2)]
+    for job in jobs:
+        if chosen.random() < 0.4:
+            job.append(f"{chosen.choice(list(SIGNALS))}:")
+    path = chosen.choice([".penstock-saving", ".penstock-", "step-", "weights", "model-00001"])
+    kill = f"kill rank={chosen.randrange(ranks)} path={path} change={chosen.randrange(24)}"
+    return ranks, f"{SLOW}; {kill}" if chosen.random() < 0.7 else SLOW, jobs
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(200))
+def test_drawn_sequences_with_kills(tmp_path: Path, fork_server: ForkServer, number: int) -> None:
+    ranks, fault, jobs = draw(number)
+    saved: list[str] = []
+    for job, given in zip([*jobs, ["step:", "save:run"]], (fault, fault, ""), strict=True):
+        processes = fork_server.start_ranks([save_jobs.__file__, given, str(tmp_path), *job], ranks)
+        ended = finish(processes, 120)
+        codes = [code for code, _ in ended]
+        lines = [json.loads(line) for line in processes[0].communicate()[0].splitlines() if line.startswith("{")]
+        report = f"{codes}\n{job}\n{lines}\n" + "\n".join(error for _, error in ended)
+        saved += [line["saved"] for line in lines if "saved" in line]
+        found = check_folder(tmp_path)
+        wanted = SIGNALS.get(job[-1].partition(":")[0], 0)
+        if -signal.SIGKILL in codes:
+            assert {-signal.SIGKILL, 0, 1, wanted}.issuperset(codes), report
+        else:
+            assert set(codes) == {wanted}, report
+            if wanted:
+                (left,) = (line["left"] for line in lines if "left" in line)
+                assert all(steps in found[name] for name, steps in left.items()), report
+            check_left(tmp_path)
+        alone = any(operation.startswith("begin_alone") for job in jobs for operation in job)
+        for name in {name.partition("/")[0] for name in saved}:
+            have = {f"{name}/step-{step:06d}" for step in found.get(name, ())}
+            assert have, report
+            assert alone or have.issuperset(each for each in saved if each.startswith(f"{name}/")), report
