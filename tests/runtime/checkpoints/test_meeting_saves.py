@@ -4,23 +4,30 @@ Every pair of operations is enumerated, and longer sequences are drawn. What hol
 returned is there, every checkpoint has the numbers of its step, and a process leaves with the code that is documented.
 """
 
+import fcntl
 import json
+import os
 import random
 import re
 import signal
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import penstock
 from penstock.capturing.weight_files import read_index
 from penstock.testing import faults
 from support.fork_server import ForkServer, finish
 from support.jobs import save_jobs
-from support.jobs.save_jobs import OPERATIONS, SLOW, checked_steps, run, same, states
+from support.jobs.save_jobs import OPERATIONS, SLOW, checked_steps, make, run, same, states, step
 from support.processes import Pool
 
 SIGNALS = {"term": 143, "usr1": 138}
@@ -159,3 +166,149 @@ def test_drawn_sequences_with_kills(tmp_path: Path, fork_server: ForkServer, num
             have = {f"{name}/step-{step:06d}" for step in found.get(name, ())}
             assert have, report
             assert alone or have.issuperset(each for each in saved if each.startswith(f"{name}/")), report
+
+
+X = torch.ones(4, save_jobs.WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("reader", ["load", "latest_checkpoint"])
+def test_a_reader_finds_the_newest_beside_a_job_that_keeps_one(tmp_path: Path, reader: str) -> None:
+    """The one that the reader has seen is removed when it is opened."""
+    writer, pipe = make(), make()
+    step(writer)
+    writer.save(tmp_path / "run")
+    waiting = [tmp_path / "run" / "step-000001" / "manifest.json"]
+
+    def replace(event: str, arguments: Any) -> None:
+        if event == "open" and waiting and arguments[0] == str(waiting[0]):
+            waiting.clear()
+            step(writer)
+            writer.save(tmp_path / "run", keep=1)
+
+    sys.addaudithook(replace)
+    if reader == "load":
+        pipe.load(tmp_path / "run")
+        assert pipe.steps == 2
+    else:
+        assert penstock.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000002"
+    assert not waiting
+
+
+def test_a_signal_saves_all_trainings_of_the_process(tmp_path: Path) -> None:
+    """Each in its own directory; of two in one directory the one that was built last, or ends the step."""
+    names = ("generator", "discriminator", "critic")
+    first, second, third = (make(tmp_path / name) for name in names)
+    for pipe, steps in ((first, 1), (second, 2), (third, 3)):
+        for _ in range(steps):
+            step(pipe)
+    third.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        step(first)
+
+    assert left.value.code == 143
+    assert check_folder(tmp_path) == {"generator": [2], "discriminator": [2], "critic": []}
+    # One that is dropped is closed.
+    del left, first, pipe
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_a_signal_reaches_the_trainings_that_are_left(tmp_path: Path, last: str) -> None:
+    first, second = make(tmp_path / "first"), make(tmp_path / "second")
+    (second if last == "first" else first).close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(SystemExit) as left:
+        step(first if last == "first" else second)
+
+    assert left.value.code == 138
+    assert check_folder(tmp_path)[last] == [1]
+    (first if last == "first" else second).close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("moment", ["before", "while it is built again"])
+def test_a_signal_around_a_replan_is_not_lost(tmp_path: Path, moment: str) -> None:
+    built: list[int] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        if built:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    pipe = make(tmp_path / "run", optimizer=optimizer)
+    for _ in range(8):
+        step(pipe)
+    cut = pipe.plan.stages
+    if moment == "before":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        built.append(1)
+    pipe.replan(apply=tmp_path / "cuts")
+    assert pipe.plan.stages != cut
+    with pytest.raises(SystemExit) as left:
+        step(pipe)
+    pipe.close()
+
+    assert left.value.code == 143
+    assert check_folder(tmp_path) == {"run": [9], "cuts": [8]}
+
+
+def test_a_pipeline_that_is_built_again_keeps_its_directories(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        for name in ("run", "cuts"):
+            with suppress(FileNotFoundError), (tmp_path / name / ".penstock-lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    refused.append(name)
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    pipe = make(tmp_path / "run", optimizer=optimizer)
+    for _ in range(8):
+        step(pipe)
+    refused.clear()
+    pipe.replan(apply=tmp_path / "cuts")
+    assert set(refused) == {"run", "cuts"}
+    pipe.close()
+
+
+@pytest.mark.parametrize("follower", ["load", "save", "wait", "close"])
+def test_a_save_that_a_failed_step_has_cut_off_is_given_up(tmp_path: Path, follower: str) -> None:
+    """Under a schedule without a flush some stages have not made the updates of the save when the step fails."""
+    failing: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if failing:
+            raise ValueError("the data set is gone")
+        return torch.nn.functional.mse_loss(output, target)
+
+    plan = penstock.Plan.uniform(4, 4, schedule="pipedream", microbatches=1)
+    pipe = make(plan=plan, loss_fn=loss_fn)
+    for _ in range(6):
+        pipe.step(X, X)
+    pipe.save(tmp_path / "run")
+    for _ in range(4):
+        pipe.step(X, X)
+    save = pipe.save(tmp_path / "run", wait=False)
+    failing.append(1)
+    with pytest.raises(ValueError, match="gone"):
+        pipe.step(X, X)
+    failing.clear()
+    if follower == "save":
+        with pytest.raises(penstock.PenstockError, match="failed before"):
+            pipe.save(tmp_path / "run")
+    elif follower == "load":
+        pipe.load(tmp_path / "run")
+        assert pipe.steps == 6
+        pipe.step(X, X)
+        assert pipe.save(tmp_path / "run", wait=False).wait().name == "step-000007"
+    elif follower == "close":
+        pipe.close()
+    with pytest.raises(penstock.CheckpointError, match="was given up"):
+        save.wait()
+    pipe.close()
+    assert "step-000006" in os.listdir(tmp_path / "run")

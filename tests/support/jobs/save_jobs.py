@@ -38,13 +38,15 @@ def make(resume: Path | None = None, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(
         build(),
         (torch.zeros(2, WIDTH, dtype=torch.float64),),
-        F.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-        plan=PLAN,
         resume=resume,
         check="off",
         timeout_seconds=60.0,
-        **options,
+        **{
+            "loss_fn": F.mse_loss,
+            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+            "plan": PLAN,
+            **options,
+        },
     )
 
 

@@ -40,15 +40,17 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     Its manifest and the sizes of its files are checked, and the numbers are not read. A newer one that is damaged is
     passed over, with a warning.
     """
-    run = checked_path(directory)
-    for _, path in steps_in(run):
+    run, tried = checked_path(directory), set[Path]()
+    # The job that saves there may remove one that was seen, when a newer one is there.
+    while left := [path for _, path in steps_in(run) if path not in tried]:
+        tried.add(left[0])
         try:
-            with _as_damage(path):
-                _checked_manifest(path)
+            with _as_damage(left[0]):
+                _checked_manifest(left[0])
         except Damaged as damage:
-            _warn(path, damage)
+            _warn(left[0], damage)
             continue
-        return path
+        return left[0]
     return None
 
 
@@ -78,7 +80,6 @@ def find_and_verify(
                 f"rank {rank} loads {place} and rank 0 {places[0]}: expected the same directory on all ranks. Make its "
                 "name from what all ranks know"
             )
-    single, names = ranks.together(lambda: _candidates(directory))[0]
 
     def attempt(path: Path) -> Loaded:
         with _as_damage(path):
@@ -94,8 +95,11 @@ def find_and_verify(
             tensor.verify()
         return loaded
 
-    for name in names:
-        path = directory / name if name else directory
+    tried, last = set[str](), None
+    # The job that saves there may remove one that was seen, when a newer one is there.
+    while left := [name for name in ranks.together(lambda: _candidates(directory))[0] if name not in tried]:
+        tried.add(left[0])
+        path = directory / left[0]
         try:
             # One manifest for all: a host could have another copy.
             sums = ranks.together(partial(_sum_of, path))
@@ -103,11 +107,11 @@ def find_and_verify(
                 raise Damaged(f"{path / MANIFEST}: expected the same file on all ranks, found different ones")
             return ranks.each(partial(attempt, path))
         except Damaged as damage:
-            if single or name == names[-1]:
-                raise
-            if ranks.rank == 0:
+            last = damage
+            if ranks.rank == 0 and left[1:]:
                 _warn(path, damage)
-    raise AssertionError("there is a last candidate")
+    assert last is not None, "there was a candidate"
+    raise last
 
 
 def _checked_manifest(path: Path) -> Manifest:
@@ -127,10 +131,10 @@ def _sum_of(path: Path) -> str:
         return read_manifest(path).sha256
 
 
-def _candidates(directory: Path) -> tuple[bool, list[str]]:
-    """Whether `directory` is a checkpoint itself, and the names of the checkpoints in it, the newest first."""
+def _candidates(directory: Path) -> list[str]:
+    """The names of the checkpoints in `directory`, the newest first; an empty one if it is a checkpoint itself."""
     if (directory / MANIFEST).exists() or (step_of(directory.name) is not None and directory.is_dir()):
-        return True, [""]
+        return [""]
     names = [path.name for _, path in steps_in(directory)]
     if not names:
         found = "no such directory" if not directory.exists() else "no directory of a step in it"
@@ -138,7 +142,7 @@ def _candidates(directory: Path) -> tuple[bool, list[str]]:
             f"{directory}: there is no checkpoint ({found}). Expected a directory that Pipeline.save(...) wrote to its "
             "end. Check the path"
         )
-    return False, names
+    return names
 
 
 def _check_model(manifest: Manifest, chain: LayerChain) -> None:

@@ -85,10 +85,8 @@ class Resumption:
         self._agreement: StopAgreement | None = None
         self._begun = os.environ.get(_BEGUN) if world.rank == 0 else None
         self._next_report = time.monotonic()
-        if self._begun is None and directory is None:
-            # A training that nothing else holds ends without the garbage collector.
-            return
-        self._training = training
+        # A training that nothing else holds ends without the garbage collector.
+        self._training: Resumable = weakref.proxy(training)
         if directory is None:
             return
         # The script may change to another directory before a signal comes.
