@@ -65,9 +65,9 @@ def check_folder(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def check_left(folder: Path) -> None:
-    """That nothing lies about after the last process has ended well."""
-    for directory in (path for path in folder.iterdir() if path.is_dir()):
+def check_left(*directories: Path) -> None:
+    """That nothing lies about."""
+    for directory in directories:
         names = {re.sub(r"\d+", "", path.name) for path in directory.iterdir()}
         assert names <= {"step-", ".penstock-lock", "weights"}, names
         assert not list(directory.glob("weights/.weights.*"))
@@ -92,7 +92,7 @@ def check_pair(
     assert found[place] if second in ("save", "begin") else True
     if code:
         assert {name: max(found[name]) for name in steps} == steps
-    check_left(folder)
+    check_left(*folder.iterdir())
 
 
 @pytest.mark.sampled(14)
@@ -144,7 +144,8 @@ def draw(number: int) -> tuple[int, str, list[list[str]]]:
 def test_drawn_sequences_with_kills(tmp_path: Path, fork_server: ForkServer, number: int) -> None:
     ranks, fault, jobs = draw(number)
     saved: list[str] = []
-    for job, given in zip([*jobs, ["step:", "save:run"]], (fault, fault, ""), strict=True):
+    last = ["step:", "save:run", "weights:run"]
+    for job, given in zip([*jobs, last], (fault, fault, ""), strict=True):
         processes = fork_server.start_ranks([save_jobs.__file__, given, str(tmp_path), *job], ranks)
         ended = finish(processes, 120)
         codes = [code for code, _ in ended]
@@ -160,12 +161,13 @@ def test_drawn_sequences_with_kills(tmp_path: Path, fork_server: ForkServer, num
             if wanted:
                 (left,) = (line["left"] for line in lines if "left" in line)
                 assert all(steps in found[name] for name, steps in left.items()), report
-            check_left(tmp_path)
         alone = any(operation.startswith("begin_alone") for job in jobs for operation in job)
         for name in {name.partition("/")[0] for name in saved}:
             have = {f"{name}/step-{step:06d}" for step in found.get(name, ())}
             assert have, report
             assert alone or have.issuperset(each for each in saved if each.startswith(f"{name}/")), report
+    # What kills have left is removed.
+    check_left(tmp_path / "run")
 
 
 X = torch.ones(4, save_jobs.WIDTH, dtype=torch.float64)

@@ -22,40 +22,40 @@ _POLL_SECONDS = 0.1
 
 
 class FileLock:
-    """A lock on the file `path`, which has words on the holder: its process, its host and `what`."""
+    """A lock on the file `path`, which names the process that holds it. It ends when nothing refers to it here."""
 
-    def __init__(self, path: Path, what: str = "") -> None:
-        self.path, self._what = path, what
+    def __init__(self, path: Path) -> None:
+        self.path, self._descriptor = path, -1
+        self.forget()
+
+    def forget(self) -> None:
+        """Has a child that was forked close its descriptor: it would keep the lock of a parent that has ended."""
+        self.close()
         self.writing = threading.RLock()
-        """Held by the thread of this process that changes what is beside the file."""
-        self._descriptor: int | None = None
-        _LOCKS.add(self)
+        """For the thread of this process that changes what is beside the file."""
 
     def take(self) -> bool:
-        """Locks the file, which is made where it is missing. False if this process had locked it, and it is still the
-        one at `path`. `CheckpointError` if another process holds the lock.
+        """Locks the file, which is made where it is missing. False if this process had locked the file at `path`.
+        `CheckpointError` if another process holds the lock.
         """
-        if self._holds():
-            return False
-        self.close()
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._attempt(patient=time.monotonic() < deadline):
-            time.sleep(_POLL_SECONDS)
-        # A full disk keeps no process from the lock.
-        with suppress(OSError):
-            assert self._descriptor is not None, "it was opened"
-            os.ftruncate(self._descriptor, 0)
-            holder = f"process {os.getpid()} on host {socket.gethostname()}{self._what}"
-            os.pwrite(self._descriptor, holder.encode(), 0)
-        return True
+        deadline, new = time.monotonic() + _PATIENCE_SECONDS, False
+        while not self._holds():
+            new, patient = True, time.monotonic() < deadline
+            if not self._attempt(patient):
+                time.sleep(_POLL_SECONDS)
+            elif not patient:
+                # A file system that gives a file other numbers each time.
+                break
+        return new
 
     def close(self) -> None:
         """Gives the lock back, if this process has it."""
-        if self._descriptor is not None:
-            self._descriptor = None
+        if self._descriptor >= 0:
+            self._descriptor = -1
             self._close()
 
     def _attempt(self, patient: bool) -> bool:
+        self.close()
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
             raise CheckpointError(f"{self.path}: expected a file of Penstock's or nothing, found another. Remove it")
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -77,23 +77,30 @@ class FileLock:
                 self.path.parent,
                 error.strerror,
             )
-        # Its directory may have been removed meanwhile.
-        return self._holds() or not patient
+        # A full disk keeps no process from the lock.
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
+        return True
 
     def _holds(self) -> bool:
+        """Whether the lock is one on the file at `path`: its directory may have been removed or moved."""
         with suppress(OSError):
-            return self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path))
+            return self._descriptor >= 0 and os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path))
         return False
 
 
-_LOCKS: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
+_LOCKS: "weakref.WeakValueDictionary[Path, FileLock]" = weakref.WeakValueDictionary()
 
 
-def _leave_to_parent() -> None:
-    """Has a child that was forked close its descriptors: it would keep the locks of a parent that has ended."""
-    for lock in list(_LOCKS):
-        lock.close()
-        lock.writing = threading.RLock()
+def lock_of(path: Path) -> FileLock:
+    """The lock on `path` of this process."""
+    return _LOCKS.setdefault(path, FileLock(path))
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+def _forget() -> None:
+    for lock in list(_LOCKS.values()):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES, read_index
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.file_locks import FileLock
+from penstock.runtime.assembly.file_locks import lock_of
 
 PARTIAL, REPLACED, _LOCK = ".weights.partial", ".weights.replaced.json", ".weights.lock"
 """In the directory: where files are while they are written, the index of the weights that they replace while these are
@@ -100,23 +100,24 @@ def locked(directory: Path) -> Iterator[None]:
     """
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory}: expected a directory or nothing, found a file. Choose another name")
-    lock, partial = FileLock(directory / _LOCK), directory / PARTIAL
+    lock, partial = lock_of(directory.absolute() / _LOCK), directory / PARTIAL
     if not lock.path.exists():
         _require_no(directory, (PARTIAL, NEW, REPLACED), os.path.lexists)
     _require_no(directory, (SINGLE, INDEX), os.path.isdir)
     directory.mkdir(parents=True, exist_ok=True)
-    lock.take()
-    try:
-        # Before anything is written: an index that cannot be read says nothing of the weights to be replaced.
-        _shards_of(directory / INDEX)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not (directory / NEW).exists():
-            lock.path.unlink(missing_ok=True)
-        lock.close()
+    with lock.writing:
+        lock.take()
+        try:
+            # Before anything is written: an index that cannot be read says nothing of the weights to be replaced.
+            _shards_of(directory / INDEX)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not (directory / NEW).exists():
+                lock.path.unlink(missing_ok=True)
+            lock.close()
 
 
 def publish(directory: Path, last: str) -> None:

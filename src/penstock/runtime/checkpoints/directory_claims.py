@@ -7,19 +7,15 @@ a checkpoint has the name of that one.
 """
 
 import logging
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.common_errors import Ranks
-from penstock.runtime.assembly.file_locks import FileLock
+from penstock.runtime.assembly.file_locks import FileLock, lock_of
 from penstock.runtime.checkpoints.manifests import read_manifest
 from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
-
-_LOCKS: "weakref.WeakValueDictionary[Path, FileLock]" = weakref.WeakValueDictionary()
-"""Those of this process, by directory, for as long as a claim refers to them."""
 
 
 class DirectoryClaims:
@@ -66,7 +62,8 @@ class DirectoryClaims:
         make_directory(directory)
         place, new = directory.resolve(), False
         known = place in self._locks
-        self._locks[place] = _LOCKS.setdefault(place, FileLock(place / LOCK, f" with the run {self.run}"))
+        # An error that someone keeps must not keep the lock, so no variable refers to it.
+        self._locks[place] = lock_of(place / LOCK)
         with self._locks[place].writing:
             try:
                 new = self._locks[place].take()
@@ -79,7 +76,6 @@ class DirectoryClaims:
                     _check_runs(directory, run)
                 yield
             except BaseException:
-                # An error that someone keeps must not keep the lock, so nothing else refers to it here.
                 if new:
                     self._locks[place].close()
                 if not known:
