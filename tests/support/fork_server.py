@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -43,13 +44,13 @@ def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | No
 
 
 class ForkServer:
-    """Starts scripts as forks of one process."""
+    """Starts scripts as forks of one process, which has run the file `warm`, if there is one, under this name."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm: str | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory()
         self._started = 0
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *([warm] if warm else [])],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -140,6 +141,8 @@ def _serve() -> str | None:
     assert penstock.Pipeline is not None
     if importlib.util.find_spec("sklearn") is not None:
         import sklearn.datasets  # noqa: F401  # the data of an example
+    for warm in sys.argv[1:]:
+        runpy.run_path(warm, run_name="warm")
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
@@ -175,6 +178,4 @@ def _begin_anew(arguments: list[str], environment: dict[str, str], folder: str, 
 if __name__ == "__main__":
     script = _serve()
     if script is not None:
-        import runpy
-
         runpy.run_path(script, run_name="__main__")

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,13 +193,16 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
         pipe.save_weights(tmp_path / "file")
 
 
-def test_a_rank_that_cannot_write_ends_the_export_and_not_the_training(tmp_path: Path, pool: Pool) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_ends_the_export_and_not_the_training(tmp_path: Path, pool: Pool, rank: int) -> None:
     (tmp_path / "model.safetensors").write_text("of before")
-    results = pool.run(2, fail_to_write, tmp_path)
+    results = pool.run(2, fail_to_write, tmp_path, rank)
 
     (first, loss, files), (second, other, _) = results
     assert first == second
-    assert re.fullmatch(r"CheckpointError: rank 1: \S+\.safetensors: .*File too large\. Free space or .*go on", first)
+    assert re.fullmatch(
+        rf"CheckpointError: rank {rank}: \S+\.safetensors: .*File too large\. Free space or .*go on", first
+    )
     assert loss == other > 0
     assert "model.safetensors.index.json" in files and "model.safetensors" not in files
 
@@ -324,7 +328,7 @@ def test_links_in_the_place_of_weights_are_replaced_and_what_they_name_stays(tmp
     ],
 )
 def test_what_cannot_be_written_is_the_error_of_save(
-    tmp_path: Path, place: str, found: str, options: dict[str, int]
+    tmp_path: Path, place: str, found: str, options: dict[str, Any]
 ) -> None:
     (tmp_path / "file").touch()
     pipe, before = small_pipeline(), resource.getrlimit(resource.RLIMIT_FSIZE)

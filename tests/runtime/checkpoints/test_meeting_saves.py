@@ -139,14 +139,22 @@ def draw(number: int) -> tuple[int, str, list[list[str]]]:
     return ranks, f"{SLOW}; {kill}" if chosen.random() < 0.7 else SLOW, jobs
 
 
+@pytest.fixture(scope="module")
+def warm_server() -> Iterator[ForkServer]:
+    server = ForkServer(save_jobs.__file__)
+    yield server
+    server.close()
+
+
+@pytest.mark.processes
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(200))
-def test_drawn_sequences_with_kills(tmp_path: Path, fork_server: ForkServer, number: int) -> None:
+def test_drawn_sequences_with_kills(tmp_path: Path, warm_server: ForkServer, number: int) -> None:
     ranks, fault, jobs = draw(number)
     saved: list[str] = []
     last = ["step:", "save:run", "weights:run"]
     for job, given in zip([*jobs, last], (fault, fault, ""), strict=True):
-        processes = fork_server.start_ranks([save_jobs.__file__, given, str(tmp_path), *job], ranks)
+        processes = warm_server.start_ranks([save_jobs.__file__, given, str(tmp_path), *job], ranks)
         ended = finish(processes, 120)
         codes = [code for code, _ in ended]
         lines = [json.loads(line) for line in processes[0].communicate()[0].splitlines() if line.startswith("{")]

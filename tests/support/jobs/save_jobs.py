@@ -122,6 +122,8 @@ class Trainings:
         self.pipe.load(directory)
 
     def replan(self, directory: Path) -> None:
+        """By what a step has taken, at least."""
+        step(self.pipe)
         self.pipe.replan(apply=directory)
 
     def close(self, directory: Path) -> None:
@@ -203,5 +205,8 @@ def main() -> None:
         print(json.dumps({"refused": trainings.refused, "left": trainings.left()}), flush=True)
 
 
+if __name__ == "warm":
+    # What PyTorch does for the first model of a process is done for all that are forked.
+    states(1)
 if __name__ == "__main__":
     main()

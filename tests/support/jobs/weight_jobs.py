@@ -154,12 +154,12 @@ def export_lora(target: Path, stages: int) -> Exported:
     return found
 
 
-def fail_to_write(target: Path) -> tuple[str, float, list[str]]:
-    """The error of an export to a directory in which rank 1 cannot write, what a step after it loses, and the files
+def fail_to_write(target: Path, rank: int) -> tuple[str, float, list[str]]:
+    """The error of an export to a directory in which `rank` cannot write, what a step after it loses, and the files
     that a good export then writes.
     """
     pipe = make_pipeline(build("llama"))
-    if pipe.rank == 1:
+    if pipe.rank == rank:
         # As a full disk does.
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -169,7 +169,7 @@ def fail_to_write(target: Path) -> tuple[str, float, list[str]]:
     except penstock.PenstockError as error:
         text = f"{type(error).__name__}: {error}"
     finally:
-        if pipe.rank == 1:
+        if pipe.rank == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     loss = float(pipe.step({"input_ids": TOKENS}, torch.zeros_like(TOKENS)).loss)
     pipe.save_weights(target, max_shard_size="10KB")
