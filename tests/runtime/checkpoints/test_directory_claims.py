@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -119,6 +120,26 @@ def test_two_trainings_of_one_process_have_two_directories(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="step-000001 of another run"):
         discriminator.save(tmp_path / "run")
     generator.save(tmp_path / "run", 2, keep=1)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_two_trainings_of_one_process_do_not_begin_in_one_directory(tmp_path: Path, wait: bool) -> None:
+    """The checkpoint of the first one is not there yet."""
+    first, second, going_on = trained(1), trained(2), Event()
+    first._engine.snapshots.copier.submit(going_on.wait, 60)
+    save = first.save(tmp_path / "run", wait=False)
+    with pytest.raises(CheckpointError, match="found another one in this process that saves there"):
+        second.save(tmp_path / "run", **({} if wait else {"wait": False}))
+    with pytest.raises(CheckpointError, match="found another one in this process that saves there"):
+        make(resume=tmp_path / "run")
+    going_on.set()
+    assert run_of(save.wait()) != run_of(second.save(tmp_path / "other"))
+    first.close()
+    # It belongs to its run for all that.
+    with pytest.raises(CheckpointError, match="step-000001 of another run"):
+        second.save(tmp_path / "run")
+    with make(resume=tmp_path / "run") as third:
+        assert third.steps == 1
 
 
 def test_a_directory_stays_that_of_its_run_when_another_checkpoint_is_loaded(tmp_path: Path) -> None:

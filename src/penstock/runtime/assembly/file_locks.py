@@ -25,7 +25,8 @@ class FileLock:
     """A lock on the file `path`, which names the process that holds it. It ends when nothing refers to it here."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._descriptor = path, -1
+        self.path, self._descriptor, self.owner = path, -1, ""
+        """`owner`: what the users of the lock in this process have agreed on, if there are any."""
         self.forget()
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -116,7 +116,8 @@ def locked(directory: Path) -> Iterator[None]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             if not (directory / NEW).exists():
-                lock.path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    lock.path.unlink()
             lock.close()
 
 

@@ -34,7 +34,7 @@ class DirectoryClaims:
         path = directory.absolute()
         if path not in self._runs:
             with self.hold(directory, ranks):
-                ranks.alone(lambda: _check_runs(directory, self.run))
+                ranks.alone(lambda: self._own(directory))
             self._runs[path] = self.run
         return self._runs[path]
 
@@ -55,6 +55,15 @@ class DirectoryClaims:
     def close(self) -> None:
         """Gives the locks back, unless another pipeline of this process has them, too."""
         self._runs, self._locks = {}, {}
+
+    def _own(self, directory: Path) -> None:
+        _check_runs(directory, self.run)
+        if self._locks[directory.resolve()].owner not in ("", self.run):
+            raise CheckpointError(
+                f"{directory}: expected a directory of one run, found another one in this process that saves there. "
+                "Give this one another directory, or close the other pipeline before"
+            )
+        self._locks[directory.resolve()].owner = self.run
 
     @contextmanager
     def _held(self, directory: Path) -> Iterator[None]:

@@ -27,7 +27,7 @@ from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
-from penstock.runtime.checkpoints.step_directories import check_target, recover, steps_in
+from penstock.runtime.checkpoints.step_directories import recover, steps_in
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.stop_agreements import StopAgreement
 from penstock.runtime.transport.worlds import World
@@ -237,18 +237,13 @@ def resume_training(
     if directory is None:
         return Resumption(training, None, world, timeout_seconds, None)
 
-    def look() -> bool:
-        # A damaged checkpoint counts: a training that begins anew would throw away what it holds.
-        run = checked_path(directory)
-        check_target(run)
-        return bool(steps_in(run))
-
     ranks = Ranks(world.rank, world.gather)
     if claims is not None:
-        found = any(ranks.together(look))
-        run = checked_path(directory)
+        run = ranks.each(lambda: checked_path(directory))
+        # The job that holds it may save its last step until it ends.
         with claims.hold(run, ranks):
-            if found:
+            # A damaged checkpoint counts: a training that begins anew would throw away what it holds.
+            if any(ranks.together(lambda: bool(steps_in(run)))):
                 ranks.alone(lambda: _tidy(run))
                 training.load(directory)
             claims.claim(run, ranks)
