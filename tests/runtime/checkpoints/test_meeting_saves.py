@@ -95,7 +95,7 @@ def check_pair(
     check_left(*folder.iterdir())
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("place", ["run", "other"])
 @pytest.mark.parametrize("second", PAIRS)
 @pytest.mark.parametrize("first", LEADING)
@@ -106,7 +106,7 @@ def test_every_pair_in_one_process(tmp_path: Path, first: str, second: str, plac
     check_pair(tmp_path, first, second, place, outcome)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["run", "other"])
 @pytest.mark.parametrize("second", [name for name in PAIRS if name != "usr1"])
 @pytest.mark.parametrize("first", LEADING)
@@ -147,7 +147,7 @@ def warm_server() -> Iterator[ForkServer]:
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(200))
 def test_drawn_sequences_with_kills(tmp_path: Path, warm_server: ForkServer, number: int) -> None:
     ranks, fault, jobs = draw(number)
