@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import penstock
+from penstock.runtime.checkpoints.step_directories import steps_in
 from penstock.testing.faults import FAULTS
 
 WIDTH, MICROBATCHES = 8, 2
@@ -66,10 +67,12 @@ def states(steps: int) -> list[dict[str, Tensor]]:
 
 
 def checked_steps(run: Path, expected: Sequence[Mapping[str, Tensor]]) -> list[int]:
-    """The steps of the checkpoints in `run`, which are all whole and hold the numbers of their steps."""
+    """The steps of the checkpoints in `run`, which are all whole and hold the numbers of their steps; also of one that
+    a process which was killed has begun to replace.
+    """
     found = []
-    for path in sorted(run.glob("step-*")):
-        number, stored = int(path.name.partition("-")[2]), dict[str, Tensor]()
+    for number, path in reversed(steps_in(run)):
+        stored = dict[str, Tensor]()
         content = json.loads((path / "manifest.json").read_text())["content"]
         for file in content["files"]:
             stored |= load_file(path / file) if file.startswith("model-") else {}
