@@ -322,7 +322,7 @@ def test_a_job_that_reads_its_lock_file_keeps_the_lock(tmp_path: Path, read: str
 def test_a_save_locks_the_directory_that_is_there_now(
     tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The steps are kept, and what is in the way of nobody else stays."""
+    """The steps are kept, and checkpoints that were moved stay."""
     run = tmp_path / "parent" / "run"
     with trained(1, resume=run) as pipe:
         pipe.save(run)

@@ -45,8 +45,8 @@ class Ranks:
         except TransportError:
             raise
         except Exception as caught:
-            error, told = caught, explained(caught)
-            outcome = str(told), type(told).__name__
+            error, shown = caught, explained(caught)
+            outcome = str(shown), type(shown).__name__
         gathered = self.gather(outcome)
         kinds = {kind.__name__: kind for kind in CheckpointError.__subclasses__()}
         for rank, (text, kind) in enumerate(gathered):
