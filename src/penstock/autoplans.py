@@ -109,7 +109,8 @@ def weigh_layers(options: PipelineOptions, world: World, captured: CapturedModel
 
     weights = gather_results(world, "while it weighed the layers", work)[0]
     measured = balance == "measured" and not planned
-    return LayerWeights(tuple(weights), measure_speeds(world, chain, sample, autocast) if measured else ())
+    speeds = measure_speeds(world, chain, sample, autocast) if measured else ()
+    return LayerWeights(tuple(weights), speeds, chain.shares)
 
 
 def plan_automatically(plan: str, options: PipelineOptions, world: World, captured: CapturedModel) -> AutoPlan:
@@ -168,7 +169,7 @@ def fastest_plan(
 
     If there is none, raises the error of the simplest plan.
     """
-    require_cuts(len(chain.layers), wanted.stages or 1)
+    require_cuts(len(chain.layers), wanted.stages or 1, chain.shares)
     flushes = wanted.schedule is None and not wanted.vertical_sync
     search = partial(
         plan_on,

@@ -61,6 +61,8 @@ class Layer:
     """Those of `outputs` that share memory with one of `inputs`, each with that one."""
     differentiable: frozenset[str] = frozenset()
     """Those of `outputs` that require a gradient on the captured sample."""
+    shares: tuple[str, ...] = ()
+    """The objects that blocks of the model share and can write, each with the code, which made it one layer."""
 
     @property
     def output_bytes(self) -> tuple[float, ...]:
@@ -222,6 +224,11 @@ class LayerChain:
     reads: Reads = field(default_factory=Reads, kw_only=True, repr=False)
     """What the code outside of its blocks has read; in evaluation mode, too, once that is captured."""
 
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Those of its layers."""
+        return tuple(text for layer in self.layers for text in layer.shares)
+
     def cut(self, index: int) -> tuple[str, ...]:
         """The values that cross the cut before layer `index`, in the order in which they were written.
 
@@ -275,13 +282,22 @@ def crossings_of(chain: LayerChain) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
-def require_cuts(layers: int, stages: int) -> None:
-    """Raises `PlanError` if a chain of `layers` layers is to be cut into `stages` stages and has no cut at all."""
+def require_cuts(layers: int, stages: int, shares: Sequence[str]) -> None:
+    """Raises `PlanError` if a chain of `layers` layers is to be cut into `stages` stages and has no cut at all, or too
+    few since blocks share objects, as `shares` has it.
+    """
+    if shares and layers < stages:
+        raise PlanError(
+            f"stages: expected at most {layers}, found {stages}: blocks that share an object which one of them can "
+            f"write are one layer. Shared are {'; '.join(shares)}. A stage in another process would not see the write, "
+            "and microbatches come in another order. Give every block an object of its own, return what it hands on "
+            "and pass it to the next block, or write the object before the pipeline is built"
+        )
     if layers == 1 < stages:
         raise PlanError(
             f"stages: expected 1, found {stages}: the model has no blocks between which it could be cut, and is one "
             "layer. Blocks are modules that its forward calls as block(x), such as the elements of an nn.ModuleList. "
-            "torch.fx and torch.compile hide them, and blocks that hold an object which one of them changes are one "
+            "torch.fx and torch.compile hide them, and blocks that share a buffer which one of them changes are one "
             "layer. Pass blocks as they were before, in an nn.ModuleList or a list; compile=True compiles every stage"
         )
 

@@ -46,7 +46,8 @@ def join_layers(
     `trained`: the layers of the training, in evaluation, which may write less: a cut may fall before these only.
     """
     needed = _needed(layers, returned)
-    forbidden = _cuts_through_views(layers, needed, observations) | _cuts_through_state(layers, observations)
+    shared = _cuts_through_state(layers, observations)
+    forbidden = _cuts_through_views(layers, needed, observations) | shared.keys()
     if trained is not None:
         starts = {layer.name for layer in trained}
         forbidden |= {index for index, layer in enumerate(layers) if layer.name not in starts}
@@ -54,7 +55,8 @@ def join_layers(
     start = 0
     for stop in range(1, len(layers) + 1):
         if stop not in forbidden:
-            joined.append(_join(layers[start:stop], needed[stop]))
+            shares = dict.fromkeys(text for cut in range(start + 1, stop) if (text := shared.get(cut)))
+            joined.append(_join(layers[start:stop], needed[stop], tuple(shares)))
             start = stop
     return tuple(joined)
 
@@ -114,23 +116,22 @@ def _cuts_through_views(
     return forbidden
 
 
-def _cuts_through_state(layers: Sequence[Layer], observations: Sequence[Observation]) -> set[int]:
+def _cuts_through_state(layers: Sequence[Layer], observations: Sequence[Observation]) -> dict[int, str]:
     """The cuts between two layers that hold the same buffer, frozen parameter, module or object of Python, if one of
-    them changes it.
+    them changes it or has code that can: with that object, if code was found.
     """
-    changed = {id(each) for seen in observations for each in seen.mutated_buffers}.union(
-        *(seen.changed for seen in observations)
-    )
+    changed = {id(each) for seen in observations for each in seen.mutated_buffers}
     first: dict[int, int] = {}
-    forbidden: set[int] = set()
+    forbidden: dict[int, str] = {}
     for index, (layer, seen) in enumerate(zip(layers, observations, strict=True)):
         tensors = map(id, (*layer.module.buffers(), *layer.module.parameters()))
-        for key in changed.intersection(seen.shared.union(tensors)):
-            forbidden.update(range(first.setdefault(key, index) + 1, index + 1))
+        for key in changed.intersection(tensors).union(seen.shared):
+            cuts = range(first.setdefault(key, index) + 1, index + 1)
+            forbidden.update(dict.fromkeys(cuts, seen.shared.get(key, "")))
     return forbidden
 
 
-def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
+def _join(layers: Sequence[Layer], needed: frozenset[str], shares: tuple[str, ...]) -> Layer:
     if len(layers) == 1:
         return layers[0]
     written = dict.fromkeys(name for layer in layers for name in layer.outputs)
@@ -149,4 +150,5 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
         operators=tuple(operator for layer in layers for operator in layer.operators),
         volatile=tuple(name for layer in layers for name in layer.volatile if name in outputs),
         views=tuple((name, roots[name]) for name in outputs if roots.get(name) in inputs),
+        shares=shares,
     )

@@ -89,7 +89,7 @@ class ModuleState:
             if not isinstance(content, dict):
                 yield path, isinstance(holder, Tensor)
                 continue
-            now = _dict_of(holder)
+            now = dict_of(holder)
             for key in {**content, **now}:
                 if key not in content or key not in now or not _same(content[key], now[key]):
                     yield _joined(path, key), False
@@ -146,7 +146,7 @@ def _holds(now: dict[Any, Any], content: dict[Any, Any]) -> bool:
     )
 
 
-def _dict_of(holder: Any) -> dict[Any, Any]:
+def dict_of(holder: Any) -> dict[Any, Any]:
     """The entries of a dictionary; the attributes of another object, those in slots included."""
     if isinstance(holder, dict):
         return holder
@@ -183,12 +183,12 @@ def _content_of(holder: Any) -> Any:
         case numpy.random.Generator():
             return str(holder.bit_generator.state)
         case _:
-            return None if isinstance(holder, _LOOKED_PAST) else dict(_dict_of(holder)) or None
+            return None if isinstance(holder, _LOOKED_PAST) else dict(dict_of(holder)) or None
 
 
 def _unchanged(holder: Any, content: Any) -> bool:
     if isinstance(content, dict):
-        return _holds(_dict_of(holder), content)
+        return _holds(dict_of(holder), content)
     if isinstance(holder, Tensor):
         return same_content(holder, content)
     if isinstance(holder, numpy.ndarray):

@@ -4,8 +4,7 @@ Reading it off the code would mean to trust the code's annotations; a generator 
 and a buffer that holds other numbers are facts.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
-from penstock.capturing.module_copies import Copies
-from penstock.capturing.module_state import ModuleState, same_content
+from penstock.capturing.module_state import same_content
 from penstock.capturing.operators import OperatorCall, OperatorCounter
 from penstock.torch_internals.tensors import storage_key, times_written
 
@@ -29,10 +27,8 @@ class Observation:
     mutated: tuple[int, ...] = ()
     """Positions of the `arguments` that it wrote in place."""
     mutated_buffers: tuple[Tensor, ...] = field(default=())
-    shared: frozenset[int] = frozenset()
-    """The ids of the modules and objects of Python that it holds and another layer holds, too."""
-    changed: frozenset[int] = frozenset()
-    """Those that it changed."""
+    shared: Mapping[int, str] = field(default_factory=dict)
+    """By id, the objects that it and another layer hold and that code can write, with the place of the write."""
     operators: tuple[OperatorCall, ...] = ()
 
     def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:
@@ -55,28 +51,6 @@ class Observation:
             volatile=tuple(name for name, memory in memories if memory in written),
             views=tuple((name, given[memory]) for name, memory in memories if memory in given),
         )
-
-
-class SharedObjects:
-    """Modules, and objects of Python in attributes of modules, that several layers hold, during a run of `copies`.
-
-    `layers`: of each layer, the modules that it calls.
-    """
-
-    def __init__(self, layers: Sequence[Sequence[nn.Module]], copies: Copies) -> None:
-        self._layers, self._copies = layers, copies
-        self._held = [frozenset(map(id, ModuleState(modules).holders())) for modules in layers]
-        holders = Counter(key for held in self._held for key in held)
-        self._shared = {key for key, count in holders.items() if count > 1}
-
-    @contextmanager
-    def watched(self, index: int, observation: Observation) -> Iterator[None]:
-        """Notes in `observation` which of them layer `index` holds, and which the body changes, a run of its copy."""
-        observation.shared = self._held[index] & self._shared
-        state = ModuleState(map(self._copies.of, self._layers[index])) if observation.shared else None
-        yield
-        changed = () if state is None else (id(self._copies.own(holder)) for holder in state.changed_holders())
-        observation.changed = observation.shared.intersection(changed)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -111,13 +85,3 @@ def observed(
         # BatchNorm writes its statistics without counting. What is written need not change.
         if times_written(buffer) != version or not same_content(buffer, content)
     )
-
-
-def keep_lasting(observations: Iterable[Observation], again: Iterable[Observation]) -> None:
-    """Removes from the first run's `observations` the changes that the next run has not made `again`.
-
-    What only the first call changes, such as a table, each process can make. What every call changes is a count, an
-    average or a memory, and processes with a copy each would go apart.
-    """
-    for first, next_run in zip(observations, again, strict=True):
-        first.changed &= next_run.changed

@@ -16,17 +16,17 @@ def names_read(module: nn.Module) -> set[str]:
     seen: set[CodeType] = set()
     waiting = [getattr(module, "forward", None)]
     while waiting:
-        function = _function_in(waiting.pop())
+        function = function_in(waiting.pop())
         if function is None or function.__code__ in seen or function.__module__.partition(".")[0] == "torch":
             continue
         seen.add(function.__code__)
-        found = _words_of(function.__code__) - names
+        found = words_of(function.__code__) - names
         names |= found
-        held = {**function.__globals__, **_closure(function)}
+        held = {**function.__globals__, **closure_of(function)}
         for name in found:
             waiting += [held.get(name), vars(module).get(name)]
             waiting += [vars(base)[name] for base in type(module).__mro__ if name in vars(base)]
-        waiting += _closure(function).values()
+        waiting += closure_of(function).values()
     return names
 
 
@@ -43,14 +43,14 @@ class FunctionModule(nn.Module):
 
 def modules_read(function: Callable[..., Any]) -> list[nn.Module]:
     """The modules that the code of `function` finds in its file."""
-    inner = _function_in(function)
+    inner = function_in(function)
     if inner is None:
         return []
-    words = _words_of(inner.__code__)
+    words = words_of(inner.__code__)
     return [each for name, each in inner.__globals__.items() if name in words and isinstance(each, nn.Module)]
 
 
-def _function_in(value: Any) -> FunctionType | None:
+def function_in(value: Any) -> FunctionType | None:
     """The Python function that a call of `value` runs; None if there is none."""
     while True:
         match value:
@@ -70,7 +70,7 @@ def _function_in(value: Any) -> FunctionType | None:
                 value = inner
 
 
-def _closure(function: FunctionType) -> dict[str, Any]:
+def closure_of(function: FunctionType) -> dict[str, Any]:
     """What the function holds of the function that it was made in."""
     held = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -82,12 +82,12 @@ def _closure(function: FunctionType) -> dict[str, Any]:
     return held
 
 
-def _words_of(code: CodeType) -> set[str]:
+def words_of(code: CodeType) -> set[str]:
     """All names and words in `code`, which may be those of attributes."""
     words = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str):
             words.add(constant)
         elif isinstance(constant, CodeType):
-            words |= _words_of(constant)
+            words |= words_of(constant)
     return words

@@ -8,7 +8,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,13 +18,14 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers, with_evaluation
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.module_copies import Anew, Copies
-from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
+from penstock.capturing.observation import Observation, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers
 from penstock.capturing.read_names import FunctionModule
 from penstock.capturing.reads import Reads, note_module
 from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call, flatten
+from penstock.capturing.shared_writes import shared_writes
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
@@ -220,10 +220,9 @@ def _capture(
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
     sampled = SampledModel(model, call, inputs, evaluates=trained is not None)
     with sampled.copied() as copies, torch.no_grad():
-        run = partial(_run_once, named, spread, sampled, copies)
-        layers, output, observations = run()
-        if any(observation.changed for observation in observations):
-            keep_lasting(observations, run()[2])
+        layers, output, observations = _run_once(named, spread, sampled, copies)
+    for observation, shared in zip(observations, shared_writes([[body] for _, body in named]), strict=True):
+        observation.shared = shared
     chain = LayerChain(
         layers=join_layers(layers, output.values, observations, None if trained is None else trained.layers),
         inputs=inputs,
@@ -317,10 +316,9 @@ def _run_once(
     copied = [(name, copies.of(body)) for name, body in named]
     held = _Held(copied)
     counter = OperatorCounter(held.tensors, sampled.save_parameter)
-    shared = SharedObjects([[body] for _, body in named], copies)
     for index, (name, body) in enumerate(copied):
         takes, arguments = Form.of((args, kwargs))
-        with observed(body, arguments, counter) as observation, shared.watched(index, observation):
+        with observed(body, arguments, counter) as observation:
             try:
                 result = body(*args, **kwargs)
             except Exception as error:

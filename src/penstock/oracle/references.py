@@ -172,7 +172,7 @@ def reference_train(
         # For Penstock's own schedules the ranks do not matter; the functions of other definitions expect their layout.
         laid_out = DEFAULT_SCHEDULE if definition in METHODS else definition
         per_rank = require_schedule(laid_out).layout.default_stages_per_rank(stages, 1)
-        require_cuts(len(chain.layers), stages)
+        require_cuts(len(chain.layers), stages, chain.shares)
         weights = estimate_seconds(chain, device) if balance == "work" else None
         plan = Plan.balanced(
             weights or [1.0] * len(chain.layers),

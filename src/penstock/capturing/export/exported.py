@@ -36,12 +36,13 @@ from penstock.capturing.export.tracing import Trace, is_mutating, trace
 from penstock.capturing.joining import join_layers, with_evaluation
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.module_copies import Copies
-from penstock.capturing.observation import Observation, SharedObjects, keep_lasting, observed
+from penstock.capturing.observation import Observation, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers
 from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call
 from penstock.capturing.sequential import Flag, bodies_of
+from penstock.capturing.shared_writes import shared_writes
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import schema_of
 
@@ -93,7 +94,7 @@ def _capture(
     )
     tensors = inputs.bind(call.args, call.kwargs)
     chain = LayerChain(
-        layers=_observe(sampled, layers, output, joined, changes=run.changes_itself),
+        layers=_observe(sampled, layers, output, joined),
         inputs=replace(
             inputs,
             sizes=traced.sizes,
@@ -212,17 +213,13 @@ def _observe(
     layers: list[Layer],
     output: ModelOutput,
     trained: Sequence[Layer] | None,
-    *,
-    changes: bool,
 ) -> tuple[Layer, ...]:
-    """`layers` with what runs of them show. `changes`: whether a run may change what several layers hold."""
-    run = partial(_run_layers, layers, changes=changes)
-    calls = sampled.call.copied(), sampled.call.copied()
-    values = [sampled.inputs.bind(own.args, own.kwargs) for own in calls]
+    """`layers` with what a run of them shows, and what their code can write."""
+    call = sampled.call.copied()
     with sampled.copied(layers) as copies, torch.no_grad():
-        observations = run(values[0], copies)
-        if any(observation.changed for observation in observations):
-            keep_lasting(observations, run(values[1], copies))
+        observations = _run_layers(layers, sampled.inputs.bind(call.args, call.kwargs), copies)
+    for observation, shared in zip(observations, shared_writes([bodies_of([each]) for each in layers]), strict=True):
+        observation.shared = shared
     completed = [
         observation.layer(layer.name, layer.module, layer.inputs, layer.outputs)
         for layer, observation in zip(layers, observations, strict=True)
@@ -232,15 +229,12 @@ def _observe(
     return join_layers(completed, output.values, observations, trained)
 
 
-def _run_layers(
-    layers: Sequence[Layer], values: dict[str, torch.Tensor], copies: Copies, *, changes: bool
-) -> list[Observation]:
+def _run_layers(layers: Sequence[Layer], values: dict[str, torch.Tensor], copies: Copies) -> list[Observation]:
     """What a run of the copies of `layers` shows. `values`: the model's inputs; the results are added to them."""
-    shared = SharedObjects([bodies_of([layer]) if changes else () for layer in layers], copies)
     counter, observations = OperatorCounter(), []
-    for index, layer in enumerate(layers):
+    for layer in layers:
         arguments, module = tuple(values[name] for name in layer.inputs), copies.of(layer.module)
-        with observed(module, arguments, counter) as observation, shared.watched(index, observation):
+        with observed(module, arguments, counter) as observation:
             try:
                 observation.results = tuple(module(*arguments))
             except Exception as error:

@@ -36,6 +36,8 @@ class LayerWeights:
     layers: tuple[float, ...]
     speeds: tuple[float, ...] = ()
     """By rank: how much of the weight it does in a time; empty if all ranks are equal."""
+    shares: tuple[str, ...] = ()
+    """`LayerChain.shares`."""
 
     def __post_init__(self) -> None:
         check_fields(self, {"layers": Entries(number(0)), "speeds": Entries(number(above=0))}, PlanError)
@@ -91,7 +93,7 @@ def _balanced_plan(wanted: PlanOptions, weights: LayerWeights, processes: int) -
     ranks = max(1, processes // width)
     per_rank = wanted.definition.layout.default_stages_per_rank(wanted.stages, ranks)
     total = wanted.stages or ranks * per_rank
-    require_cuts(len(weights.layers), total)
+    require_cuts(len(weights.layers), total, weights.shares)
     plan = Plan.balanced(
         weights.layers,
         total,
@@ -122,7 +124,7 @@ def _group_speeds(speeds: Sequence[float], ranks: int, width: int) -> tuple[floa
 def check_plan(plan: Plan, chain: LayerChain) -> None:
     """Raises `PlanError` if `plan` does not fit the model."""
     if plan.layers != len(chain.layers):
-        require_cuts(len(chain.layers), len(plan.stages))
+        require_cuts(len(chain.layers), len(plan.stages), chain.shares)
         names = ", ".join(layer.name for layer in chain.layers)
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "

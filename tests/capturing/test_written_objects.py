@@ -1,0 +1,432 @@
+"""Objects of Python that blocks of two stages hold: those that code can write make one layer, those that are only read
+cost none.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import penstock
+from penstock.capturing.shared_writes import shared_writes
+from penstock.errors import PlanError
+from support.blocks import Block, assert_trains, batches, build, sgd, squares
+
+LIMIT = 1000.0
+"""No number on a sample reaches it: what stands behind it is run in no capture."""
+GLOBAL: dict[str, float] = {"scale": 1.0}
+
+
+class Holding(Block):
+    """Holds what all blocks of a model do."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.shared = shared
+
+
+@dataclass
+class Options:
+    scale: float = 1.0
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    table: dict[str, float] = field(default_factory=lambda: {"first": 1.0})
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.scale
+
+    def rescaled(self, by: float) -> float:
+        return self.scale * by
+
+    def shrink(self) -> None:
+        self.scale *= 0.9
+
+    @cached_property
+    def lazily(self) -> "Options":
+        return Options()
+
+
+def options() -> SimpleNamespace:
+    return SimpleNamespace(scale=1.0, sizes=[1, 2], inner=SimpleNamespace(scale=1.0), table={"first": 1.0})
+
+
+class Assigns(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.shared.scale = 0.5
+        return super().forward(x)
+
+
+class Multiplies(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.shared.inner.scale *= 0.5
+        return super().forward(x)
+
+
+class Fills(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > LIMIT:
+            self.shared.table["second"] = x.mean().item()
+        return super().forward(x)
+
+
+class Appends(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = self.shared.sizes
+        if x.abs().max() > LIMIT:
+            sizes.append(3)
+        return super().forward(x)
+
+
+class Deletes(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            del self.shared.scale
+        return super().forward(x)
+
+
+class Renames(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        found = mine = self.shared
+        if x.abs().max() > LIMIT:
+            (mine if x.mean() > 0 else found).scale = 0.5
+        return super().forward(x)
+
+
+def halve(x: Tensor, box: Any, *, by: float = 0.5) -> None:
+    box.scale *= by
+
+
+def look(x: Tensor, box: Any) -> float:
+    return float(box.scale)
+
+
+class HandsOn(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            halve(x, self.shared)
+        return super().forward(x)
+
+
+class HandsOnByName(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.halve(x, box=self.shared)
+        return super().forward(x)
+
+    def halve(self, x: Tensor, box: Any) -> None:
+        box.scale *= 0.5
+
+
+class SetsByName(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            setattr(self.shared, "scale", 0.5)  # noqa: B010
+        return super().forward(x)
+
+
+class GetsByName(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            getattr(self, "shared").scale = 0.5  # noqa: B009
+        return super().forward(x)
+
+
+class WritesItsDict(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.shared.__dict__["scale"] = 0.5
+            vars(self.shared).update(scale=0.5)
+        return super().forward(x)
+
+
+class HandsToUnknown(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            {"halve": halve}["halve"](x, self.shared)
+        return super().forward(x)
+
+
+class CallsItsMethod(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.shared.shrink()
+        return super().forward(x)
+
+
+class InAHelper(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.prepare(x))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        def inner() -> None:
+            self.shared.scale = 0.5
+
+        if x.abs().max() > LIMIT:
+            inner()
+        return x
+
+
+class Draws(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            x = x + torch.randn(1, generator=self.shared)
+        return super().forward(x)
+
+
+class Advances(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + (next(self.shared) if x.abs().max() > LIMIT else 0))
+
+
+class ScalesATensor(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.shared.view(-1).mul_(0.5)
+        return super().forward(x) + self.shared.sum()
+
+
+class AddsToATensor(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.shared += 1
+        return super().forward(x) + self.shared.sum()
+
+
+class WritesAGlobal(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            GLOBAL["scale"] = 0.5
+        return super().forward(x) * GLOBAL["scale"]
+
+
+class WritesItsClass(Block):
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.seen.append(1)
+        return super().forward(x) * (1 + len(self.seen))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.calls += 1
+        return x
+
+
+class CallsAModule(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.shared(x))
+
+
+class WritesAModule(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.shared.scale = 1
+        return super().forward(x)
+
+
+def in_closure() -> list[nn.Module]:
+    box = SimpleNamespace(calls=0)
+
+    class InClosure(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.abs().max() > LIMIT:
+                box.calls += 1
+            return super().forward(x)
+
+    return [InClosure(), InClosure()]
+
+
+def hooked() -> list[nn.Module]:
+    shared, blocks = options(), [Holding(None), Holding(None)]
+
+    def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
+        if output.abs().max() > LIMIT:
+            shared.scale *= 0.5
+
+    for block in blocks:
+        block.register_forward_hook(hook)
+    return [*blocks]
+
+
+def pair(kind: type[Holding], make: Callable[[], Any] = options) -> Callable[[], list[nn.Module]]:
+    def both() -> list[nn.Module]:
+        shared = make()
+        return [kind(shared), kind(shared)]
+
+    return both
+
+
+CONTAINED = [Assigns, Multiplies, Fills, Appends, Deletes, Renames, HandsOn, HandsOnByName, SetsByName, GetsByName]
+WRITTEN: dict[str, Callable[[], list[nn.Module]]] = {
+    **{kind.__name__: pair(kind) for kind in (*CONTAINED, WritesItsDict, HandsToUnknown, InAHelper)},
+    "CallsItsMethod": pair(CallsItsMethod, Options),
+    "torch generator": pair(Draws, torch.Generator),
+    "iterator": pair(Advances, itertools.count),
+    "tensor in place": pair(ScalesATensor, lambda: torch.zeros(3)),
+    "tensor added to": pair(AddsToATensor, lambda: torch.zeros(3)),
+    "parameter": pair(ScalesATensor, lambda: nn.Parameter(torch.zeros(3))),
+    "global": lambda: [WritesAGlobal(), WritesAGlobal()],
+    "attribute of the class": lambda: [WritesItsClass(), WritesItsClass()],
+    "module that counts": pair(CallsAModule, Counting),
+    "module that is written": pair(WritesAModule, lambda: nn.Linear(1, 1)),
+    "closure": in_closure,
+    "hook": hooked,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_code_can_write_is_found_though_no_run_writes_it(name: str) -> None:
+    found = shared_writes([[block] for block in WRITTEN[name]()])
+    assert len(found) == 2, found
+    assert found[0], name
+    assert found[0] == found[1]
+
+
+class Reads(Holding):
+    """Reads a configuration as blocks of libraries do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        config = self.shared
+        scale = config.scale if hasattr(config, "scale") and config is not None else getattr(config, "other", 1.0)
+        sizes = [size for size in config.sizes if size in (1, 2)] + list(self.shared.sizes)[:1]
+        first, *rest = self.shared.sizes
+        if len(config.table) > 1 and config.table.get("first", 0.0) > config.table["first"]:
+            raise ValueError(f"{config} {type(config).__name__} {config.sizes}")
+        y = x.reshape(*x.shape[:1], -1).reshape(x.shape) * look(x, config) * scale * len(sizes) / (first + len(rest))
+        self.calls = getattr(self, "calls", 0) + config.sizes[0]
+        out = torch.zeros_like(y)
+        out += y
+        out[:, 0] = torch.where(out[:, 0] > config.scale, out[:, 0], out[:, 0])
+        return super().forward(out.mul_(1.0))
+
+
+class ReadsMore(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.shared.doubled * self.shared.rescaled(by=2.0)
+
+
+class ReadsATensor(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.shared.to(x.dtype)
+        return super().forward(torch.where(mask[0] > 0, x, x + mask.sum())) + torch.einsum("i->", self.shared)
+
+
+class ReadsANumpyArray(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.shared[0]) + torch.from_numpy(self.shared).sum()
+
+
+def argument_namespace() -> argparse.Namespace:
+    return argparse.Namespace(scale=1.0, sizes=[1, 2], table={"first": 1.0})
+
+
+def transformers_config() -> Any:
+    config: Any = transformers.LlamaConfig()
+    config.scale, config.sizes, config.table = 1.0, [1, 2], {"first": 1.0}
+    return config
+
+
+class Mapped(dict):  # type: ignore[type-arg]
+    """A dict with attributes, as many configurations are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+READ: dict[str, Callable[[], list[nn.Module]]] = {
+    "SimpleNamespace": pair(Reads),
+    "dataclass": pair(ReadsMore, Options),
+    "argparse": pair(Reads, argument_namespace),
+    "transformers": pair(Reads, transformers_config),
+    "dict with attributes": pair(Reads, lambda: Mapped(vars(options()))),
+    "tensor": pair(ReadsATensor, lambda: torch.ones(3)),
+    "NumPy": pair(ReadsANumpyArray, lambda: numpy.ones(3)),
+    "module": pair(CallsAModule, lambda: nn.Linear(8, 8)),
+    "nothing": pair(Holding, options),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_only_read_is_free(name: str) -> None:
+    assert shared_writes([[block] for block in READ[name]()]) == [{}, {}]
+
+
+class Scaling(Holding):
+    """The first block writes the same number in every run on the sample, the last one reads it."""
+
+    def __init__(self, shared: Any, index: int, count: int) -> None:
+        super().__init__(shared)
+        self.index, self.last = index, count - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 0:
+            self.write(x)
+        y = super().forward(x)
+        return y * self.shared.scale if self.index == self.last else y
+
+    def write(self, x: Tensor) -> None:
+        self.shared.scale = 1 / (1 + x.detach().abs().max().item())
+
+
+class ScalingLater(Scaling):
+    """Writes for the data of some batches only."""
+
+    def write(self, x: Tensor) -> None:
+        if x.detach().abs().max() > 1.1:
+            self.shared.scale *= 0.9
+
+
+def scaling(kind: type[Scaling], count: int, listed: bool) -> nn.Module:
+    shared = SimpleNamespace(scale=1.0)
+    numbers = iter(range(count))
+    model = build(lambda: kind(shared, next(numbers, count), count))
+    for place in range(count, 4):
+        model.blocks[place] = Block().double()
+    return nn.Sequential(model.first, *model.blocks, model.last) if listed else model
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["traced", "listed"])
+@pytest.mark.parametrize("kind", [Scaling, ScalingLater])
+def test_blocks_that_share_what_one_writes_train_as_one_layer(kind: type[Scaling], listed: bool) -> None:
+    assert_trains(lambda: scaling(kind, 2, listed), microbatches=4, sizes=[(2, 6), (8, 6), (8, 6)], predicts=False)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["traced", "listed"])
+def test_a_refusal_names_the_object_and_the_code(listed: bool) -> None:
+    x = batches((6,))[0][0]
+    text = r"expected at most 3, found 4.* Shared are shared \('self\.shared\.scale' in Scaling\.write\)"
+    with pytest.raises(PlanError, match=text):
+        penstock.Pipeline(scaling(Scaling, 4, listed), (x,), squares, sgd, stages=4)
+
+
+def test_configurations_cost_no_layer() -> None:
+    """Of a model of transformers whose blocks hold one each."""
+    config = transformers.GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
+    chain = penstock.capture(transformers.GPT2LMHeadModel(config), {"input_ids": torch.ones(2, 4, dtype=torch.long)})
+    assert [layer.name for layer in chain.layers][1:4] == [f"transformer.h.{index}" for index in range(3)]
+    experts = transformers.MixtralConfig(
+        num_hidden_layers=3, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, vocab_size=11,
+        intermediate_size=8, num_local_experts=2,
+    )  # fmt: skip
+    chain = penstock.capture(
+        transformers.MixtralForCausalLM(experts), {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+    )
+    assert [layer.name for layer in chain.layers][1:4] == [f"model.layers.{index}" for index in range(3)]
