@@ -39,13 +39,16 @@ def is_plain(leaf: Any) -> bool:
 class ModuleState:
     """A copy of all that modules hold in Python, apart from the contents of parameters."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], objects: Iterable[Any] = ()) -> None:
+        """`objects`: what else is copied, with what they hold."""
         self._saved: list[tuple[str, Any, Any]] = []
         """For every object that can change: how it is reached, the object, and a copy of its content."""
         self._seen: set[int] = set()
         for module in modules:
             for path, inner in module.named_modules():
                 self._save(path, inner, 0)
+        for each in objects:
+            self._save(type(each).__name__, each, 0)
 
     def add(self, holder: Any, *, deep: bool = True) -> None:
         """Has `restore` give back `holder`, too; if `deep`, with all that it holds."""
@@ -75,9 +78,11 @@ class ModuleState:
         """The objects that can change, apart from parameters."""
         return (holder for _, holder, _ in self._saved)
 
-    def changed_holders(self) -> Iterator[Any]:
-        """The `holders` that hold something else now."""
-        return (holder for _, holder, content in self._saved if not _unchanged(holder, content))
+    def restore(self) -> None:
+        """Gives the `holders` back what they held, but for the states of generators."""
+        for _, holder, content in self._saved:
+            if not _unchanged(holder, content):
+                _put_back(holder, content)
 
     def changes(self) -> Iterator[tuple[str, bool]]:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
@@ -197,6 +202,24 @@ def _unchanged(holder: Any, content: Any) -> bool:
     if isinstance(content, list):
         return len(now) == len(content) and all(map(_same, now, content))
     return bool(now == content)
+
+
+def _put_back(holder: Any, content: Any) -> None:
+    match holder:
+        case dict() | set() | deque():
+            holder.clear()
+            (holder.extend if isinstance(holder, deque) else holder.update)(content)
+        case list() | bytearray() | array():
+            holder[:] = content
+        case Tensor():
+            holder.data.copy_(content)
+        case numpy.ndarray():
+            holder[...] = content
+        case _ if isinstance(content, dict):
+            for name in dict_of(holder).keys() - content.keys():
+                object.__delattr__(holder, name)
+            for name, value in content.items():
+                object.__setattr__(holder, name, value)
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -5,9 +5,11 @@ then trains it without Penstock must get the numbers that he would have got with
 gives back what these share with the model.
 """
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy
 import torch
@@ -17,6 +19,9 @@ from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.capturing.operators import OperatorCounter
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 from penstock.torch_internals.tensors import set_times_written, times_written
+
+_RULES = ("__deepcopy__", "__reduce__", "__reduce_ex__")
+"""What says how an object is copied."""
 
 
 class KeptParameters:
@@ -61,6 +66,34 @@ class KeptParameters:
         """Evaluation mode for copies that share the parameters: what their ``train`` writes is saved before."""
         counter = OperatorCounter([parameter for parameter, _ in self._flags], self.save)
         return in_mode(copies, training=False, watched=counter.counting)
+
+
+class KeptObjects:
+    """The objects that `modules` hold and that `copy.deepcopy` does not copy, since they say so, as they are now:
+    registries, say, of which there is one.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._state = ModuleState((), [each for each in ModuleState(modules).holders() if _is_its_copy(each)])
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Gives back what they hold after its body."""
+        try:
+            yield
+        finally:
+            self._state.restore()
+
+
+def _is_its_copy(value: Any) -> bool:
+    kind = type(value)
+    ruled = any(getattr(kind, name, None) is not getattr(object, name, None) for name in _RULES)
+    if not ruled or kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy", "collections"):
+        return False
+    try:
+        return copy.deepcopy(value) is value
+    except Exception:
+        return False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import Layer, LayerChain, Results
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_copies import Copies
-from penstock.capturing.preservation import KeptParameters, kept_generators
+from penstock.capturing.preservation import KeptObjects, KeptParameters, kept_generators
 from penstock.capturing.samples import Call
 
 
@@ -23,9 +23,11 @@ class SampledModel:
     inputs: ModelInputs
     evaluates: bool = False
     _parameters: KeptParameters = field(init=False)
+    _objects: KeptObjects = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_parameters", KeptParameters([self.model]))
+        object.__setattr__(self, "_objects", KeptObjects([self.model]))
 
     @property
     def name(self) -> str:
@@ -40,9 +42,10 @@ class SampledModel:
     def copied(self, layers: Iterable[Layer] = ()) -> Iterator[Copies]:
         """Copies of the model, and of the modules of `layers`, for the runs in a ``with`` block.
 
-        Gives back, after it, what the copies share with the model: its parameters, and the random generators.
+        Gives back, after it, what the copies share with the model: its parameters, objects that are their own copies,
+        and the random generators.
         """
-        with kept_generators(), self._parameters.kept():
+        with kept_generators(), self._parameters.kept(), self._objects.kept():
             copies = Copies([self.model, *(layer.module for layer in layers)])
             with self._parameters.evaluating([copies.of(self.model)]) if self.evaluates else nullcontext():
                 yield copies

@@ -34,68 +34,23 @@ _NUMBERS = (Tensor, numpy.ndarray)
 _DRAWN = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _CODE = (FunctionType, BuiltinMethodType, MethodType, partial, type)
 _READERS = frozenset(
-    [
-        "get",
-        "keys",
-        "values",
-        "items",
-        "index",
-        "count",
-        "copy",
-        "issubset",
-        "issuperset",
-        "isdisjoint",
-        "union",
-        "intersection",
-    ]
+    ("get", "keys", "values", "items", "index", "count", "copy", "issubset", "issuperset", "isdisjoint")
 )
 """Methods that write nothing."""
 _LOOKING = frozenset(
-    [
-        "len",
-        "isinstance",
-        "issubclass",
-        "hasattr",
-        "getattr",
-        "callable",
-        "bool",
-        "int",
-        "float",
-        "str",
-        "repr",
-        "format",
-        "hash",
-        "id",
-        "type",
-        "print",
-        "min",
-        "max",
-        "sum",
-        "any",
-        "all",
-        "range",
-        "sorted",
-        "list",
-        "tuple",
-        "set",
-        "dict",
-        "enumerate",
-        "zip",
-    ]
+    (
+        *("len", "isinstance", "issubclass", "hasattr", "getattr", "callable", "type", "id", "hash"),
+        *("bool", "int", "float", "str", "repr", "format", "print", "min", "max", "sum", "any", "all"),
+        *("range", "sorted", "list", "tuple", "set", "dict", "enumerate", "zip"),
+    )
 )
 """Functions of Python that write nothing."""
 _KNOWN = frozenset(("torch", "math", "copy", "warnings", "logging"))
 """Packages whose functions write nothing but tensors."""
-_IMPLIED = [
-    "__getattr__",
-    "__getattribute__",
-    "__getitem__",
-    "__next__",
-    "__len__",
-    "__contains__",
-    "__bool__",
-    "__call__",
-]
+_IMPLIED = (
+    *("__getattr__", "__getattribute__", "__getitem__", "__next__"),
+    *("__len__", "__contains__", "__bool__", "__call__"),
+)
 """Methods that code runs without their names."""
 _OWN = frozenset(vars(nn.Module()))
 _UNKNOWN = object()

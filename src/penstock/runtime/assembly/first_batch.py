@@ -21,6 +21,7 @@ from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import (
+    KeptObjects,
     KeptParameters,
     generator_states,
     kept_generators,
@@ -273,6 +274,7 @@ class LossRuns:
         self.loss, self._outside = FunctionModule(recipe.loss_fn), modules_read(recipe.loss_fn)
         self.modules, self.recipe, self._device = [*modules, self.loss, *self._outside], recipe, device
         self._copied, self._parameters = [*modules, self.loss], KeptParameters(self.modules)
+        self._objects = KeptObjects(self._copied)
         held = [parameter for module in self.modules for parameter in module.parameters()]
         # It sees parameters that a forward writes, and has compiled code run eagerly.
         self._counter = OperatorCounter(held, self._parameters.save)
@@ -286,6 +288,7 @@ class LossRuns:
         with (
             kept_generators(),
             self._parameters.kept(),
+            self._objects.kept(),
             ExitStack() as kept,
             torch.no_grad(),
             self._counter.counting(),

@@ -21,6 +21,7 @@ from penstock.scheduling.schedule_names import identify, names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice, choose_skips
 from penstock.scheduling.verification.verifier import offloading_stages, verify
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.recipes import Recipe
 from penstock.training.wire_codecs import sent_bytes
 from penstock.values.crossings import find_hops, find_stops
@@ -219,6 +220,13 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
             "weights, or plan the layers that share them into one stage"
         )
     for name, stages in shared.items():
+        if hooks := gradient_hooks(chain.parameters[name]) + accumulated_hooks(chain.parameters[name]):
+            raise PlanError(
+                f"the parameter {name} is shared by stages {', '.join(map(str, stages))} and has the hook "
+                f"{getattr(hooks[0], '__qualname__', hooks[0])!r}: expected none, since each stage has a part of its "
+                "gradient only, and a plain loop calls the hook with the sum. Change the gradient in the optimizer's "
+                "step, or plan the layers that share the weight into one stage"
+            )
         if not schedule.placement.equal(stages):
             counts = ", ".join(f"stage {stage}: {schedule.placement.replicas(stage)}" for stage in stages)
             raise PlanError(
