@@ -23,6 +23,7 @@ from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import modules_in
 from penstock.capturing.preservation import in_mode
 from penstock.capturing.reads import Change
+from penstock.capturing.shared_watch import watch_shared
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
@@ -292,6 +293,8 @@ class Pipeline(Advised):
             # 3. to 5. This process gets its layers, is connected with the others, and builds stages and workers.
             self._own_stages = make_own_stages(options, self._world, captured, planned)
             self._chain = self._own_stages.chain
+            if run.watches:
+                watch_shared([self._chain.layers[stage.start : stage.stop] for stage in self.plan.stages])
             self._engine, self._updater = start_engine(
                 self._world, planned, self._own_stages, recipe, run, device=self._device, opened=self._opened
             )

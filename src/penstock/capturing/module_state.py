@@ -39,16 +39,16 @@ def is_plain(leaf: Any) -> bool:
 class ModuleState:
     """A copy of all that modules hold in Python, apart from the contents of parameters."""
 
-    def __init__(self, modules: Iterable[nn.Module], objects: Iterable[Any] = ()) -> None:
-        """`objects`: what else is copied, with what they hold."""
+    def __init__(self, modules: Iterable[nn.Module], objects: Iterable[tuple[str, Any]] = ()) -> None:
+        """`objects`: what else is copied, with what they hold, each with a name."""
         self._saved: list[tuple[str, Any, Any]] = []
         """For every object that can change: how it is reached, the object, and a copy of its content."""
         self._seen: set[int] = set()
         for module in modules:
             for path, inner in module.named_modules():
                 self._save(path, inner, 0)
-        for each in objects:
-            self._save(type(each).__name__, each, 0)
+        for name, each in objects:
+            self._save(name, each, 0)
 
     def add(self, holder: Any, *, deep: bool = True) -> None:
         """Has `restore` give back `holder`, too; if `deep`, with all that it holds."""

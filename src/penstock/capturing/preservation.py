@@ -74,7 +74,7 @@ class KeptObjects:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._state = ModuleState((), [each for each in ModuleState(modules).holders() if _is_its_copy(each)])
+        self._state = ModuleState((), [("", each) for each in ModuleState(modules).holders() if _is_its_copy(each)])
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ def shared_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]
     """For each layer, given by the modules that it calls: the objects, by id, that it and another layer hold and that
     code of a layer can write, each with a name and the code.
     """
-    held = [_Held(modules) for modules in layers]
+    held = [Held(modules) for modules in layers]
     counts = Counter(key for each in held for key in each.reached)
     shared = {key for key, count in counts.items() if count > 1}
     functions = {code: function for each in held for code, function in each.functions.items()}
@@ -69,12 +69,11 @@ def shared_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]
         for top, places in each.tops.values():
             reached = shared.intersection(_reached(top)) - written.keys()
             if reached and (text := _Uses(functions, top).write(places)):
-                name = min(name.lstrip(".") for _, name in places)
-                written.update(dict.fromkeys(reached, f"{name} ({text})"))
-    return [{key: written[key] for key in each.reached & written.keys()} for each in held]
+                written.update(dict.fromkeys(reached, f"{_name_of(places)} ({text})"))
+    return [{key: written[key] for key in each.reached.keys() & written.keys()} for each in held]
 
 
-class _Held:
+class Held:
     """What the code of `modules` reaches, with the functions that it may run."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -102,12 +101,16 @@ class _Held:
             )
 
     @cached_property
-    def reached(self) -> set[int]:
-        """The ids of all that it reaches."""
-        return {key for top, _ in self.tops.values() for key in _reached(top)}
+    def reached(self) -> dict[int, tuple[str, Any]]:
+        """By id, all that it reaches, each with a name."""
+        return {
+            key: (_name_of(places), value) for top, places in self.tops.values() for key, value in _reached(top).items()
+        }
 
     def _note(self, value: Any, code: CodeType | None, name: str) -> None:
-        if type(value) not in FIXED_TYPES and not isinstance(value, ModuleType):
+        if type(value) not in FIXED_TYPES and not (
+            isinstance(value, ModuleType) or _is_known(type(value), ("logging",))
+        ):
             self.tops.setdefault(id(value), (value, set()))[1].add((code, name))
 
     def _walk(self, module: nn.Module, waiting: list[Any]) -> None:
@@ -332,6 +335,10 @@ def _functions_of(path: str) -> tuple[dict[tuple[str, int], list[ast.AST]], dict
     return functions, above
 
 
+def _name_of(places: Iterable[_Place]) -> str:
+    return min(name.lstrip(".") for _, name in places)
+
+
 def _is_method(function: FunctionType) -> bool:
     return "." in function.__qualname__.rpartition("<locals>.")[2]
 
@@ -357,8 +364,8 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, _CONTAINERS) and all(type(each) in FIXED_TYPES for each in entries)
 
 
-def _reached(top: Any) -> set[int]:
-    """The ids of `top` and of the objects that it holds, but for modules and code."""
+def _reached(top: Any) -> dict[int, Any]:
+    """By id, `top` and the objects that it holds, but for modules and code."""
     found: dict[int, Any] = {}
     waiting = [top]
     while waiting:
@@ -370,4 +377,4 @@ def _reached(top: Any) -> set[int]:
             waiting += value.values() if isinstance(value, dict) else value
         elif not isinstance(value, (*_NUMBERS, *_CODE, nn.Module)):
             waiting += dict_of(value).values()
-    return set(found)
+    return found

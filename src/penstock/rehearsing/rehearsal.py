@@ -184,6 +184,7 @@ class _Way:
             seed=given.run.seed if self.seeded else None,
             check=given.run.check,
             timeout_seconds=given.run.timeout_seconds,
+            rehearses=True,
         )
         recipe = replace(given.recipe, on_nonfinite="raise")
         if self.plain:

@@ -178,9 +178,15 @@ class RunOptions:
     resume: str | Path | None = None
     offload_to: str | Path = HOST
     timeout_seconds: float = 600.0
+    rehearses: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _RUN_RULES, function="Pipeline")
+
+    @property
+    def watches(self) -> bool:
+        """Whether objects that blocks of several stages hold are watched in every forward."""
+        return self.rehearses or self.check == "strict"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
