@@ -61,6 +61,9 @@ class Layer:
     """Those of `outputs` that share memory with one of `inputs`, each with that one."""
     differentiable: frozenset[str] = frozenset()
     """Those of `outputs` that require a gradient on the captured sample."""
+    rewrites: str = ""
+    """An attribute of a module in it that both its forward and its backward change, as a checkpoint does that runs a
+    forward again; empty if there is none."""
     shares: tuple[str, ...] = ()
     """The objects that blocks of the model share and can write, each with the code, which made it one layer."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain, follow_memory
 from penstock.capturing.observation import Observation, memory_of
+from penstock.capturing.shared_writes import writes_arguments
 from penstock.errors import CaptureError
 
 
@@ -98,7 +99,7 @@ def _needed(layers: Sequence[Layer], returned: tuple[str, ...]) -> list[frozense
 def _cuts_through_views(
     layers: Sequence[Layer], needed: Sequence[frozenset[str]], observations: Sequence[Observation]
 ) -> set[int]:
-    """The cuts which two values with the same memory cross, of which a later layer writes one."""
+    """The cuts which two values with the same memory cross, of which a later layer writes one, or may by its code."""
     storage: dict[str, int] = {}
     for layer, observation in zip(layers, observations, strict=True):
         storage.update(zip(layer.outputs, map(memory_of, observation.results), strict=True))
@@ -110,8 +111,9 @@ def _cuts_through_views(
             for position in observation.mutated
         }
         crossing = {name for layer in layers[:cut] for name in layer.outputs} & needed[cut]
-        together = Counter(storage[name] for name in crossing)
-        if any(together[memory] > 1 for memory in written):
+        together = {memory for memory, count in Counter(storage[name] for name in crossing).items() if count > 1}
+        readers = (each for each in observations[cut:] if not together.isdisjoint(map(memory_of, each.arguments)))
+        if together & written or (together and any(writes_arguments(each.bodies) for each in readers)):
             forbidden.add(cut)
     return forbidden
 

@@ -29,6 +29,8 @@ class Observation:
     mutated_buffers: tuple[Tensor, ...] = field(default=())
     shared: Mapping[int, str] = field(default_factory=dict)
     """By id, the objects that it and another layer hold and that code can write, with the place of the write."""
+    bodies: Sequence[nn.Module] = ()
+    """The user's modules that it calls."""
     operators: tuple[OperatorCall, ...] = ()
 
     def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:

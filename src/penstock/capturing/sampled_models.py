@@ -1,7 +1,7 @@
 """A model with its sample, of which capture runs copies."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import Layer, LayerChain, Results
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_copies import Copies
+from penstock.capturing.module_state import ModuleState
 from penstock.capturing.preservation import KeptObjects, KeptParameters, kept_generators
 from penstock.capturing.samples import Call
 
@@ -56,15 +57,25 @@ def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:
     return replace(chain, layers=tuple(replace(layer, module=copies.of(layer.module)) for layer in chain.layers))
 
 
-def gradients_of(sampled: SampledModel, chain: LayerChain) -> list[list[str]]:
-    """The values that require a gradient in a pass on the sample, of the results of each layer."""
-    found: list[list[str]] = []
+def gradients_of(
+    sampled: SampledModel, chain: LayerChain, bodies: Sequence[Sequence[nn.Module]]
+) -> list[tuple[list[str], str]]:
+    """For each layer: those of its results that require a gradient in a pass on the sample; and an attribute of the
+    user's modules in it, its `bodies`, that both its forward and its backward change, empty if there is none.
+    """
+    found: list[tuple[list[str], str]] = []
 
     def run(module: nn.Module | None, compute: Results, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Detached, so that one layer's activations are held at a time.
-        results = compute(*map(_detached, arguments))
+        given = [*map(_detached, arguments)]
+        own = [*map(copies.of, bodies[len(found)])]
+        before = ModuleState(own)
+        results = compute(*given)
+        changed = {path for path, _ in before.changes()}
         outputs = chain.layers[len(found)].outputs
-        found.append([name for name, result in zip(outputs, results, strict=False) if result.requires_grad])
+        names = [name for name, result in zip(outputs, results, strict=False) if result.requires_grad]
+        both = changed and changed & _changed_by_backward(own, given, results)
+        found.append((names, min(both, default="")))
         return tuple(map(_detached, results))
 
     with sampled.copied(chain.layers) as copies, torch.enable_grad():
@@ -74,10 +85,23 @@ def gradients_of(sampled: SampledModel, chain: LayerChain) -> list[list[str]]:
     return found
 
 
-def with_gradients(chain: LayerChain, found: Sequence[Sequence[str]]) -> LayerChain:
+def _changed_by_backward(bodies: Sequence[nn.Module], given: Sequence[Tensor], results: Sequence[Tensor]) -> set[str]:
+    """What a backward from `results` changes of `bodies`: `torch.utils.checkpoint` runs a forward again in it."""
+    state = ModuleState(bodies)
+    parameters = (parameter for body in bodies for parameter in body.parameters())
+    leaves = [leaf for leaf in dict.fromkeys((*given, *parameters)) if leaf.requires_grad]
+    roots = [result for result in results if result.requires_grad]
+    # What a backward refuses, the comparison with the model explains.
+    with suppress(RuntimeError):
+        torch.autograd.grad(roots, leaves, [*map(torch.ones_like, roots)], allow_unused=True)
+    return {path for path, _ in state.changes()}
+
+
+def with_gradients(chain: LayerChain, found: Sequence[tuple[Sequence[str], str]]) -> LayerChain:
     """`chain` with the values noted that `gradients_of` found."""
     layers = zip(chain.layers, found, strict=True)
-    return replace(chain, layers=tuple(replace(layer, differentiable=frozenset(names)) for layer, names in layers))
+    noted = (replace(layer, differentiable=frozenset(names), rewrites=text) for layer, (names, text) in layers)
+    return replace(chain, layers=tuple(noted))
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from penstock.capturing.read_names import FunctionModule
 from penstock.capturing.reads import Reads, note_module
 from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call, flatten
-from penstock.capturing.shared_writes import shared_writes
+from penstock.capturing.shared_writes import note_writes
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
@@ -221,8 +221,7 @@ def _capture(
     sampled = SampledModel(model, call, inputs, evaluates=trained is not None)
     with sampled.copied() as copies, torch.no_grad():
         layers, output, observations = _run_once(named, spread, sampled, copies)
-    for observation, shared in zip(observations, shared_writes([[body] for _, body in named]), strict=True):
-        observation.shared = shared
+    note_writes(observations, [[body] for _, body in named])
     chain = LayerChain(
         layers=join_layers(layers, output.values, observations, None if trained is None else trained.layers),
         inputs=inputs,
@@ -233,7 +232,7 @@ def _capture(
         reads=_reads_of(model),
     )
     if trained is None:
-        chain = with_gradients(chain, gradients_of(sampled, chain))
+        chain = with_gradients(chain, gradients_of(sampled, chain, [bodies_of([layer]) for layer in chain.layers]))
     return with_evaluation(
         chain, model, "the list of layers", lambda: _capture(named, spread, call, inputs, model, trained=chain)
     )

@@ -24,9 +24,8 @@ def watch_shared(stages: Sequence[Sequence[Layer]]) -> None:
     held = [Held(bodies_of(layers)).reached for layers in stages]
     counts = Counter(key for each in held for key in each)
     for layers, own in zip(stages, held, strict=True):
-        shared = [
-            named for key, named in own.items() if counts[key] > 1 and not isinstance(named[1], nn.Parameter | type)
-        ]
+        data = {key: named for key, named in own.items() if not isinstance(named[1], nn.Parameter | type)}
+        shared = [named for key, named in data.items() if counts[key] > 1]
         for inner in (inner for layer in layers for inner in layer.module.modules() if shared):
             if isinstance(inner, EagerLayer):
                 watch = _Watch(shared)

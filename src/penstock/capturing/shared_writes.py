@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.module_state import FIXED_TYPES, dict_of
+from penstock.capturing.observation import Observation
 from penstock.capturing.read_names import closure_of, function_in, words_of
 from penstock.torch_internals.modules import TENSOR_TABLES, hooks_of
 
@@ -54,6 +55,21 @@ _IMPLIED = (
 """Methods that code runs without their names."""
 _OWN = frozenset(vars(nn.Module()))
 _UNKNOWN = object()
+
+
+def note_writes(observations: Sequence[Observation], layers: Sequence[Sequence[nn.Module]]) -> None:
+    """Notes in `observations` what each layer calls, and what code can write of what it shares with another one."""
+    for observation, bodies, shared in zip(observations, layers, shared_writes(layers), strict=True):
+        observation.bodies, observation.shared = bodies, shared
+
+
+def writes_arguments(modules: Sequence[nn.Module]) -> bool:
+    """Whether code that `modules` run can write a tensor in place that a function of it is called with."""
+    functions = Held(modules).functions
+    places = [
+        (code, name) for code in functions for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    ]
+    return bool(_Uses(functions, torch.empty(0)).write(places))
 
 
 def shared_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]:
@@ -108,9 +124,8 @@ class Held:
         }
 
     def _note(self, value: Any, code: CodeType | None, name: str) -> None:
-        if type(value) not in FIXED_TYPES and not (
-            isinstance(value, ModuleType) or _is_known(type(value), ("logging",))
-        ):
+        known = isinstance(value, ModuleType) or _is_known(type(value), ("logging",))
+        if not known and type(value) not in FIXED_TYPES:
             self.tops.setdefault(id(value), (value, set()))[1].add((code, name))
 
     def _walk(self, module: nn.Module, waiting: list[Any]) -> None:

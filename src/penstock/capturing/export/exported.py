@@ -42,7 +42,7 @@ from penstock.capturing.preservation import SavedBuffers
 from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call
 from penstock.capturing.sequential import Flag, bodies_of
-from penstock.capturing.shared_writes import shared_writes
+from penstock.capturing.shared_writes import note_writes
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import schema_of
 
@@ -141,7 +141,8 @@ def _questions(
         if group not in inputs.equal:
             yield Question(partial(may_differ, sampled, group), partial(_equal, group))
     if trains:
-        yield Question(partial(gradients_of, sampled, chain), with_gradients)
+        bodies = [bodies_of([layer]) for layer in chain.layers]
+        yield Question(partial(gradients_of, sampled, chain, bodies), with_gradients)
 
 
 def _trace(
@@ -218,8 +219,7 @@ def _observe(
     call = sampled.call.copied()
     with sampled.copied(layers) as copies, torch.no_grad():
         observations = _run_layers(layers, sampled.inputs.bind(call.args, call.kwargs), copies)
-    for observation, shared in zip(observations, shared_writes([bodies_of([each]) for each in layers]), strict=True):
-        observation.shared = shared
+    note_writes(observations, [bodies_of([layer]) for layer in layers])
     completed = [
         observation.layer(layer.name, layer.module, layer.inputs, layer.outputs)
         for layer, observation in zip(layers, observations, strict=True)

@@ -234,6 +234,16 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
                 "since replica q of one exchanges its gradients with replica q of the other. Give them equally many "
                 "ranks, or plan the layers that share the weight into one stage"
             )
+    for index, stage in enumerate(plan.stages):
+        layer = next((layer for layer in chain.layers[stage.start : stage.stop] if layer.rewrites), None)
+        if layer is not None and schedule.in_flight(index) > 1:
+            raise PlanError(
+                f"the backward of {layer.name} changes {layer.rewrites} as its forward does, and stage {index} runs "
+                f"forwards of {schedule.in_flight(index)} microbatches before their backwards: expected one, as in a "
+                "plain loop, where the changes come in another order. torch.utils.checkpoint runs a forward again in "
+                "the backward: leave it out and pass recompute=True, which changes buffers once, or pass "
+                "microbatches=1"
+            )
     schedule = replace(schedule, ties=tuple(sorted(set(shared.values()))), norms=norms)
     return choose_skips(schedule, find_hops(crossings_of(chain), starts_of(plan)), skips)
 
