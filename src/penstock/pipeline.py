@@ -23,7 +23,7 @@ from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import modules_in
 from penstock.capturing.preservation import in_mode
 from penstock.capturing.reads import Change
-from penstock.capturing.shared_watch import watch_shared
+from penstock.capturing.sequential import watch_shared
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers

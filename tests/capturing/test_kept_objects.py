@@ -72,6 +72,7 @@ class Teacher(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.shared_writes import shared_writes
+from penstock.capturing.shared_writes import find_writes
 from penstock.errors import PlanError
 from support.blocks import Block, assert_trains, batches, build, sgd, squares
 
@@ -294,7 +294,7 @@ WRITTEN: dict[str, Callable[[], list[nn.Module]]] = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_code_can_write_is_found_though_no_run_writes_it(name: str) -> None:
-    found = shared_writes([[block] for block in WRITTEN[name]()])
+    found = find_writes([[block] for block in WRITTEN[name]()])
     assert len(found) == 2, found
     assert found[0], name
     assert found[0] == found[1]
@@ -366,7 +366,7 @@ READ: dict[str, Callable[[], list[nn.Module]]] = {
 
 @pytest.mark.parametrize("name", READ)
 def test_what_is_only_read_is_free(name: str) -> None:
-    assert shared_writes([[block] for block in READ[name]()]) == [{}, {}]
+    assert find_writes([[block] for block in READ[name]()]) == [{}, {}]
 
 
 class Scaling(Holding):

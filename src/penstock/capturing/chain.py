@@ -229,7 +229,7 @@ class LayerChain:
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Those of its layers."""
+        """Lists the `shares` of all layers."""
         return tuple(text for layer in self.layers for text in layer.shares)
 
     def cut(self, index: int) -> tuple[str, ...]:

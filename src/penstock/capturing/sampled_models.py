@@ -60,7 +60,7 @@ def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:
 def gradients_of(
     sampled: SampledModel, chain: LayerChain, bodies: Sequence[Sequence[nn.Module]]
 ) -> list[tuple[list[str], str]]:
-    """For each layer: those of its results that require a gradient in a pass on the sample; and an attribute of the
+    """Finds, for each layer, those of its results that require a gradient in a pass on the sample; and an attribute of the
     user's modules in it, its `bodies`, that both its forward and its backward change, empty if there is none.
     """
     found: list[tuple[list[str], str]] = []
@@ -86,7 +86,7 @@ def gradients_of(
 
 
 def _changed_by_backward(bodies: Sequence[nn.Module], given: Sequence[Tensor], results: Sequence[Tensor]) -> set[str]:
-    """What a backward from `results` changes of `bodies`: `torch.utils.checkpoint` runs a forward again in it."""
+    """Finds what a backward from `results` changes of `bodies`: `torch.utils.checkpoint` runs a forward again in it."""
     state = ModuleState(bodies)
     parameters = (parameter for body in bodies for parameter in body.parameters())
     leaves = [leaf for leaf in dict.fromkeys((*given, *parameters)) if leaf.requires_grad]

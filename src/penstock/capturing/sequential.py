@@ -18,6 +18,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers, with_evaluation
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.module_copies import Anew, Copies
+from penstock.capturing.module_state import ModuleState
 from penstock.capturing.observation import Observation, observed
 from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers
@@ -25,8 +26,8 @@ from penstock.capturing.read_names import FunctionModule
 from penstock.capturing.reads import Reads, note_module
 from penstock.capturing.sampled_models import SampledModel, gradients_of, with_gradients
 from penstock.capturing.samples import Call, flatten
-from penstock.capturing.shared_writes import note_writes
-from penstock.errors import CaptureError
+from penstock.capturing.shared_writes import Reached, note_writes
+from penstock.errors import CaptureError, PenstockError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked, registered_children
 
@@ -342,3 +343,39 @@ def _run_once(
     leaves = tuple(next(rest) if constant is Tensor else None for constant in returns.constants)
     constants = tuple(None if constant is Tensor else constant for constant in returns.constants)
     return layers, ModelOutput(returns.structure, leaves, constants), observations
+
+
+def watch_shared(stages: Sequence[Sequence[Layer]]) -> None:
+    """Has each forward of a block raise `PenstockError` if it changes an object that a block of another one of `stages`
+    holds, too. That takes a copy of these objects in every forward.
+    """
+    held = [Reached(bodies_of(layers)).reached for layers in stages]
+    counts = Counter(key for each in held for key in each)
+    for layers, own in zip(stages, held, strict=True):
+        data = {key: named for key, named in own.items() if not isinstance(named[1], nn.Parameter | type)}
+        shared = [named for key, named in data.items() if counts[key] > 1]
+        for inner in (inner for layer in layers for inner in layer.module.modules() if shared):
+            if isinstance(inner, EagerLayer):
+                watch = _Watch(shared)
+                inner.register_forward_pre_hook(watch.begin)
+                inner.register_forward_hook(watch.end)
+
+
+class _Watch:
+    """Compares the objects `shared`, each with a name, before and after a forward."""
+
+    def __init__(self, shared: Sequence[tuple[str, Any]]) -> None:
+        self._shared = shared
+
+    def begin(self, layer: EagerLayer, arguments: Any) -> None:
+        self._state = ModuleState((), self._shared)
+
+    def end(self, layer: EagerLayer, arguments: Any, results: Any) -> None:
+        changed = next((path for path, _ in self._state.changes()), None)
+        if changed is not None:
+            raise PenstockError(
+                f"the forward of {layer.name} ({type(layer.body).__name__}) changes {changed}, which blocks of another "
+                "stage hold, too: expected no change, since a stage in another process does not see it, and "
+                "microbatches come in another order than in a plain loop. Give every block an object of its own, or "
+                "return what it hands on and pass it to the next block"
+            )

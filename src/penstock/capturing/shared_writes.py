@@ -59,24 +59,24 @@ _UNKNOWN = object()
 
 def note_writes(observations: Sequence[Observation], layers: Sequence[Sequence[nn.Module]]) -> None:
     """Notes in `observations` what each layer calls, and what code can write of what it shares with another one."""
-    for observation, bodies, shared in zip(observations, layers, shared_writes(layers), strict=True):
+    for observation, bodies, shared in zip(observations, layers, find_writes(layers), strict=True):
         observation.bodies, observation.shared = bodies, shared
 
 
 def writes_arguments(modules: Sequence[nn.Module]) -> bool:
     """Whether code that `modules` run can write a tensor in place that a function of it is called with."""
-    functions = Held(modules).functions
+    functions = Reached(modules).functions
     places = [
         (code, name) for code in functions for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     ]
     return bool(_Uses(functions, torch.empty(0)).write(places))
 
 
-def shared_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]:
-    """For each layer, given by the modules that it calls: the objects, by id, that it and another layer hold and that
+def find_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]:
+    """Finds, for each layer, given by the modules that it calls, the objects, by id, that it and another layer hold and that
     code of a layer can write, each with a name and the code.
     """
-    held = [Held(modules) for modules in layers]
+    held = [Reached(modules) for modules in layers]
     counts = Counter(key for each in held for key in each.reached)
     shared = {key for key, count in counts.items() if count > 1}
     functions = {code: function for each in held for code, function in each.functions.items()}
@@ -89,7 +89,7 @@ def shared_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]
     return [{key: written[key] for key in each.reached.keys() & written.keys()} for each in held]
 
 
-class Held:
+class Reached:
     """What the code of `modules` reaches, with the functions that it may run."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
