@@ -23,7 +23,6 @@ from support.blocks import Block, assert_trains, batches, build, sgd, squares
 
 LIMIT = 1000.0
 """No number on a sample reaches it: what stands behind it is run in no capture."""
-GLOBAL: dict[str, float] = {"scale": 1.0}
 
 
 class Holding(Block):
@@ -203,13 +202,6 @@ class AddsToATensor(Holding):
         return super().forward(x) + self.shared.sum()
 
 
-class WritesAGlobal(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            GLOBAL["scale"] = 0.5
-        return super().forward(x) * GLOBAL["scale"]
-
-
 class WritesItsClass(Block):
     seen: ClassVar[list[int]] = []
 
@@ -283,7 +275,6 @@ WRITTEN: dict[str, Callable[[], list[nn.Module]]] = {
     "tensor in place": pair(ScalesATensor, lambda: torch.zeros(3)),
     "tensor added to": pair(AddsToATensor, lambda: torch.zeros(3)),
     "parameter": pair(ScalesATensor, lambda: nn.Parameter(torch.zeros(3))),
-    "global": lambda: [WritesAGlobal(), WritesAGlobal()],
     "attribute of the class": lambda: [WritesItsClass(), WritesItsClass()],
     "module that counts": pair(CallsAModule, Counting),
     "module that is written": pair(WritesAModule, lambda: nn.Linear(1, 1)),
@@ -418,7 +409,7 @@ def test_a_refusal_names_the_object_and_the_code(listed: bool) -> None:
 
 
 def test_configurations_cost_no_layer() -> None:
-    """Of a model of transformers whose blocks hold one each."""
+    """Blocks of transformers hold one each."""
     config = transformers.GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
     chain = penstock.capture(transformers.GPT2LMHeadModel(config), {"input_ids": torch.ones(2, 4, dtype=torch.long)})
     assert [layer.name for layer in chain.layers][1:4] == [f"transformer.h.{index}" for index in range(3)]

@@ -11,7 +11,7 @@ import linecache
 import random
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from inspect import getattr_static
@@ -54,6 +54,7 @@ _IMPLIED = (
 )
 """Methods that code runs without their names."""
 _OWN = frozenset(vars(nn.Module()))
+_OF_TENSORS = frozenset(dir(Tensor))
 _UNKNOWN = object()
 
 
@@ -104,7 +105,7 @@ class Reached:
                 {
                     name: value
                     for name, value in vars(base).items()
-                    if not (callable(value) or hasattr(type(value), "__get__"))
+                    if not (callable(value) or "__get__" in dir(type(value)))
                 }
                 for base in classes
             ]
@@ -137,7 +138,8 @@ class Reached:
             self.functions[code] = function
             for name in {*words_of(code), *variables} - (function.__globals__.keys() - words_of(code)):
                 if name in variables:
-                    self._note(variables[name], code, name)
+                    if variables[name] is not function.__globals__.get(name, _UNKNOWN):
+                        self._note(variables[name], code, name)
                     waiting.append(variables[name])
                 waiting += [table[name] for table in map(vars, (module, *type(module).__mro__)) if name in table]
 
@@ -229,7 +231,7 @@ class _Uses:
             case ast.AugAssign() if outer.target is node:
                 return isinstance(value, (*_NUMBERS, *_CONTAINERS))
             case ast.Call() if outer.func is node:
-                return isinstance(value, BuiltinMethodType) and hasattr(value.__self__, "__next__")
+                return isinstance(value, BuiltinMethodType) and isinstance(value.__self__, Iterator)
             case ast.Call():
                 return self._passes(use, outer, node)
             case ast.keyword() if isinstance(call := above[outer], ast.Call):
@@ -272,7 +274,7 @@ class _Uses:
         if isinstance(value, nn.Module | type) or function_in(held := _held_as(value, method)) is not None:
             self._bind(getattr_static(type(value), method, None), value)
             return False
-        reads = method in _READERS or (value is _UNKNOWN and hasattr(Tensor, method) and not in_place)
+        reads = method in _READERS or (value is _UNKNOWN and method in _OF_TENSORS and not in_place)
         return (
             not reads
             and not isinstance(held, nn.Module)
@@ -302,7 +304,7 @@ class _Uses:
             if taken not in names:
                 return use.escapes
             self._enter(replace(use, function=callee, name=taken))
-        return use.escapes and not callees and not (found is _UNKNOWN and rest and hasattr(Tensor, rest[-1]))
+        return use.escapes and not callees and not (found is _UNKNOWN and rest and rest[-1] in _OF_TENSORS)
 
 
 def _variables(function: FunctionType) -> dict[str, Any]:
