@@ -60,8 +60,8 @@ def chain_of_copies(chain: LayerChain, copies: Copies) -> LayerChain:
 def gradients_of(
     sampled: SampledModel, chain: LayerChain, bodies: Sequence[Sequence[nn.Module]]
 ) -> list[tuple[list[str], str]]:
-    """Finds, for each layer, those of its results that require a gradient in a pass on the sample; and an attribute of the
-    user's modules in it, its `bodies`, that both its forward and its backward change, empty if there is none.
+    """Finds, for each layer, those of its results that require a gradient in a pass on the sample; and an attribute
+    of the user's modules in it, its `bodies`, that both its forward and its backward change, empty if there is none.
     """
     found: list[tuple[list[str], str]] = []
 

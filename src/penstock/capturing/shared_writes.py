@@ -74,8 +74,8 @@ def writes_arguments(modules: Sequence[nn.Module]) -> bool:
 
 
 def find_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]:
-    """Finds, for each layer, given by the modules that it calls, the objects, by id, that it and another layer hold and that
-    code of a layer can write, each with a name and the code.
+    """Finds, for each layer, given by the modules that it calls, the objects, by id, that it and another layer hold
+    and that code of a layer can write, each with a name and the code.
     """
     held = [Reached(modules) for modules in layers]
     counts = Counter(key for each in held for key in each.reached)
