@@ -293,8 +293,7 @@ class Pipeline(Advised):
             # 3. to 5. This process gets its layers, is connected with the others, and builds stages and workers.
             self._own_stages = make_own_stages(options, self._world, captured, planned)
             self._chain = self._own_stages.chain
-            if run.watches:
-                watch_shared([self._chain.layers[stage.start : stage.stop] for stage in self.plan.stages])
+            self._watch_shared()
             self._engine, self._updater = start_engine(
                 self._world, planned, self._own_stages, recipe, run, device=self._device, opened=self._opened
             )
@@ -342,6 +341,10 @@ class Pipeline(Advised):
         self._opened.callback(watch_flight(world, self.plan, engine.recorder, guarded, self._device))
         known = self.auto_plan.profile if self.auto_plan else None
         self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, world, profile=known)
+
+    def _watch_shared(self) -> None:
+        if self._options.run.watches:
+            watch_shared([self._chain.layers[stage.start : stage.stop] for stage in self.plan.stages])
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -406,6 +409,7 @@ class Pipeline(Advised):
         if not same:
             self.drain()
         self.plan, self._planned, self._own_stages, self._chain = plan, planned, own, own.chain
+        self._watch_shared()
         replace_stages(self._engine, plan, self._chain)
         self.required_inputs = find_inputs(self._chain, held_stages(plan, self.schedule, planned.ranks))
         self._splitter = replace(self._splitter, chain=self._chain, required=self.required_inputs)

@@ -55,34 +55,14 @@ class ModuleState:
         self._save("", holder, 0 if deep else _DEEPEST)
 
     def restore(self) -> None:
-        """Gives the objects that hold something else now what they held."""
+        """Gives the objects that hold something else now what they held, but for the states of generators."""
         for _, holder, content in self._saved:
-            if _unchanged(holder, content):
-                continue
-            match holder:
-                case Tensor():
-                    holder.data = content.clone()
-                case dict() | set():
-                    holder.clear()
-                    holder.update(content)
-                case list() | deque():
-                    holder.clear()
-                    holder.extend(content)
-                case _ if isinstance(content, dict):
-                    for key in _dict_of(holder).keys() - content.keys():
-                        object.__delattr__(holder, key)
-                    for key, value in content.items():
-                        object.__setattr__(holder, key, value)
+            if not _unchanged(holder, content):
+                _put_back(holder, content)
 
     def holders(self) -> Iterator[Any]:
         """The objects that can change, apart from parameters."""
         return (holder for _, holder, _ in self._saved)
-
-    def restore(self) -> None:
-        """Gives the `holders` back what they held, but for the states of generators."""
-        for _, holder, content in self._saved:
-            if not _unchanged(holder, content):
-                _put_back(holder, content)
 
     def changes(self) -> Iterator[tuple[str, bool]]:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
@@ -212,7 +192,8 @@ def _put_back(holder: Any, content: Any) -> None:
         case list() | bytearray() | array():
             holder[:] = content
         case Tensor():
-            holder.data.copy_(content)
+            # It may have been given other memory.
+            holder.data = content.clone()
         case numpy.ndarray():
             holder[...] = content
         case _ if isinstance(content, dict):
