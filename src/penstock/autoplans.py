@@ -36,7 +36,6 @@ from penstock.runtime.assembly.pipeline_options import Balance, PipelineOptions,
 from penstock.runtime.assembly.scheduled_plans import (
     LayerWeights,
     ScheduledPlan,
-    check_post_validation,
     choose_plan,
     make_schedule,
     schedule_plan,
@@ -76,7 +75,6 @@ def plan_pipeline(
         plan = automatic.plan
     with agreed(world, "while it read its plan"):
         chosen = choose_plan(plan, options.plan, weights, world.processes)
-        check_post_validation(options, captured.device)
         planned = schedule_plan(chosen, captured.chain, options, world)
     if plan is None and world.rank == 0:
         _log_shares(planned.plan, weights, options.plan.balance)

@@ -163,9 +163,6 @@ class Pipeline(Advised):
             or on a CPU a directory: docs/memory.md.
         state_on_host: the optimizer's state and all weight versions but the one in use are in `offload_to`, and on the
             device while they are used: docs/memory.md.
-        post_validation: under a schedule that flushes, with one stage per process, stages update without waiting for
-            the norms of all gradients, and take an update back where these clip or skip it; the numbers are the same
-            after a drain: docs/semantics.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
@@ -222,7 +219,6 @@ class Pipeline(Advised):
         resume: str | Path | None = None,
         offload_to: str | Path = "host",
         state_on_host: bool = False,
-        post_validation: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
         self._build(
@@ -253,7 +249,6 @@ class Pipeline(Advised):
                     skips=skips,
                     recompute=recompute,
                     state_on_host=state_on_host,
-                    post_validation=post_validation,
                 ),
                 RunOptions(
                     compile=compile,
@@ -560,8 +555,8 @@ class Pipeline(Advised):
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of the gradients of this process's last update, or the last that was validated, before clipping.
-        None without ``clip_grad_norm`` or before the first update.
+        """The norm of the gradients of this process's last update, before clipping. None without ``clip_grad_norm`` or
+        before the first update.
         """
         return self._engine.gradient_norm()
 

@@ -282,15 +282,6 @@ def test_ctrl_c_in_an_update_waits_for_the_end_of_the_step(schedule: str) -> Non
     assert_same(weights(interrupted), weights(plain))
 
 
-@pytest.mark.parametrize("most", [1e-3, 1e9])
-def test_ctrl_c_is_python_s_own_after_a_drain_that_validates_an_update(most: float) -> None:
-    pipe = make("zb-h1", clip_grad_norm=most, post_validation=True)
-    train(pipe, range(2))
-    pipe.drain()
-
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_a_second_ctrl_c_has_its_effect_at_once() -> None:
     class Impatient(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -113,7 +113,7 @@ METHODS = {
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "scale_learning_rates=False, recompute=None, compile=False, init_fn=None, parallelize=None, "
     "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, check='warn', resume=None, offload_to='host', "
-    "state_on_host=False, post_validation=False, "
+    "state_on_host=False, "
     "timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",

@@ -13,7 +13,7 @@ from typing import assert_never
 
 from penstock.arguments import check_arguments, instance, integer
 from penstock.errors import ScheduleError
-from penstock.rendering.strips import COPIES, UPDATES, LabeledSpan, Strip, draw_strips, label_spans, last_column
+from penstock.rendering.strips import COPIES, LabeledSpan, Strip, draw_strips, label_spans, last_column
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.action_costs import Costs
 from penstock.simulating.simulator import default_minibatches, execute
@@ -138,7 +138,7 @@ def _legend(entries: Sequence[LabeledSpan], strips: Sequence[Strip], scale: str,
     elif "backward" in kinds:
         signs += [f"[{number}]  its backward"]
     signs += [f"{COPIES[kind]}{number}  its {kind}" for kind in COPIES if kind in kinds]
-    signs += [f"{kind[0].upper()}  {kind}" for kind in UPDATES if kind in kinds]
+    signs += ["U  update"] if "update" in kinds else []
     signs += ["+  sum of gradients"] if "+" in text else []
     signs += [".  idle"] if "." in text else []
     signs += ["- =  too short for a number"] if "-" in text or "=" in text else []

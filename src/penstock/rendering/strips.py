@@ -7,7 +7,7 @@ a row for each of them.
     [3]      its backward, or the input backward, from bracket to bracket; `=` where there is no room
     {3}      its weight backward
      3@1     the same with weights of version 1, while the stage has a newer one
-    U        update, drawn when it happens: it takes no time, or little; V for its validation
+    U        update, drawn when it happens: it takes no time, or little
     ++       the sum of the replicas' gradients, where it takes time
     v3~~     in a row of its own, the copy of what was saved of microbatch 3 to the host; ^3~~ back to the device
      .       idle (blank where the rank is busy with another of its stages)
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-UPDATES = ("update", "validate")
-_HEIGHTS = {"reduce": 0, **dict.fromkeys(UPDATES, 2)}
+_HEIGHTS = {"reduce": 0, "update": 2}
 """The order from bottom to top: a sum of gradients may overlap a computation. Everything else is 1."""
 COPIES = {"offload": "v", "reload": "^"}
 """The kinds of copies between a device and its host, and the signs of their directions."""
@@ -56,8 +55,7 @@ def label_spans(timeline: Timeline) -> tuple[LabeledSpan, ...]:
         held = span.rank, span.stage  # replicas update one by one
         if span.kind == "update":
             newest[held] = span.number
-        if span.kind in UPDATES:
-            entries.append(LabeledSpan(span, span.kind[0].upper()))
+            entries.append(LabeledSpan(span, "U"))
         elif span.kind == "reduce":
             entries.append(LabeledSpan(span, ""))
         elif span.copies:
@@ -104,8 +102,8 @@ def draw_strips(
                     continue
                 if entry.span.stage != stage:
                     row[start:stop] = " " * (stop - start)
-                elif entry.span.kind in UPDATES:
-                    _write_update(row, start, stop, entry.label)
+                elif entry.span.kind == "update":
+                    _write_update(row, start, stop)
                 elif entry.span.kind == "reduce":
                     row[start:stop] = "+" * (stop - start)
                 else:
@@ -141,11 +139,11 @@ def _cell(entry: LabeledSpan, columns: int) -> Iterable[str]:
     return next(fitting, "=" * columns)
 
 
-def _write_update(row: list[str], start: int, stop: int, letter: str) -> None:
+def _write_update(row: list[str], start: int, stop: int) -> None:
     """Writes an update; one without a column goes into the gap before the next number, or over the previous bracket."""
     if stop > start:
-        row[start:stop] = letter * (stop - start)
+        row[start:stop] = "U" * (stop - start)
     elif row[start] in " .-" or start == 0:
-        row[start] = letter
+        row[start] = "U"
     else:
-        row[start - 1] = letter
+        row[start - 1] = "U"

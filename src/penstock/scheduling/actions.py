@@ -25,7 +25,6 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     2H0+3    the same, and its memory is free for the third forward or backward after it, not the second one
     2D0      it starts to move back to the device
     2C0@1    stage 2 computes its forward of microbatch 0 again, of which it has kept its input alone
-    2V3      stage 2 has the norms of all stages for its update to version 3, and makes it again if they clip
 
 Version 0 is the one that a run begins with. A run that continues another one also reads older versions: 0F0@-1.
 """
@@ -111,21 +110,6 @@ class Update:
 
     def __str__(self) -> str:
         return f"{self.stage}U{self.version}<{self.gradient_version}"
-
-
-@dataclass(frozen=True, slots=True)
-class Validate:
-    """Stage `stage` learns whether its update to `version`, made without the norms of other stages, was right.
-
-    If these say that the gradients are clipped, or that the update is skipped, the update is taken back and made as
-    they say, and the forwards since are run again; see `penstock.scheduling.validations`.
-    """
-
-    stage: int
-    version: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}V{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +231,7 @@ HostCopy: TypeAlias = Offload | Reload
 Sending: TypeAlias = Send | SendTied | SendNorms
 Receiving: TypeAlias = Receive | ReceiveTied | ReceiveNorms
 Message: TypeAlias = Sending | Receiving
-Action: TypeAlias = Compute | Recompute | Validate | HostCopy | Message | Reduce
+Action: TypeAlias = Compute | Recompute | HostCopy | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)F(\d+)@(-?\d+)"), Forward),
@@ -263,7 +247,6 @@ _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)N(\d+)>(\d+)"), SendNorms),
     (re.compile(r"(\d+)N(\d+)<(\d+)"), ReceiveNorms),
     (re.compile(r"(\d+)A(\d+)"), Reduce),
-    (re.compile(r"(\d+)V(\d+)"), Validate),
     (re.compile(r"(\d+)H(\d+)(?:\+([1-9]\d*))?"), Offload),
     (re.compile(r"(\d+)D(\d+)"), Reload),
 )
@@ -280,7 +263,7 @@ def parse(text: str) -> Action:
         f"cannot read the action {text!r:.60}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
         "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 or 2H0+3 (offload to the host), "
-        "2D0 (reload to the device), 2C0@1 (recomputation), 2V3 (validation of an update)"
+        "2D0 (reload to the device), 2C0@1 (recomputation)"
     )
 
 

@@ -146,7 +146,6 @@ class NormRule(Enum):
 
     NONE = "no norms"
     ALL = "the norms of all stages for this update"
-    VALIDATED = "no others; those of all stages for this update come later, before the rank's next backward"
     LAGGED = "the norms of all later stages for this update, and of the stage i before it for the update 2i earlier"
 
 

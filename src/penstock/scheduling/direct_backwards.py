@@ -20,7 +20,6 @@ from penstock.scheduling.actions import (
     Recompute,
     Reduce,
     Update,
-    Validate,
 )
 
 
@@ -43,7 +42,7 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
                 if latest == (action.stage, action.microbatch):
                     direct.append(latest)
                 latest = None
-            case BackwardWeight() | Update() | Recompute() | Validate():
+            case BackwardWeight() | Update() | Recompute():
                 latest = None
             case _:
                 assert_never(action)

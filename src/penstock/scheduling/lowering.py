@@ -3,8 +3,7 @@
 Orders contain no communication, so an order cannot get it wrong: this one pass derives all of it.
 
 Rules of this file:
-  1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives), `Reduce`, `Recompute`
-     and `Validate`.
+  1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives), `Reduce` and `Recompute`.
   2. A receive is directly before the action that uses it, and a send is directly after the action that makes its value.
      The gradient of a split backward is sent after the input backward; the weight backward has no messages.
   3. Only adjacent stages and the two stages of a skip exchange activations and gradients. Stages of one rank send each
@@ -25,7 +24,6 @@ Rules of this file:
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import assert_never
 
 from penstock.errors import ScheduleError
@@ -51,7 +49,6 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
-    Validate,
 )
 from penstock.scheduling.definitions import EarlierNorms, Entry, NormRule, Summed
 from penstock.scheduling.placements import Placement, Skip
@@ -156,24 +153,6 @@ class Lowering:
     known: dict[tuple[type[Entry], int], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """The results of `_ends`, by kind of entry and stage."""
 
-    def lower_validated(self, row: Iterable[Entry], version: int) -> list[Action]:
-        """The row with its messages, of a rank of one stage whose update to `version` is still to be validated.
-
-        Norms of earlier stages come before the first activation, and those of later ones before the first gradient: no
-        rank waits for them longer than for these. The last stage has all of them before it computes a loss.
-        """
-        stage, entries = self.placement.stages_of(self.rank)[0], list(row)
-        last = stage == len(self.placement.stages) - 1
-        begun = list(takewhile(lambda entry: isinstance(entry, Forward | Offload) and not last, entries))
-        return [
-            *self._receive_norms(stage, version),
-            *self._send_norms(stage, version, stage + 1),
-            *self.lower(begun),
-            *self._send_norms_back(stage, version),
-            Validate(stage, version),
-            *self.lower(entries[len(begun) :]),
-        ]
-
     def lower(self, row: Iterable[Entry]) -> list[Action]:
         made: list[Action] = []
         append = made.append
@@ -208,8 +187,8 @@ class Lowering:
                 case Summed(stage, version):
                     made.extend(self._leave(stage, version))
                 case EarlierNorms(stage, version):
-                    if version > 0 and self.norms is NormRule.LAGGED:
-                        made.extend(self._receive_norms(stage, version))
+                    if version > 0 and self.norms is NormRule.LAGGED and self._is_apart(stage - 1):
+                        append(ReceiveNorms(stage, version, stage - 1))
                 case _:
                     assert_never(entry)
         if updates:
@@ -255,7 +234,8 @@ class Lowering:
             if update.stage not in self.deferred:
                 yield from self._send_norms_back(update.stage, update.version)
         for update in ascending:
-            yield from self._receive_norms(update.stage, update.version)
+            if self._is_apart(update.stage - 1):
+                yield ReceiveNorms(update.stage, update.version, update.stage - 1)
             yield from self._send_norms(update.stage, update.version, update.stage + 1)
         yield from updates
 
@@ -313,10 +293,6 @@ class Lowering:
     def _send_norms(self, stage: int, version: int, target: int) -> Iterator[Action]:
         if self._is_apart(target):
             yield SendNorms(stage, version, target)
-
-    def _receive_norms(self, stage: int, version: int) -> Iterator[Action]:
-        if self._is_apart(stage - 1):
-            yield ReceiveNorms(stage, version, stage - 1)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         return nexts(stage, len(self.placement.stages), self.skips, later=later)

@@ -27,7 +27,6 @@ from penstock.scheduling.actions import (
     Recompute,
     Reduce,
     Update,
-    Validate,
     format_programs,
 )
 from penstock.scheduling.definitions import (
@@ -53,7 +52,7 @@ def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
 
 def continued_action(action: Action, guarantees: Guarantees) -> Action:
     """What takes the place of `action` of a fresh run in one that continues another one."""
-    if isinstance(action, Message | Reduce | HostCopy | Validate):
+    if isinstance(action, Message | Reduce | HostCopy):
         return action
     match action:
         case Forward(stage, microbatch) | Backward(stage, microbatch) | Recompute(stage, microbatch):
@@ -76,7 +75,6 @@ _RULES = {
     "stages_per_rank": _COUNT,
     "vertical_sync": FLAG,
     "norms": FLAG,
-    "post_validation": FLAG,
     "replicated": instance(Placement, "a Placement", "use penstock.schedule(plan), which makes one").optional,
 }
 
@@ -91,8 +89,6 @@ class Schedule:
     `ties`: groups of stages that share weights; schedules in which each stage updates at its own time accept none.
     `replicated`: the ranks of the stages, if they differ from the schedule's layout; see `Schedule.placed`.
     `norms`: whether stages send each other the norms of their gradients, see `known_norms`; an inference has none.
-    `post_validation`: whether an update does not wait for norms of other stages, and is validated in the next step or
-    the drain [ZeroBubble 2024, section 4]; for schedules that flush, with norms and one stage per rank.
     `skips`: pairs of stages that are not adjacent and send each other values directly; see `choose_skips`.
     `recomputed`: the stages that compute their forwards again before their backwards, as a whole.
     `continued`: whether the run goes on where another one was cut, and reads its last versions; see `continue_run`.
@@ -111,7 +107,6 @@ class Schedule:
     skips: tuple[Skip, ...] = ()
     recomputed: frozenset[int] = frozenset()
     continued: bool = False
-    post_validation: bool = False
     definition: ScheduleDefinition = field(init=False, repr=False)
     shape: PipelineShape = field(init=False, repr=False)
     guarantees: Guarantees = field(init=False, repr=False, compare=False)
@@ -180,11 +175,6 @@ class Schedule:
         return self.definition.flushes
 
     @property
-    def drains(self) -> bool:
-        """Whether a step leaves something to the next one or to the drain: backwards and updates, or validations."""
-        return not self.flushes or self.post_validation
-
-    @property
     def deferred(self) -> frozenset[int]:
         """The stages whose updates come later than their gradients, because they need data of other stages."""
         return self.shape.waiting if self.definition.defers_updates else frozenset()
@@ -194,8 +184,6 @@ class Schedule:
         """The norms of gradients that a stage has at an update."""
         if not self.norms or not self.guarantees.trains:
             return NormRule.NONE
-        if self.post_validation:
-            return NormRule.VALIDATED
         return NormRule.ALL if self.definition.synchronizes_updates else NormRule.LAGGED
 
     @property
@@ -278,9 +266,7 @@ class Schedule:
             recomputed=self.recomputed,
         )
         for segment in segments:
-            made = segment.minibatch if isinstance(segment, Step) else segment.minibatches
-            entries = self.definition.order(self.shape, rank, segment)
-            row = lowering.lower_validated(entries, made) if self.post_validation and made else lowering.lower(entries)
+            row = lowering.lower(self.definition.order(self.shape, rank, segment))
             yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else tuple(row)
 
     def _rows(self, segment: Segment) -> Programs:
@@ -455,8 +441,6 @@ def _check_norms(schedule: Schedule) -> None:
             "stages that update after different numbers of microbatches have no common update; give them equal "
             "numbers, let replicas split microbatches, drop norms, or choose another schedule"
         )
-    if schedule.post_validation:
-        _check_post_validation(schedule)
     for stage in sorted({stage for group in schedule.ties for stage in group}):
         if schedule.norm_rule is NormRule.ALL and stage in schedule.deferred and placement.replicas(stage) > 1:
             raise ScheduleError(
@@ -464,26 +448,6 @@ def _check_norms(schedule: Schedule) -> None:
                 "replicas, so that its gradients are whole only when all stages have theirs, too late for norms; "
                 "choose a flushing schedule, untie the weights, give the stage one rank, or drop norms"
             )
-
-
-def _check_post_validation(schedule: Schedule) -> None:
-    placement, counts = schedule.placement, schedule.placement.text()
-    found = None
-    if not schedule.norms:
-        found = "none: no update waits for one without clipping or loss scaling"
-    elif not schedule.definition.updates_at_once:
-        found = f"{schedule.name!r}, whose stages update at their own times"
-    elif schedule.stages > placement.length:
-        found = "several: one would read what a rank sends after its validation before its own"
-    elif schedule.ties:
-        found = f"weights that stages {', '.join(map(str, schedule.ties[0]))} share, for whose gradients they wait"
-    elif not placement.split and not placement.equal(range(schedule.stages)):
-        found = f"different numbers of replicas ({counts}), whose microbatches come from ranks that validate later"
-    if found is not None:
-        raise ScheduleError(
-            f"schedule {schedule.name!r}: post_validation=True: expected norms, a schedule that flushes, one stage per "
-            f"rank, equally many replicas and no shared weights, found {found}; leave post_validation= out"
-        )
 
 
 def _check_skips(schedule: Schedule) -> None:

@@ -32,7 +32,6 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
-    Validate,
 )
 from penstock.scheduling.direct_backwards import find_direct
 from penstock.scheduling.lowering import peer, peers
@@ -115,7 +114,6 @@ class MemoryEffect(IntEnum):
     OFFLOAD = 14
     RELOAD = 15
     RECOMPUTE = 16
-    VALIDATE = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ class Writer:
         seconds = self._seconds_on(rank)
         forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight = self._effects[:7]
         send_activation, send_gradient, receive_activation, receive_gradient, reduce, update = self._effects[7:13]
-        recompute, validate = (self._effects[effect] for effect in (MemoryEffect.RECOMPUTE, MemoryEffect.VALIDATE))
+        recompute = self._effects[MemoryEffect.RECOMPUTE]
         paths: dict[int, list[MessagePath]] = {}
         last: dict[int, int] = {}
         kept = set(find_direct(row))
@@ -215,8 +213,6 @@ class Writer:
                 elif isinstance(action, Recompute):
                     effect = recompute
                     kept.add((stage, action.microbatch))
-                elif isinstance(action, Validate):
-                    effect = validate
                 else:
                     effects.append(self._effects[self._write_exchange(written, rank, action)] + stage)
                     continue

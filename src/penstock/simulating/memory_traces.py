@@ -6,7 +6,6 @@ It follows the runtime. A rank holds:
 - the optimizer's state;
 - gradients, from the end of the first backward that produces them (what that backward frees makes room for them) to
   the end of their update; those of two updates at once where one update waits for other stages;
-- with validations, from an update to its validation, the gradients, and copies of the parameters and of the state;
 - what autograd saves for a microbatch in flight, and what the stage relays without reading it (here included in
   `saved_bytes`), from the start of its forward to the end of its backward;
 - the workspace of a forward or backward while it runs: what the stage's layers need beyond what is saved anyway;
@@ -127,14 +126,14 @@ class Sizes:
 
 def trace_memory(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> RankMemory:
     """The memory of the rank of `schedule` that `track` simulated."""
-    activations, buffers = _changes(track, sizes, costs, schedule)
+    activations, buffers = _changes(track, sizes, schedule)
     constants = _constants(track, costs, schedule)
     return RankMemory(*constants, activations=_curve(activations), buffers=_curve(buffers))
 
 
 def peak_bytes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> float:
     """``trace_memory(...).peak_bytes``, without building the curves."""
-    activations, buffers = _changes(track, sizes, costs, schedule)
+    activations, buffers = _changes(track, sizes, schedule)
     both = np.concatenate([activations[0], buffers[0]]), np.concatenate([activations[1], buffers[1]])
     _, held = _totals(both)
     return sum(_constants(track, costs, schedule)) + float(held.max(initial=0.0))
@@ -152,7 +151,7 @@ def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, f
     )
 
 
-def _changes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> tuple[_Changes, _Changes]:
+def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, _Changes]:
     """The changes of what is kept for backwards, and of messages and gradients."""
     effects = np.array(track.instructions.effects, dtype=np.int64)
     starts, stops, messages = np.array(track.starts), np.array(track.stops), np.array(track.messages)
@@ -190,23 +189,9 @@ def _changes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> tu
     makers = computes[np.searchsorted(computes, sends) - 1]
     users = _users(effects, np.array(track.instructions.contents, dtype=np.int64)[counted][~sent], len(sizes.saved))
     used = np.where(backward[users], freed[users], starts[users])
-    validations = np.flatnonzero(effects // len(sizes.saved) == MemoryEffect.VALIDATE)
-    # A rank with validations has one stage, and each update is followed by its own.
-    ended = stops[validations[np.searchsorted(validations, updates)] if len(validations) else updates]
-    begun = np.nextafter(starts[updates], -np.inf)
-    copies = weights[updates] * (1 + costs.assumptions.optimizer_copies) * bool(len(validations))
-    times = [
-        stops[makers],
-        messages[~sent],
-        messages[sent],
-        used,
-        freed[first_backwards],
-        ended,
-        begun,
-        ended,
-    ]
+    times = [stops[makers], messages[~sent], messages[sent], used, freed[first_backwards], stops[updates]]
     amounts = [passed[sends], passed[receives], -passed[sends], -passed[receives]]
-    amounts += [weights[first_backwards], -weights[updates], copies, -copies]
+    amounts += [weights[first_backwards], -weights[updates]]
     return kept, _without_zeros(np.concatenate(times), np.concatenate(amounts))
 
 

@@ -27,7 +27,6 @@ _WORDS = {
     "W": ("weight backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "C": ("forward of microbatch {number} again", "stage {stage}, weights of version {reference}"),
     "U": ("update to version {number}", "stage {stage}, from gradients at version {reference}"),
-    "V": ("validation of the update to version {number}", "of stage {stage}"),
     "A": ("sum of gradients for version {number}", "over the replicas of stage {stage}"),
     "S": ("send microbatch {number} to stage {reference}", "from stage {stage}"),
     "R": ("wait for microbatch {number} from stage {reference}", "for stage {stage}"),
@@ -102,7 +101,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
         ("forward", "FC"),
         ("backward", "BI"),
         ("weight", "W"),
-        ("update", "UV"),
+        ("update", "U"),
         ("reduce", "A"),
         ("send", "STNHD"),
     ):

@@ -12,9 +12,9 @@ from functools import lru_cache
 from penstock.errors import ScheduleError
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
-# 3T1<0, 2N3>1, 1N3<2, 2H0, 2H0+3, 2D0, 2C0@1, 2V3.
-_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIWC][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>|H[0-9]+\+)[0-9]+|[AHDV][0-9]+)")
-_SEPARATORS = re.compile(r"[FBIWCUVASRTNHD@<>+]")
+# 3T1<0, 2N3>1, 1N3<2, 2H0, 2H0+3, 2D0, 2C0@1.
+_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIWC][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>|H[0-9]+\+)[0-9]+|[AHD][0-9]+)")
+_SEPARATORS = re.compile(r"[FBIWCUASRTNHD@<>+]")
 _KINDS = {
     "F": "forward",
     "B": "backward",
@@ -22,7 +22,6 @@ _KINDS = {
     "W": "backward weight",
     "C": "recompute",
     "U": "update",
-    "V": "validate",
     "A": "reduce",
     "S": "send",
     "R": "receive",
@@ -54,7 +53,7 @@ class Span:
         if _ACTION_TEXT.fullmatch(self.action) is None:
             raise ScheduleError(
                 f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, "
-                f"3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0, 2C0@1 or 2V3, found {self.action!r}: pass str(action)"
+                f"3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0 or 2C0@1, found {self.action!r}: pass str(action)"
             )
         if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
             raise ScheduleError(
@@ -80,8 +79,8 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """``forward``, ``backward``, ``backward input``, ``backward weight``, ``update``, ``validate``, ``reduce``,
-        ``send``, ``receive``, ``offload``, ``reload`` or ``recompute``.
+        """``forward``, ``backward``, ``backward input``, ``backward weight``, ``update``, ``reduce``, ``send``,
+        ``receive``, ``offload``, ``reload`` or ``recompute``.
         """
         return _read(self.action)[0]
 
@@ -113,7 +112,7 @@ class Span:
     @property
     def reference(self) -> int:
         """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer;
-        the `number` again for a reduction, a validation, an offload and a reload.
+        the `number` again for a reduction, an offload and a reload.
         """
         return _read(self.action)[3]
 
@@ -137,7 +136,7 @@ class Span:
     def details(self) -> dict[str, int | str]:
         """The action and its fields by name."""
         match self.kind:
-            case "reduce" | "validate":
+            case "reduce":
                 return {"action": self.action, "stage": self.stage, "version": self.number}
             case "offload" | "reload":
                 return {"action": self.action, "stage": self.stage, "microbatch": self.number}
@@ -156,7 +155,7 @@ def trace_label(action: str) -> str:
     """The action in a trace of `torch.profiler`: ``penstock forward stage 1 microbatch 3``."""
     kind, stage, number, reference = _read(action)
     topic = " tied gradients" if "T" in action else " norms" if "N" in action else ""
-    unit = "version" if topic or kind in ("update", "validate", "reduce") else "microbatch"
+    unit = "version" if topic or kind in ("update", "reduce") else "microbatch"
     # "input backward", as in the texts of spans.
     what = " ".join(reversed(kind.split()))
     label = f"penstock {what}{topic} stage {stage} {unit} {number}"

@@ -24,7 +24,6 @@ from penstock.scheduling.actions import (
     Recompute,
     Reduce,
     Update,
-    Validate,
 )
 from penstock.scheduling.schedules import Schedule
 
@@ -226,7 +225,7 @@ def rows_of(schedule: Schedule, whole: frozenset[int]) -> Rows | None:
     for actions in schedule.step(0):
         row: Row = []
         for action in actions:
-            if isinstance(action, Message | Reduce | Update | Validate | HostCopy | Recompute):
+            if isinstance(action, Message | Reduce | Update | HostCopy | Recompute):
                 continue
             match action:
                 case Forward(stage, microbatch):

@@ -63,7 +63,6 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "skips": choice(get_args(SkipChoice)),
     "balance": choice(get_args(Balance)),
     "state_on_host": FLAG,
-    "post_validation": FLAG,
 }
 OFFLOAD_TO = PATH.but(f"pass {HOST!r} for the memory of the host", f"{HOST!r} or a directory")
 _RUN_RULES: Mapping[str, Rule[Any]] = {
@@ -95,7 +94,6 @@ OPTIONS: Mapping[str, OptionRule] = {
         (
             *("loss_fn", "loss_weight", "loss_scale", "lr_scheduler", "scale_learning_rates", "clip_grad_norm"),
             *("update_hooks", "on_nonfinite", "autocast", "version_dtype", "wire_dtype", "init_fn", "parallelize"),
-            *("skips", "recompute", "state_on_host", "post_validation"),
             *("compile", "seed", "check", "resume", "timeout_seconds"),
         ),
         OptionRule("value"),
@@ -136,7 +134,6 @@ class PlanOptions:
     skips: SkipChoice = "auto"
     recompute: RecomputeChoice = None
     state_on_host: bool = False
-    post_validation: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _PLAN_RULES, PlanError, function="Pipeline")

@@ -7,7 +7,6 @@ hang.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from penstock.arguments import Entries, check_fields, entries, integer, number, text_of
@@ -173,7 +172,7 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     check_plan(plan, chain)
     schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
     whole = frozenset(stage for stage, granularity in granularities.items() if granularity == "stage")
-    schedule = replace(schedule, recomputed=whole, post_validation=options.plan.post_validation)
+    schedule = replace(schedule, recomputed=whole)
     verify(schedule)
     _check_backwards(schedule, bool(options.run.compile), granularities)
     _check_offloads(schedule, granularities)
@@ -275,22 +274,6 @@ def _check_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[
             f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
             f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
         )
-
-
-def check_post_validation(options: PipelineOptions, device: torch.device) -> None:
-    """Raises `PlanError` for options, or a `device`, with which an update cannot be taken back to the bits."""
-    reasons = {
-        "state_on_host=True": (options.plan.state_on_host, "keeps the state where no copy of it is made"),
-        "parallelize=": (options.run.parallelize is not None, "has modules that change their parameters themselves"),
-        f"the device {device}": (device.type != "cpu", "has not been shown to wait for no receive behind a validation"),
-        "seed=None": (options.run.seed is None, "lets a forward that is run again draw other random numbers"),
-    }
-    for option, (given, reason) in reasons.items():
-        if given and options.plan.post_validation:
-            raise PlanError(
-                f"post_validation=True: an update may be taken back, and {option} {reason}: expected one of both. "
-                "Leave one of them out"
-            )
 
 
 def _check_offloads(schedule: Schedule, granularities: Mapping[int, Granularity]) -> None:

@@ -88,16 +88,7 @@ def start_engine(
     factors = learning_rate_factors(schedule, stages, recipe.scale_learning_rates)
     together = schedule.definition.updates_at_once
     host = HostStates(context.staging, store.memory, device) if planned.state_on_host else None
-    updater = Updater(
-        optimizers,
-        factors,
-        recipe.lr_scheduler,
-        recipe.hooks,
-        delays,
-        together=together,
-        validated=schedule.post_validation,
-        host=host,
-    )
+    updater = Updater(optimizers, factors, recipe.lr_scheduler, recipe.hooks, delays, together=together, host=host)
     workers = make_workers(
         recipe,
         schedule,

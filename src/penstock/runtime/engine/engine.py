@@ -53,7 +53,6 @@ from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.lowering import longest_wait
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
-from penstock.scheduling.validations import begun_by, repeated, taken_back
 from penstock.scheduling.verification.continuations import continue_run, steps_until_made
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
@@ -100,15 +99,12 @@ class Engine:
         """Compares the calls of this process with those of the others."""
         self.snapshots = workers[0].snapshots
         last = schedule.stages - 1
-        self._updater = workers[0].updater
         self._scalers = [
             worker.gradients.scaler
             for worker in workers
-            if worker.gradients.scaler is not None and (last in worker.stages or schedule.post_validation)
+            if worker.gradients.scaler is not None and last in worker.stages
         ]
-        """The loss scalers of the ranks that hold the last stage; with validations of all. Only these change their
-        scale.
-        """
+        """The loss scalers of the ranks that hold the last stage. Only these change their scale."""
         # On the CPU the loss head checks them.
         late = context.device.type != "cpu" and any(worker.checks_losses for worker in workers)
         self._late = LateLosses(schedule.microbatches) if late else None
@@ -140,7 +136,7 @@ class Engine:
     @property
     def undrained(self) -> bool:
         """Whether steps have left backwards and updates to a drain."""
-        return self._schedule.drains and self._minibatch > 0
+        return not self._schedule.flushes and self._minibatch > 0
 
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
@@ -271,7 +267,7 @@ class Engine:
         from all microbatches so far and no others, and what the run reads follows from the schedule's guarantees.
         """
         if self._schedule.flushes:
-            return not self.undrained
+            return True
         try:
             continue_run(self.schedule)
         except ScheduleError:
@@ -293,7 +289,7 @@ class Engine:
         if begun is None:
             # The call failed before its first action, or after its last one.
             return True
-        intact = begun == self._newest_versions() and not self.undrained
+        intact = begun == self._newest_versions() and (self._schedule.flushes or self._minibatch == 0)
         for worker in self._workers:
             worker.discard()
         self.transport.close()
@@ -436,40 +432,10 @@ class Engine:
         streams, idle = self._context.streams, self._prepare if trains else None
         with streams.ordered_segment():
             try:
-                begun = {rank: begun_by(row) for rank, row in programs.items()} if schedule.post_validation else {}
-                if any(begun.values()):
-                    self._updater.check_unwritten()
-                    run_cooperatively(self._workers, begun, streams, before_waiting=before_waiting)
-                    before_waiting, programs = None, self._settle(segment, begun, programs)
                 run_cooperatively(self._workers, programs, streams, before_waiting=before_waiting, while_idle=idle)
             finally:
                 timings = [timing for worker in self._workers for timing in worker.end()]
         return timings
-
-    def _settle(
-        self, segment: Segment, begun: Mapping[int, Sequence[Action]], programs: Mapping[int, Sequence[Action]]
-    ) -> Mapping[int, Sequence[Action]]:
-        """Ends the validations of `segment`, of which each rank has `begun` a part. Returns what is left to run."""
-        left = {rank: tuple(row[len(begun[rank]) :]) for rank, row in programs.items()}
-        verdicts = {stage: verdict for worker in self._workers for stage, verdict in worker.verdicts.items()}
-        if all(stands for stands, _ in verdicts.values()):
-            self._updater.settle()
-        else:
-            placement = self._schedule.placement
-            alike = placement.first_replicas if placement.split else placement
-            rows = {rank: begun_by(self._schedule.row(rank, segment)) for ranks in alike.stages for rank in ranks}
-            own = {rank: rank if rank in rows else alike.rank_of(placement.stages_of(rank)[0]) for rank in begun}
-            dropped = {rank: taken_back(rows, own[rank], alike) for rank in begun}
-            for worker in self._workers:
-                worker.go_on(dropped[worker.rank])
-            run_cooperatively(self._workers, dropped, self._context.streams)
-            for worker in self._workers:
-                worker.take_back()
-            self._updater.make_again({stage: gradients for stage, (_, gradients) in verdicts.items()})
-            left = {rank: (*repeated(begun[rank]), *row) for rank, row in left.items()}
-        for worker in self._workers:
-            worker.go_on(left[worker.rank])
-        return left
 
     def _prepare(self) -> None:
         """Makes the program of the step that most likely follows the present one."""

@@ -183,7 +183,7 @@ class Gradients:
 
         A loss scaler reads the norms on the host, and so waits until the device has computed them.
         """
-        if self.norms is None or self._schedule.post_validation:
+        if self.norms is None:
             return self._final(stage, version), False
         norms = self._local_norms(stage, version)
         overflown = norms.overflown(stage, version) if self.scaler is not None else []
@@ -192,24 +192,6 @@ class Gradients:
             self.scaler.update(updates, keep=version - 2 * self._schedule.stages)
         self.skipped[stage] += version in updates
         return norms.clip(stage, version, self._final(stage, version), overflown), version in updates
-
-    def validate(self, stage: int, version: int) -> tuple[bool, dict[str, Tensor] | None]:
-        """Whether the update of `stage` to `version`, made without the norms of other stages, is right, and what to
-        update with; None if the update is skipped.
-        """
-        norms = self._local_norms(stage, version)
-        overflown = norms.overflown(stage, version) if self.scaler is not None else []
-        if self.scaler is not None:
-            # On every rank, since it knows no scale from the norms before its update.
-            self.scaler.update([version] if overflown else [], keep=version - 2 * self._schedule.stages)
-        self.skipped[stage] += bool(overflown)
-        norms.measure(stage, version, overflown)
-        stands = not overflown and not norms.clips()
-        gradients = self._final(stage, version)
-        if not stands and not overflown:
-            gradients = norms.clip(stage, version, gradients, overflown)
-        self.forget(stage, version)
-        return stands, None if overflown else gradients
 
     def forget(self, stage: int, update: int) -> None:
         """Drops the gradients of an update that has been made."""
@@ -237,9 +219,7 @@ class Gradients:
         if self.scaler is None:
             return None
         assert self.norms is not None
-        if stage == self._last_stage or self._schedule.post_validation:
-            return self.scaler.scale_of(version)
-        return self.norms.scale(version)
+        return self.scaler.scale_of(version) if stage == self._last_stage else self.norms.scale(version)
 
     def _early_sums(self, stage: int, update: int) -> dict[str, Tensor] | None:
         """The sums that the norm of `stage` is taken of, where it is needed before all gradients are there: all but

@@ -52,18 +52,14 @@ class Mailbox:
         self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
 
     def begin(self, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
-        """Prepares for `program`, the first part of a segment of `schedule` or all of it, and posts its first receives.
-        `microbatches`: this rank's.
+        """Prepares for `program`, a segment of `schedule`, and posts its first receives. `microbatches`: this
+        rank's.
         """
         if schedule is not self._schedule:
             self._known_nexts.clear()
         self._schedule, self._placement = schedule, schedule.placement
         self._microbatches = microbatches
         self._transport.begin_segment()
-        self.expect(program)
-
-    def expect(self, program: Iterable[Action]) -> None:
-        """Posts the first receives of `program`, the next part of the segment."""
         for action in program:
             if isinstance(action, _RECEIVES):
                 edges = self._awaited[action] = self._edges_to(action)
@@ -79,11 +75,6 @@ class Mailbox:
             kept.clear()
         if self._coded is not None:
             self._coded.discard()
-
-    def forget(self) -> None:
-        """Drops what has come, and what is to leave."""
-        self._arrived.clear()
-        self._leaving.clear()
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
         """Takes the tensors of `microbatch` that came for `stage`, one from each of `sources`, in their order.

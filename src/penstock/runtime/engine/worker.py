@@ -5,9 +5,8 @@ which action comes next, and with which version of the weights, is in the progra
 
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's.
-  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, in a `Validate` and an `Update` with a loss
-     scaler, which read norms from the device, and in an `Update` with state on the host, or while a snapshot is copied;
-     nowhere else.
+  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, and in an `Update` with a loss scaler, which
+     reads norms from the device, with state on the host, or while a snapshot is copied; nowhere else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,6 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
-from penstock.runtime.execution.recomputation import RepeatedForwards
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.failures import explained
@@ -54,10 +52,8 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
-    Validate,
 )
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.validations import begun_by
 from penstock.timelines.spans import trace_label
 from penstock.torch_internals.autograd import is_profiling
 
@@ -87,7 +83,7 @@ class Worker:
         """
         self.rank, self.stages, self.gradients = rank, stages, gradients
         self._mailbox, self._inputs, self._forwards, self._heads = mailbox, inputs, forwards, heads
-        self.updater, self._now = updater, now
+        self._updater, self._now = updater, now
         self.snapshots = snapshots
         """Of all stages of the process; its workers share it."""
         self._weights = weights
@@ -99,9 +95,6 @@ class Worker:
         self.row = FlightRow(rank, ())
         """How far the present program is."""
         self._microbatches: dict[int, Microbatch] = {}
-        self.verdicts: dict[int, tuple[bool, Mapping[str, Tensor] | None]] = {}
-        """By stage that was validated in this segment: whether its update stands, and what to update with."""
-        self._validates = False
         self._read_modules()
 
     def _read_modules(self) -> None:
@@ -111,7 +104,6 @@ class Worker:
         self._differentiable = {
             index: tuple(name in module.differentiable for name in module.sent) for index, module in modules.items()
         }
-        self._repeated = RepeatedForwards([*modules.values()])
 
     def use_chain(self, chain: LayerChain) -> None:
         """Runs the stages as modules of `chain`, which they have by now, and ends them as it does."""
@@ -149,26 +141,7 @@ class Worker:
         offloaded = frozenset((action.stage, action.microbatch) for action in program if isinstance(action, Offload))
         self._forwards.begin(batch, program, offloaded)
         self.gradients.begin(batch)
-        self._validates = self._training and schedule.post_validation
-        begun = begun_by(program) if self._validates else ()
-        self.verdicts = {}
-        self._repeated.begin(any(isinstance(action, Forward) for action in begun))
-        # What other ranks send after their validations is expected after that of this rank.
-        self._mailbox.begin(schedule, self._microbatches, begun or program)
-
-    def go_on(self, program: Sequence[Action]) -> None:
-        """Prepares for `program`, the next part of the segment."""
-        self._repeated.check()
-        self.row.program = (*self.row.program[: len(self.row.stops)], *program)
-        self._mailbox.expect(program)
-
-    def take_back(self) -> None:
-        """Drops the forwards of this segment so far, and what came for others."""
-        self._mailbox.forget()
-        self._forwards.offloads.discard()
-        self._repeated.restore()
-        for stage in self.stages.values():
-            stage.executor.discard()
+        self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[ActionTiming]:
         """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
@@ -188,7 +161,7 @@ class Worker:
         self._timings.clear()
         self._mailbox.discard()
         self.gradients.discard()
-        self.updater.discard()
+        self._updater.discard()
         for head in self._heads.values():
             head.discard()
         self._forwards.offloads.discard()
@@ -226,7 +199,7 @@ class Worker:
                     self._backward_input(action)
                 case BackwardWeight():
                     self._backward_weight(action)
-                case Update() | Validate():
+                case Update():
                     update = self._update(action)
                 case Offload() | Reload() | Recompute():
                     self._change_saved(action)
@@ -352,24 +325,20 @@ class Worker:
         if action.stage == self._first:
             del self._microbatches[action.microbatch]
 
-    def _update(self, action: Update | Validate) -> tuple[Timestamp, Timestamp] | None:
-        """Returns when an update began and ended."""
+    def _update(self, action: Update) -> tuple[Timestamp, Timestamp]:
+        """Returns when it began and ended."""
         stage, version = action.stage, action.version
         weights, order = self.stages[stage].weights, self.stages[stage].order
-        if isinstance(action, Validate):
-            self.verdicts[stage] = self.gradients.validate(stage, version)
-            return None
         gradients, skipped = self.gradients.for_update(stage, version)
         with nullcontext() if order is None else order.making(version, gradients):
             self.snapshots.before_update(stage)
             start = self._now()
-            if not self.updater.together:
+            if not self._updater.together:
                 # The optimizers have the parameters of all stages, and step those with gradients.
                 for other in self._weights:
                     other.set_aside()
-            for made in self.updater.update(stage, version, weights, None if skipped else gradients):
+            for made in self._updater.update(stage, version, weights, None if skipped else gradients):
                 self.snapshots.after_update(made, version)
             stop = self._now()
-        if not self._validates:
-            self.gradients.forget(stage, version)
+        self.gradients.forget(stage, version)
         return start, stop

@@ -29,7 +29,7 @@ from penstock.capturing.preservation import python_generators
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PenstockError
 from penstock.torch_internals.autograd import is_profiling
-from penstock.torch_internals.tensors import set_times_written, times_written
+from penstock.torch_internals.tensors import times_written
 
 Granularity: TypeAlias = Literal["stage", "layers"]
 _Results: TypeAlias = tuple[Tensor, ...]
@@ -158,7 +158,7 @@ class Recomputation:
             yield
             return
         self._watched.add(module)
-        state = PythonState(module)
+        state = _PythonState(module)
         try:
             yield
         finally:
@@ -182,7 +182,7 @@ class Recomputation:
         return _ForwardContext.observe(writable, devices, given if checked else ())
 
 
-class PythonState:
+class _PythonState:
     """What a forward of `module` may change beside buffers: attributes, lists and plain tensors of the user's modules,
     and Python's random generators.
     """
@@ -197,59 +197,6 @@ class PythonState:
         names = [f"{name}.{path}" for name, state in self._states.items() for path, _ in state.changes()]
         drawn = [name for name, state in python_generators().items() if state != self._generators[name]]
         return names + [f"the random numbers of {name}" for name in drawn]
-
-
-class RepeatedForwards:
-    """Looks after forwards of `modules`, the stages of a rank, that are run again where an update is taken back.
-
-    Buffers are restored. What else a module keeps would change twice, and is refused; it is looked at the first time.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._writable: list[Place] | None = None
-        """The buffers that forwards write; None before the first ones."""
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        """With their values before the last forwards."""
-        self._states: list[PythonState] = []
-
-    def begin(self, runs: bool) -> None:
-        """If there are forwards that may be run again (`runs`), they begin."""
-        self._kept = []
-        if not runs:
-            return
-        if self._writable is None:
-            self._writable = [place for module in self._modules for place in find_writable(module)]
-            self._states = [PythonState(module) for module in self._modules]
-        found = (getattr(*place) for place in self._writable)
-        self._kept = [(buffer, buffer.detach().clone()) for buffer in found if buffer is not None]
-
-    def check(self) -> None:
-        """Raises `PenstockError` if the first forwards have changed what is in no buffer."""
-        if not self._states:
-            return
-        buffers = [buffer for buffer, _ in self._kept]
-        # Backwards may read the buffers: autograd is not to see these writes.
-        written, times = [buffer.detach().clone() for buffer in buffers], tuple(map(times_written, buffers))
-        self.restore()
-        changed = [name for state in self._states for name in state.changes()]
-        self._states = []
-        with torch.no_grad():
-            for buffer, values in zip(buffers, written, strict=True):
-                buffer.copy_(values)
-        if buffers:
-            set_times_written(tuple(buffers), times)
-        if changed:
-            raise PenstockError(
-                f"a forward changes {changed[0]}, which would happen twice where post_validation=True runs it again: "
-                "expected state in registered buffers. Keep it in a buffer, or leave post_validation= out"
-            )
-
-    def restore(self) -> None:
-        """Gives the buffers the values that they had at the last `begin`."""
-        with torch.no_grad():
-            for buffer, values in self._kept:
-                buffer.copy_(values)
 
 
 def _contexts(

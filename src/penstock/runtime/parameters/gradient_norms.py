@@ -63,11 +63,7 @@ def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
 
     It works in place, which takes no memory for a second set of them: nothing else may hold them.
     """
-    multiply(gradients, _factor(max_norm, total))
-
-
-def _factor(max_norm: float, total: Tensor) -> Tensor:
-    return torch.clamp(max_norm / (total + _EPSILON), max=1.0)
+    multiply(gradients, torch.clamp(max_norm / (total + _EPSILON), max=1.0))
 
 
 def _kinds(tensors: Sequence[Tensor]) -> dict[_Kind, list[int]]:
@@ -165,23 +161,13 @@ class GradientNorms:
 
         `skipped`: norms that do not count, those of updates that are skipped.
         """
-        self.measure(stage, version, skipped)
-        if self._max_norm is not None and self.newest is not None:
-            clip([local_shard(gradient) for gradient in gradients.values()], self._max_norm, self.newest)
-        return dict(gradients)
-
-    def measure(self, stage: int, version: int, skipped: Sequence[Norm]) -> None:
-        """Takes the norm for the update of `stage` to `version`."""
         known = [norm for norm in known_norms(self._schedule, stage, version) if norm not in skipped]
         self.newest = torch.linalg.vector_norm(self._in_order(known))
         self.newest_scale = self._vectors[self._schedule.stages - 1, version][0]
         self._forget(version)
-
-    def clips(self) -> bool:
-        """Whether gradients of the newest norm are to be scaled down. The host waits for the norm."""
-        if self._max_norm is None or self.newest is None:
-            return False
-        return bool(_factor(self._max_norm, self.newest) != 1)
+        if self._max_norm is not None:
+            clip([local_shard(gradient) for gradient in gradients.values()], self._max_norm, self.newest)
+        return dict(gradients)
 
     def history(self, stage: int, newest: int) -> dict[str, Tensor]:
         """The vectors of `stage` up to its version `newest` that later stages may still need, if it is on this rank.

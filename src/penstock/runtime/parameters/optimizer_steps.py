@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from penstock.runtime.parameters.host_states import HostStates, in_parts
 from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.torch_internals.modules import flat_schedulers, step_hooks
-from penstock.torch_internals.tensors import times_written
 from penstock.training.optimizers import MakeScheduler, make_scheduler, needs_closure
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
@@ -54,7 +53,6 @@ class Updater:
         delays: tuple[int, ...],
         *,
         together: bool,
-        validated: bool = False,
         host: HostStates | None = None,
     ) -> None:
         self.hooks, self.host = HookStates(hooks), host
@@ -71,11 +69,6 @@ class Updater:
                 self.schedulers.append(make_scheduler(lr_scheduler, optimizer))
             apart = sorted(factors)[:1] if together else sorted(factors)
             self._options.append(_GroupOptions(optimizer, self.schedulers[-1] if self.schedulers else None, apart))
-        self._validated = validated
-        self._kept: _Kept | None = None
-        """What the last update has changed, until it is validated."""
-        self._written: list[tuple[Tensor, int]] = []
-        """The parameters that it stepped, and how often each had been written by then."""
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
         self._examined = set[int]()
@@ -108,73 +101,16 @@ class Updater:
         for held, number, own in waiting.values():
             held.begin_update(number, own or {})
         stepped = {name: parameter for held, *_ in waiting.values() for name, parameter in held.stepped.items()}
-        if self._validated:
-            self._keep({index: (held, number) for index, (held, number, _) in waiting.items()}, stepped)
         published = {} if gradients is None else self._step(list(waiting), stepped)
         for held, *_ in waiting.values():
             held.end_update(published)
-        self._written = [(p, times_written(p)) for p in stepped.values()] if self._validated else []
         if self.host is not None:
             self.host.settle()
         return list(waiting)
 
     def discard(self) -> None:
-        """Drops the updates that wait for others, and takes none back."""
+        """Drops the updates that wait for others."""
         self._waiting.clear()
-        self._kept, self._written = None, []
-
-    def _keep(self, updated: Mapping[int, tuple[VersionedWeights, int]], stepped: Mapping[str, nn.Parameter]) -> None:
-        """Copies what a step changes."""
-        for options in self._options:
-            options.keep()
-        copies: dict[int, Any] = {}
-        self._kept = _Kept(
-            updated,
-            {name: p.detach().clone() for name, p in stepped.items() if p.grad is not None},
-            # Entries may share tensors.
-            [{key: copy.deepcopy(own, copies) for key, own in each.state.items()} for each in self.optimizers],
-            copy.deepcopy(self.hooks.states),
-            self.rates,
-        )
-
-    def settle(self) -> None:
-        """The last update stands."""
-        self._kept = None
-
-    def check_unwritten(self) -> None:
-        """Raises `PenstockError` if weights were written since an update that is to be validated."""
-        written, self._written = [p for p, times in self._written if times_written(p) != times], []
-        if written:
-            raise PenstockError(
-                f"{len(written)} parameter(s), one of shape {tuple(written[0].shape)}, were written after a step with "
-                "post_validation=True, whose update may still be taken back: expected no change. Call drain() before "
-                "you write weights or the state of an optimizer, or leave post_validation= out"
-            )
-
-    def make_again(self, gradients: Mapping[int, Mapping[str, Tensor] | None]) -> None:
-        """Takes the last update back and makes it with `gradients`, by stage; they are None where it is skipped.
-
-        What the user has changed in the groups of the optimizers since then stays.
-        """
-        assert self._kept is not None, "an update is validated once"
-        (updated, weights, states, self.hooks.states, self.rates), self._kept = self._kept, None
-        self.interrupts.hold()
-        for stage, (held, number) in updated.items():
-            held.begin_update(number, gradients[stage] or {})
-            self._updates[stage] -= 1
-        stepped = {name: parameter for held, _ in updated.values() for name, parameter in held.stepped.items()}
-        with torch.no_grad():
-            for name, before in weights.items():
-                stepped[name].copy_(before)
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.state.clear()
-            optimizer.state.update(state)
-        changed = [options.take_back() for options in self._options]
-        published = {} if None in gradients.values() else self._step(list(updated), stepped)
-        for held, _ in updated.values():
-            held.end_update(published)
-        for options, own in zip(self._options, changed, strict=True):
-            options.change(own)
 
     def _step(self, stages: Sequence[int], stepped: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Steps the parameters of `stages`. Returns the weights that forwards are to read instead of these."""
@@ -186,9 +122,7 @@ class Updater:
                 options.choose(stages[0])
                 stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
                 if len(self._updates) > len(stages) and (stages[0] not in self._examined or step_hooks(optimizer)):
-                    stack.enter_context(_nothing_shared(optimizer, _ALONE))
-                elif self._validated:
-                    stack.enter_context(_nothing_shared(optimizer, _AGAIN, stepped.values()))
+                    stack.enter_context(_nothing_shared(optimizer))
             for optimizer in self.optimizers if self.host is None else self._in_parts(self.host, stepped):
                 try:
                     optimizer.step()
@@ -278,18 +212,6 @@ class Updater:
             options.restart(self._updates, exact)
 
 
-class _Kept(NamedTuple):
-    """What an update has changed, as it was before."""
-
-    updated: Mapping[int, tuple[VersionedWeights, int]]
-    """By stage, with the version that was made."""
-    weights: Mapping[str, Tensor]
-    states: Sequence[dict[Any, Any]]
-    """Of the optimizers."""
-    hooks: list[dict[str, dict[str, Tensor]]]
-    rates: tuple[float | Tensor | None, ...]
-
-
 @contextmanager
 def replaced_parameters(parameters: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]) -> Iterator[None]:
     """Context manager in which `parameters` have the values `others`, by name."""
@@ -317,8 +239,6 @@ class _GroupOptions:
         self._chosen, self._initial = apart[0], self._present()
         self._kept = {stage: self._present() for stage in apart}
         """By stage: the options, and the state of the scheduler. Those of the chosen stage are out of date."""
-        self._before: tuple[OptionsOfGroups, dict[str, Any]] = [], {}
-        """Before the last update, where it may be taken back."""
         self._left = _options_of(optimizer)
         """As the last update left them: what differs now is a change by the user."""
 
@@ -326,46 +246,18 @@ class _GroupOptions:
         """Gives the groups the options of `stage`."""
         if stage == self._chosen or stage not in self._kept:
             return
-        changes, self._kept[self._chosen] = self._changes(), self._present()
-        for changed, *kept in zip(changes, *(own for own, _ in self._kept.values()), strict=False):
+        self._kept[self._chosen] = present, _ = self._present()
+        for now, left, *kept in zip(present, self._left, *(own for own, _ in self._kept.values()), strict=False):
+            changed = {key: value for key, value in now.items() if key not in left or not _equal(value, left[key])}
             for options in kept:
                 options.update({key: _own(value) for key, value in changed.items()})
         self._set(stage)
-
-    def _changes(self) -> OptionsOfGroups:
-        """What the user has changed in each group since the last update."""
-        return [
-            {key: value for key, value in now.items() if key not in left or not _equal(value, left[key])}
-            for now, left in zip(_options_of(self._optimizer), self._left, strict=False)
-        ]
-
-    def keep(self) -> None:
-        """Keeps the options for `take_back`."""
-        self._before = self._present()
-
-    def take_back(self) -> OptionsOfGroups:
-        """Gives the groups the options of the last `keep`. Returns what the user has changed since the update."""
-        changes, (options, state) = self._changes(), self._before
-        for group, own in zip(self._optimizer.param_groups, options, strict=False):
-            for key, value in own.items():
-                if isinstance(value, Tensor):
-                    # The user may have it, too.
-                    own[key] = group[key].copy_(value)
-        _set_options(self._optimizer, options)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state)
-        return changes
-
-    def change(self, changes: OptionsOfGroups) -> None:
-        """Changes the groups as the user has, after an update was taken back."""
-        for group, own in zip(self._optimizer.param_groups, changes, strict=False):
-            group.update(own)
 
     def advance(self) -> None:
         """Ends an update of the chosen stage."""
         if self._scheduler is not None:
             self._scheduler.step()
-        if len(self._kept) > 1 or self._before[0]:
+        if len(self._kept) > 1:
             self._left = _options_of(self._optimizer)
 
     def restart(self, updates: Mapping[int, int], exact: bool) -> None:
@@ -412,35 +304,23 @@ class _GroupOptions:
         self._left = _options_of(self._optimizer)
 
 
-_ALONE = (
-    "under this schedule every stage of the process has steps of its own: expected nothing that stages share. Choose a "
-    "schedule that flushes, run one process per stage"
-)
-_AGAIN = (
-    "post_validation=True makes some of them again: expected that all that a step changes can be restored. Leave "
-    "post_validation= out"
-)
-
-
 @contextmanager
-def _nothing_shared(optimizer: torch.optim.Optimizer, why: str, stepped: Iterable[nn.Parameter] = ()) -> Iterator[None]:
-    """Context manager in which `optimizer` steps one of several stages, each at its own time, or may step again.
+def _nothing_shared(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager in which `optimizer` steps one of several stages, each at its own time.
 
     Raises `PenstockError` if it has hooks of the user's on its steps, or counts steps outside of the state of
-    parameters and the options of groups, or writes in the gradients of `stepped`; and says `why` that is wrong.
+    parameters and the options of groups: it would count those of all stages together.
     """
-    gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
-    before, written = _numbers(optimizer), [times_written(gradient) for gradient in gradients]
+    before = _numbers(optimizer)
     hooked = bool(step_hooks(optimizer))
     yield
-    changed = [
-        f"its attribute {name!r} changes" for name, value in _numbers(optimizer).items() if value != before.get(name)
-    ]
-    changed += ["a gradient changes"] * (written != [times_written(gradient) for gradient in gradients])
+    changed = [name for name, value in _numbers(optimizer).items() if value != before.get(name)]
     if hooked or changed:
+        found = f"its attribute {changed[0]!r} changes" if changed else "hooks run"
         raise PenstockError(
-            f"{type(optimizer).__qualname__}: {[*changed, 'hooks run'][0]} with every step, and {why}, or keep such "
-            "values in the state of every parameter"
+            f"{type(optimizer).__qualname__}: {found} with every step, and under this schedule every stage of the "
+            "process has steps of its own: expected nothing that stages share. Choose a schedule that flushes, run one "
+            "process per stage, or keep such values in the state of every parameter"
         )
 
 

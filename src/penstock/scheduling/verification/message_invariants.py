@@ -10,8 +10,7 @@ Rules of this file:
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, pairwise, zip_longest
+from itertools import chain
 from math import lcm
 from typing import NoReturn, TypeAlias, assert_never
 
@@ -38,12 +37,10 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
-    Validate,
 )
 from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
-from penstock.scheduling.validations import begun_by, repeated, taken_back
 from penstock.scheduling.verification.stage_invariants import KINDS, Row
 from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
@@ -56,8 +53,6 @@ Need: TypeAlias = tuple[Deed, int]
 
 _OWN = KINDS[Reload]
 """The last of the kinds of microbatches that pass no message."""
-_VERSIONS = (KINDS[Update], KINDS[Validate])
-"""The kinds of versions that pass no message."""
 _NAMES = {
     "F": "forward",
     "B": "backward",
@@ -71,7 +66,7 @@ _NAMES = {
 def _require_neighbors(row: Row) -> None:
     invariant = "messages pass only between neighbors or stages that share weights or a skip, on different ranks"
     staged, placement = row.staged, row.staged.placement
-    places = np.flatnonzero((row.kinds > _OWN) & ~np.isin(row.kinds, _VERSIONS))
+    places = np.flatnonzero((row.kinds > _OWN) & (row.kinds != KINDS[Update]))
     # An all-reduce has a version where a message has the other stage.
     others = np.where(row.kinds == KINDS[Reduce], row.stages, row.others)
     ways = np.stack((row.kinds, row.stages, others), axis=1)[places]
@@ -110,7 +105,6 @@ def _find_neighbors(message: Message, row: Row) -> tuple[tuple[int, ...], str]:
 
 def _require_data(row: Row) -> None:
     invariant = "an action comes after what it needs"
-    later = row.staged.schedule.norm_rule is NormRule.VALIDATED
     done: defaultdict[Deed, set[int]] = defaultdict(set)
     known: dict[tuple[int, int, int], tuple[list[set[int]], list[set[int]]]] = {}
     """By kind, stage and other stage of actions of microbatches: what is done of the deeds that they need and do."""
@@ -129,8 +123,7 @@ def _require_data(row: Row) -> None:
             if need[1] not in done[need[0]]:
                 expected = f"{_describe(need)} on stage {need[0][1]} before {action}"
                 row.fail(index, invariant, expected, "put it before, or let lower() derive the messages")
-        early = (SendTied, Reduce) if later else (SendTied, Reduce, SendNorms)
-        if isinstance(action, early) and number in done["U", stage, -1]:
+        if isinstance(action, SendTied | SendNorms | Reduce) and number in done["U", stage, -1]:
             expected = f"it before the update of stage {stage} to version {number}"
             row.fail(index, invariant, expected, "put it before the update")
         deeds = list(_deeds(action, row, done))
@@ -166,7 +159,7 @@ def _deeds(action: Action, row: Row, done: Mapping[Deed, set[int]]) -> Iterator[
                 yield ("R", stage, -1), version
         case Update(stage, version):
             yield ("U", stage, -1), version
-        case Send() | SendTied() | SendNorms() | Offload() | Reload() | Recompute() | Validate():
+        case Send() | SendTied() | SendNorms() | Offload() | Reload() | Recompute():
             pass
         case _:
             assert_never(action)
@@ -210,9 +203,6 @@ def _needs(action: Action, row: Row) -> Iterator[Need]:
             yield from _summands(stage, version, row)
             if schedule.placement.replicas(stage) > 1:
                 yield ("R", stage, -1), version
-            for norm in () if schedule.post_validation else known_norms(schedule, stage, version):
-                yield from _norm_sources(norm, row)
-        case Validate(stage, version):
             for norm in known_norms(schedule, stage, version):
                 yield from _norm_sources(norm, row)
         case Receive() | ReceiveTied() | ReceiveNorms() | Reduce() | Offload() | Reload() | Recompute():
@@ -283,7 +273,7 @@ def _find_stops(staged: StagedPrograms, rows: Sequence[Row]) -> _Stops:
             row.kinds.tolist(), row.stages.tolist(), (row.numbers % rounds).tolist(), row.others.tolist(), strict=True
         )
         for index, way in enumerate(ways):
-            if way[0] <= _OWN or way[0] in _VERSIONS:
+            if way[0] <= _OWN or way[0] == KINDS[Update]:
                 continue
             action = row.actions[index]
             assert isinstance(action, Message | Reduce)
@@ -407,36 +397,6 @@ def _report_deadlock(staged: StagedPrograms, segment: int, position: dict[int, i
     )
 
 
-def _require_repeatable(staged: StagedPrograms) -> None:
-    """Where a validation takes an update back, messages match, too, and no rank waits forever."""
-    steps = [
-        [row[start:end] for row, start, end in zip(staged.programs, starts, ends, strict=True)]
-        for starts, ends in pairwise(((0,) * len(staged.programs), *staged.ends))
-    ]
-    ranks = sorted(set(chain.from_iterable(staged.placement.stages)))
-    for segment, rows in enumerate(steps):
-        begun = {rank: begun_by(rows[rank]) for rank in ranks}
-        again = tuple(
-            (*own, *taken_back(begun, rank, staged.placement), *repeated(own), *row[len(own) :]) if row else ()
-            for rank, row in enumerate(rows)
-            for own in (begun.get(rank, ()),)
-        )
-        failed = replace(staged, programs=again, ends=(tuple(map(len, again)),))
-        stops = _find_stops(failed, [Row(rank, failed) for rank in ranks])
-        sends, receives = _find_queues(stops)
-        for edge in {**sends, **receives}:
-            sent, found = [counterpart(each) for _, each in sends[edge]], [each for _, each in receives[edge]]
-            if sent != found:
-                place = next(place for place, pair in enumerate(zip_longest(sent, found)) if pair[0] != pair[1])
-                index = [*(index for index, _ in receives[edge]), len(again[edge[1]])][min(place, len(found))]
-                expected = str(sent[place]) if place < len(sent) else "no more messages"
-                invariant = "ranks validate where the messages before it on every edge are those before it on the other"
-                fix = f"receive from rank {edge[0]} what it sends after its validation behind that of rank {edge[1]}"
-                report(failed, invariant, edge[1], index, expected=expected, fix=fix)
-        for _, position in _find_waiting(failed, stops):
-            _report_deadlock(failed, segment, position)
-
-
 def require_message_invariants(staged: StagedPrograms, rows: Sequence[Row]) -> None:
     """Raises `ScheduleError` for the first invariant that does not hold. `rows`: of all ranks."""
     for row in rows:
@@ -447,5 +407,3 @@ def require_message_invariants(staged: StagedPrograms, rows: Sequence[Row]) -> N
         _require_data(row)
     for segment, position in _find_waiting(staged, stops):
         _report_deadlock(staged, segment, position)
-    if staged.schedule.post_validation and staged.in_segments:
-        _require_repeatable(staged)

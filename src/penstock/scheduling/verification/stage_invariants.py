@@ -36,9 +36,8 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
-    Validate,
 )
-from penstock.scheduling.definitions import Guarantees, NormRule, VersionRule
+from penstock.scheduling.definitions import Guarantees, VersionRule
 from penstock.scheduling.verification.violations import Peaks, StagedPrograms, report
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -48,13 +47,13 @@ KINDS: Final[dict[type[Action], int]] = {
     for number, kind in enumerate(
         (
             *(Forward, Backward, BackwardInput, BackwardWeight, Recompute, Offload, Reload, Send, Receive),
-            *(Update, Validate, Reduce, SendTied, ReceiveTied, SendNorms, ReceiveNorms),
+            *(Update, Reduce, SendTied, ReceiveTied, SendNorms, ReceiveNorms),
         )
     )
 }
 """Of each kind of action its number in a column; the kinds of microbatches come before those of updates."""
 _F, _B, _I, _W = (KINDS[kind] for kind in (Forward, Backward, BackwardInput, BackwardWeight))
-_U, _C, _OFFLOAD, _RELOAD, _V = (KINDS[kind] for kind in (Update, Recompute, Offload, Reload, Validate))
+_U, _C, _OFFLOAD, _RELOAD = (KINDS[kind] for kind in (Update, Recompute, Offload, Reload))
 _NAMES = {kind: [field.name for field in fields(kind)] for kind in KINDS}
 _FIELDS = {kind: attrgetter(*(names + names[1:])[:3]) for kind, names in _NAMES.items()}
 """Of each kind, what reads its three fields; the last of those that have two, as an all-reduce has, counts twice."""
@@ -96,8 +95,8 @@ class Turns:
         self.forwards, self.inputs, self.weights, self.updates = map(
             np.flatnonzero, (forwards, backwards | inputs, backwards | weights, updates)
         )
-        self.offloads, self.reloads, self.recomputations, self.validations = (
-            np.flatnonzero(here & (row.kinds == kind)) for kind in (_OFFLOAD, _RELOAD, _C, _V)
+        self.offloads, self.reloads, self.recomputations = (
+            np.flatnonzero(here & (row.kinds == kind)) for kind in (_OFFLOAD, _RELOAD, _C)
         )
         self.size = self.guarantees.microbatches_per_update[stage]
 
@@ -176,8 +175,7 @@ def _require_segments(row: Row) -> None:
     due = row.numbers // schedule.microbatches
     if schedule.definition.updates_at_once:
         updates = row.kinds == _U
-        validations = row.kinds == _V
-        bound, due = bound | updates | validations, np.where(updates | validations, row.numbers - updates, due)
+        bound, due = bound | updates, np.where(updates, row.numbers - 1, due)
     if (index := _first(bound & (due != row.segments))) is not None:
         what = "actions" if schedule.flushes else "forwards and offloads"
         minibatch = int(row.segments[index])
@@ -380,26 +378,6 @@ def _require_updates(proof: _Proof, turns: Turns) -> None:
         row.fail(turns.updates[index], invariant, expected, "name the version the backwards read")
 
 
-def _require_validations(proof: _Proof, turns: Turns) -> None:
-    """Nothing follows from an update before it is validated but forwards, and no loss."""
-    row, stage, places, updates = turns.row, turns.stage, turns.validations, turns.updates
-    invariant = f"stage {stage} validates each update once, before its next backward, and the last stage before a loss"
-    schedule = row.staged.schedule
-    if schedule.norm_rule is not NormRule.VALIDATED:
-        updates = updates[:0]
-    if (index := _first(row.numbers[places] != np.arange(1, len(places) + 1))) is not None:
-        row.fail(places[index], invariant, f"that of version {index + 1}", "order them so")
-    if len(places) != len(updates):
-        index = places[len(updates)] if len(places) > len(updates) else len(row.actions)
-        row.fail(index, invariant, f"{len(updates)} validations", "let lower() derive them")
-    after = np.concatenate((*turns.backwards, updates, turns.forwards if stage == schedule.stages - 1 else updates))
-    later = np.append(np.sort(after), len(row.actions))
-    ends = later[np.searchsorted(later, updates, "right")]
-    if (index := _first((places < updates) | (places > ends))) is not None:
-        expected = f"it between {row.actions[updates[index]]} and what follows from that"
-        row.fail(places[index], invariant, expected, "order them so")
-
-
 def _require_pending_updates(proof: _Proof, turns: Turns) -> None:
     rounds, stage = turns.rounds, turns.stage
     if not len(turns.inputs):
@@ -471,7 +449,6 @@ _INVARIANTS: Final[Sequence[Callable[[_Proof, Turns], None]]] = (
     _require_recomputations,
     _require_version,
     _require_updates,
-    _require_validations,
     _require_pending_updates,
     _require_slots,
     _require_in_flight,
