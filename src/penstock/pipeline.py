@@ -104,7 +104,7 @@ class Pipeline(Advised):
         optimizer: called once with the trained parameters of this process, a list with their names
             (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``v-half``,
-            ``v-min``, ``pipedream``, ``2bw`` or ``paci``; or your own `ScheduleDefinition`.
+            ``v-min``, ``pipedream`` or ``2bw``; or your own `ScheduleDefinition`.
         microbatches: the number of microbatches that a step cuts its batch into (default 1).
         stages: the number of stages (default: one for each process, two with ``interleaved`` and in a V). In a
             single process there are as many ranks as stages (half as many with these).

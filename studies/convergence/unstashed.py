@@ -1,4 +1,4 @@
-"""`pipedream` without weight stashing, an ablation: the rule of `paci` where a minibatch is one microbatch."""
+"""`pipedream` without weight stashing: an ablation that the library does not offer, since its gradients are wrong."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -195,7 +195,7 @@ def test_replicas_of_a_folded_pipeline() -> None:
             lambda: PlanConstraints(schedule="zb-v", stages_per_rank=4),
             "schedule='zb-v', stages_per_rank=4: expected choices that go together, found none that do: several stages "
             "per rank need schedule='interleaved' (or zb-v, v-half or v-min, for two), vertical_sync needs "
-            "schedule='pipedream', synchronous=True rules out pipedream, 2bw and paci, whole_backwards=True zb-h1, "
+            "schedule='pipedream', synchronous=True rules out pipedream and 2bw, whole_backwards=True zb-h1, "
             "zb-v, v-half and v-min, and the planner spp plans for schedule='spp'. Drop one of them",
         ),
         (

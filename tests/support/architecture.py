@@ -275,11 +275,8 @@ def hidden(sources: Sources) -> list[str]:
     ]
 
 
-NAMES = (
-    *("1f1b", "1f1b-flush", "2bw", "gpipe", "interleaved", "paci"),
-    *("pipedream", "spp", "v-half", "v-min", "zb-h1", "zb-v"),
-)
-UNMISTAKABLE = re.compile(r"(?<![\w-])(1f1b-flush|1f1b|2bw|paci|v-half|v-min|zb-h1|zb-v)(?![\w-])")
+NAMES = ("1f1b", "1f1b-flush", "2bw", "gpipe", "interleaved", "pipedream", "spp", "v-half", "v-min", "zb-h1", "zb-v")
+UNMISTAKABLE = re.compile(r"(?<![\w-])(1f1b-flush|1f1b|2bw|v-half|v-min|zb-h1|zb-v)(?![\w-])")
 FOR_ALL = ("AMBIGUOUS_NAMES", "DEFAULT_SCHEDULE", "INFERENCE", "METHODS")
 
 

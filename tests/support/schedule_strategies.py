@@ -9,9 +9,7 @@ from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
 FOLDED = ("zb-v", "v-half", "v-min")
-APART = ("pipedream", "paci")
-"""In which each stage updates at its own time."""
-METHODS = ["gpipe", "1f1b-flush", *APART, "2bw", "interleaved", "spp", "zb-h1", *FOLDED]
+METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-h1", *FOLDED]
 
 
 @st.composite
@@ -32,8 +30,8 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
 def waiting_schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
     """Schedules without replicas whose updates need what other stages know: tied gradients, or norms."""
     made = draw(schedules(most_ranks, most_microbatches))
-    norms = made.method in APART or draw(st.booleans())
-    return replace(made, norms=norms, ties=() if made.method in APART else draw(_ties(range(made.stages))))
+    norms = made.method == "pipedream" or draw(st.booleans())
+    return replace(made, norms=norms, ties=() if made.method == "pipedream" else draw(_ties(range(made.stages))))
 
 
 def _ties(stages: Sequence[int]) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
@@ -61,7 +59,6 @@ def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, 
         microbatches = group * draw(st.integers(1, max(1, most_microbatches // group)))
         return Schedule.placed(method, Placement(at * draw(st.integers(1, 3)), split), microbatches)
     least = (stages if split else sum(replicas)) if method == "2bw" else 1
-    least = max(replicas) if method == "paci" and not split else least
     microbatches = draw(st.integers(least, max(least, most_microbatches)))
     at = (*at, *reversed(at)) if method in FOLDED else at
     return Schedule.placed(method, Placement(at, split), microbatches, vertical_sync=sync)

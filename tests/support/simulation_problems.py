@@ -27,8 +27,7 @@ def make_plan(draw: st.DrawFn, schedule: Schedule, layers: int) -> Plan:
         schedule.method,
         schedule.microbatches,
         vertical_sync=schedule.vertical_sync,
-        recompute=schedule.definition.stashes
-        and draw(st.booleans() | st.sets(st.integers(0, schedule.stages - 1)).map(tuple)),
+        recompute=draw(st.booleans() | st.sets(st.integers(0, schedule.stages - 1)).map(tuple)),
         routing="split" if schedule.placement.split else "round-robin",
     )
 

@@ -107,7 +107,7 @@ def predictions(draw, ranks):
 def plans(draw):
     """Straight and replicated plans, and such of several stages per rank, with and without a prediction."""
     folded = ("zb-v", "v-half", "v-min")
-    names = ["gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", *folded, "pipedream", "2bw", "paci"]
+    names = ["gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", *folded, "pipedream", "2bw"]
     schedule = draw(st.sampled_from(names))
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     parallel = draw(st.integers(1, 2))

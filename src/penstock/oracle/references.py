@@ -97,13 +97,7 @@ def reference_train(
     pipedream                       W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
     pipedream with vertical sync    W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
     2bw                             W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
-    paci                            W(t+1) = W(t) - update of the mean of what backwards at W(t) make of forwards with
-                                    stage s at W(max(0, k-(p-1-s)) // m)
     ==============================  =================================================================
-
-    Under `paci` a backward reads what its forward saved, but the newer weights where a weight itself was saved: of
-    y = x W the gradient of x is that of y times the new W, and the gradient of W comes from the old x. What a forward
-    computed of weights, as autocast does, is as it was.
 
     Your own schedule is computed from its `VersionRule` and the numbers of its `Guarantees`: with n microbatches per
     update of stage s, microbatch k is in round k // n. `NEWEST` reads version max(0, k // n - (versions - 1)), and
@@ -239,7 +233,7 @@ class _Run:
     updates: int = 0
     """The number of updates since version 0, for schedules that update once per minibatch."""
     versions: Sequence[int] = ()
-    """The version of each stage that the last microbatch has gradients for."""
+    """The version of each stage at the last microbatch."""
 
     def step(self, inputs: Any, target: Any) -> float:
         """Trains on one minibatch and returns its loss."""
@@ -248,9 +242,8 @@ class _Run:
         parts = cut(self.chain.inputs, inputs, target, self.plan.microbatches, own_target=own_target)
         amounts = amounts_of(self.recipe.loss_weight, [part.target for part in parts], [part.size for part in parts])
         for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
-            read = self._versions(k)
-            self.versions = read if self.schedule.stashes else [self.minibatch for _ in read]
-            losses = self._forward(k, part, read)
+            self.versions = _versions(self.guarantees, k, self.minibatch)
+            losses = self._forward(k, part)
             # A microbatch's weight is the amount that its loss is the mean over. It is 1 if updates are per microbatch.
             weighs = amount if per_microbatch else sum(amounts)
             scale = self._scale(k)
@@ -258,7 +251,7 @@ class _Run:
             trained = [(loss, size / weighs * scale if weighs else 0.0) for loss, size in losses if loss.requires_grad]
             if trained:
                 gradients = [torch.full_like(loss, weight) for loss, weight in trained]
-                with self.training.pointed(read, k), self.training.drifted(read, self.versions, k):
+                with self.training.pointed(self.versions, k):
                     torch.autograd.backward([loss for loss, _ in trained], gradients)
             for loss, size in losses:
                 total += float(loss.detach().double()) * (size / sum(amounts))
@@ -266,7 +259,7 @@ class _Run:
                 self.training.update_rounds(self.versions, k + 1)
                 self.training.settle_scale()
         if not per_microbatch:
-            self.training.update(dict(enumerate(self.versions)), apart=not self.schedule.stashes)
+            self.training.update(dict(enumerate(self.versions)))
             # If updates are deferred, the update of minibatch t waits for the other stages until minibatch t + 2.
             self.training.settle_scale(wait=int(self.schedule.defers_updates and len(self.plan.stages) > 1))
         self.minibatch += 1
@@ -291,37 +284,31 @@ class _Run:
             return self.training.scales.scale_of(self.updates + 1)
         return self.training.scales.scale_of(k // self.guarantees.microbatches_per_update[-1] + 1)
 
-    def _forward(self, k: int, part: ReferenceMicrobatch, read: Sequence[int]) -> list[tuple[Tensor, float]]:
-        """The loss of each last-stage replica for its share of a microbatch, and the amount it averages over. `read`:
-        the version of each stage.
-        """
+    def _forward(self, k: int, part: ReferenceMicrobatch) -> list[tuple[Tensor, float]]:
+        """The loss of each last-stage replica for its share of a microbatch, and the amount it averages over."""
         with self.recipe.autocast_context(self.device):
             seed = microbatch_seed(self.seed, self.before + k)
-            outputs = self.training.forward(part.values, part.size, read, k, seed)
+            outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
             targets, sizes = pieces_of(part.target, part.size, len(outputs)), sizes_of(part.size, len(outputs))
             losses = [compute_loss(self.recipe.loss_fn, *pair)[0] for pair in zip(outputs, targets, strict=True)]
         amounts = amounts_of(self.recipe.loss_weight, targets, sizes)
         return list(zip(losses, amounts, strict=True))
 
-    def _versions(self, microbatch: int) -> list[int]:
-        """The version of each stage's weights that the forward of a microbatch reads."""
-        guarantees, minibatch, placement = self.guarantees, self.minibatch, self.plan.placement
-        rounds = [microbatch // size for size in guarantees.microbatches_per_update]
-        behind = [versions - 1 for versions in guarantees.versions]
-        match guarantees.rule:
-            case VersionRule.OWN_MINIBATCH:
-                return [minibatch for _ in rounds]
-            case VersionRule.PREVIOUS_MINIBATCH:
-                return [max(minibatch - 1, 0) for _ in rounds]
-            case VersionRule.INPUT_STAGE:
-                return [max(0, rounds[0] - behind[0]) for _ in rounds]
-            case VersionRule.NEWEST:
-                return [max(0, done - delay) for done, delay in zip(rounds, behind, strict=True)]
-            case VersionRule.UNSTASHED:
-                # The backwards of all microbatches but those in flight are done by then.
-                later = [(count - 1) * placement.stride(stage) for stage, count in enumerate(guarantees.in_flight)]
-                return [max(0, microbatch - each) // self.plan.microbatches for each in later]
-            case VersionRule.INITIAL:
-                return [0 for _ in rounds]
-            case _:
-                assert_never(guarantees.rule)
+
+def _versions(guarantees: Guarantees, microbatch: int, minibatch: int) -> list[int]:
+    """The version of each stage's weights that a microbatch uses."""
+    rounds = [microbatch // size for size in guarantees.microbatches_per_update]
+    behind = [versions - 1 for versions in guarantees.versions]
+    match guarantees.rule:
+        case VersionRule.OWN_MINIBATCH:
+            return [minibatch for _ in rounds]
+        case VersionRule.PREVIOUS_MINIBATCH:
+            return [max(minibatch - 1, 0) for _ in rounds]
+        case VersionRule.INPUT_STAGE:
+            return [max(0, rounds[0] - behind[0]) for _ in rounds]
+        case VersionRule.NEWEST:
+            return [max(0, done - delay) for done, delay in zip(rounds, behind, strict=True)]
+        case VersionRule.INITIAL:
+            return [0 for _ in rounds]
+        case _:
+            assert_never(guarantees.rule)

@@ -229,25 +229,6 @@ class Training:
             yield
 
     @contextmanager
-    def drifted(self, read: Sequence[int], versions: Sequence[int], microbatch: int) -> Iterator[None]:
-        """In this block weights that forwards saved at the versions `read` have the numbers of `versions`, which get
-        their gradients.
-        """
-        kept: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
-        for stage, old, new in zip(self._stages, read, versions, strict=True):
-            for replica in stage.runners(microbatch) if old != new else ():
-                pairs = zip(stage.versions[old][replica].values(), stage.versions[new][replica].values(), strict=True)
-                kept += [(weight, newer, weight.detach().clone()) for weight, newer in pairs if weight.requires_grad]
-        for weight, newer, _ in kept:
-            # Not as a write that autograd would notice.
-            weight.data.copy_(newer.detach())
-            weight.grad = newer.grad
-        yield
-        for weight, newer, numbers in kept:
-            newer.grad, weight.grad = weight.grad, None
-            weight.data.copy_(numbers)
-
-    @contextmanager
     def _put(self, module: nn.Module, stage: _Stage, replica: int, version: int) -> Iterator[None]:
         """`module` holds the weights of `version` and the buffers of `replica` in this block."""
         own, buffers = stage.versions[version][replica], stage.buffers[replica]

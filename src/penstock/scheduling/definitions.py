@@ -105,16 +105,14 @@ class Summed:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierNorms:
-    """Marks where `stage` receives the norms that the stage before it had at its update to `version`: those are sent
-    between two activations, and a queue keeps their order. For schedules in which each stage updates at its own time.
-    """
+class LastUpdate:
+    """Marks that `stage` has made its last update, the one to `version`; other stages may still drain."""
 
     stage: int
     version: int
 
 
-Entry: TypeAlias = Compute | HostCopy | Summed | EarlierNorms
+Entry: TypeAlias = Compute | HostCopy | Summed | LastUpdate
 """An action or a mark: the type that an order yields."""
 Order: TypeAlias = Callable[[PipelineShape, int, Segment], Iterator[Entry]]
 """Yields what a rank computes in a segment."""
@@ -136,7 +134,6 @@ class VersionRule(Enum):
     OWN_MINIBATCH = "the version made by the updates of all earlier minibatches"
     PREVIOUS_MINIBATCH = "the version made by the updates of all earlier minibatches but one"
     NEWEST = "the newest version of its stage at that moment"
-    UNSTASHED = "the newest version of its stage at that moment, and so does its backward"
     INPUT_STAGE = "the version that the input stage read for this microbatch"
     INITIAL = "version 0, since nothing is trained"
 
@@ -163,7 +160,6 @@ class Guarantees:
     `pending_updates`: updates of a stage that have gradients and are not made yet, at once.
     `pending_weight_backwards`: the microbatches in flight whose input backward is done.
     `in_flight_of_rank`: the microbatches in flight on all stages of a rank together.
-    `drift`: how many updates newer the version that a backward reads may be than that of its forward.
     """
 
     versions: tuple[int, ...]
@@ -173,7 +169,6 @@ class Guarantees:
     pending_updates: tuple[int, ...]
     pending_weight_backwards: tuple[int, ...]
     in_flight_of_rank: tuple[int, ...]
-    drift: tuple[int, ...]
 
     @classmethod
     def of(
@@ -187,12 +182,11 @@ class Guarantees:
         pending_updates: Sequence[int] | None = None,
         pending_weight_backwards: Sequence[int] | None = None,
         in_flight_of_rank: Sequence[int] | None = None,
-        drift: Sequence[int] | None = None,
     ) -> "Guarantees":
         """Makes the guarantees of a schedule; the defaults are those of one that flushes.
 
         The defaults: one version, one update per minibatch, made before the gradients of the next one, no split
-        backward, for a rank the sum of what is in flight on its stages, and no drift.
+        backward, and for a rank the sum of what is in flight on its stages.
         """
         stages, ranks = range(shape.stages), range(shape.ranks)
         each = [in_flight[stage] for stage in stages]
@@ -205,7 +199,6 @@ class Guarantees:
             pending_updates=tuple(pending_updates or (1 for _ in stages)),
             pending_weight_backwards=tuple(pending_weight_backwards or (0 for _ in stages)),
             in_flight_of_rank=tuple(in_flight_of_rank or sums),
-            drift=tuple(drift or (0 for _ in stages)),
         )
 
     @property
@@ -231,7 +224,7 @@ class Guarantees:
                 return (self.versions[0] - 1,) * len(self.versions)
             case VersionRule.PREVIOUS_MINIBATCH:
                 return (1,) * len(self.versions)
-            case VersionRule.OWN_MINIBATCH | VersionRule.UNSTASHED | VersionRule.INITIAL:
+            case VersionRule.OWN_MINIBATCH | VersionRule.INITIAL:
                 return (0,) * len(self.versions)
 
 
@@ -274,7 +267,6 @@ _RULES: FieldRules = {
     "has_vertical_sync": FLAG,
     "defers_updates": FLAG,
     "saves_memory": FLAG,
-    "stashes": FLAG,
     "programs": Entries(TEXT),
 }
 
@@ -305,8 +297,6 @@ class ScheduleDefinition:
     """Whether updates of waiting stages, in a schedule without a flush, come after the data that they need arrives."""
     saves_memory: bool = False
     """Whether it keeps less than others of its layout and takes longer: sought by name and where memory is limited."""
-    stashes: bool = True
-    """Whether a backward reads the version that its forward read. A schedule without is chosen by its name only."""
     programs: tuple[str, ...] = ()
     """What each rank computes in a step, where `define_by_programs` made the schedule; the file of a plan has it."""
 

@@ -50,7 +50,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.definitions import EarlierNorms, Entry, NormRule, Summed
+from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
 from penstock.scheduling.placements import Placement, Skip
 
 
@@ -186,9 +186,8 @@ class Lowering:
                     updates.append(entry)
                 case Summed(stage, version):
                     made.extend(self._leave(stage, version))
-                case EarlierNorms(stage, version):
-                    if version > 0 and self.norms is NormRule.LAGGED and self._is_apart(stage - 1):
-                        append(ReceiveNorms(stage, version, stage - 1))
+                case LastUpdate(stage, version):
+                    made.extend(self._receive_norms(stage, version))
                 case _:
                     assert_never(entry)
         if updates:
@@ -240,14 +239,14 @@ class Lowering:
         yield from updates
 
     def _exchange(self, update: Update) -> Iterator[Action]:
-        """The update and its norms; those of earlier stages come after it, where the order has a mark, so that no
-        earlier stage delays it.
-        """
+        """The update and its norms; those of earlier stages come after it, so that no earlier stage delays it."""
         stage, version = update.stage, update.version
         if self.norms is NormRule.LAGGED:
             yield from self._send_norms_back(stage, version)
             yield from self._send_norms(stage, version, stage + 1)
         yield update
+        if self.norms is NormRule.LAGGED:
+            yield from self._receive_norms(stage, version - 1)
 
     def _leave(self, stage: int, version: int) -> Iterator[Action]:
         """The messages of a deferred update that can pass as soon as the gradients of `stage` are complete."""
@@ -293,6 +292,14 @@ class Lowering:
     def _send_norms(self, stage: int, version: int, target: int) -> Iterator[Action]:
         if self._is_apart(target):
             yield SendNorms(stage, version, target)
+
+    def _receive_norms(self, stage: int, version: int) -> Iterator[Action]:
+        """Receives the norms that the stage before had at its update to `version`.
+
+        They are sent before its next activation.
+        """
+        if version > 0 and self._is_apart(stage - 1):
+            yield ReceiveNorms(stage, version, stage - 1)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         return nexts(stage, len(self.placement.stages), self.skips, later=later)

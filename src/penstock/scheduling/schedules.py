@@ -37,7 +37,6 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
 from penstock.scheduling.lowering import Lowering, follow_sends, sources_of
 from penstock.scheduling.orders import INFERENCE
@@ -358,14 +357,6 @@ def _check_form(schedule: Schedule, definition: ScheduleDefinition) -> None:
             f"{having!r}"
         )
 
-    if schedule.recomputed and not definition.stashes:
-        raise ScheduleError(
-            f"schedule {definition.name!r}: expected no stages that recompute, found "
-            f"{', '.join(map(str, sorted(schedule.recomputed)))}: a second forward would read newer weights than the "
-            f"first, and its activations would be others. Leave recompute= out, or choose "
-            f"{names_of(lambda each: not each.flushes and each.stashes, ' or ')}"
-        )
-
 
 def _holds_otherwise(definition: ScheduleDefinition, other: ScheduleDefinition) -> bool:
     """Whether `other` takes one stage per rank where `definition` takes two, or any number where it takes one."""
@@ -385,7 +376,6 @@ def _check_guarantees(schedule: Schedule) -> None:
         "pending_updates",
         "pending_weight_backwards",
         "in_flight_of_rank",
-        "drift",
     ):
         count, what = (ranks, "rank") if name == "in_flight_of_rank" else (stages, "stage")
         if len(getattr(guarantees, name)) != count:
@@ -397,11 +387,6 @@ def _check_guarantees(schedule: Schedule) -> None:
         raise ScheduleError(
             f"schedule {definition.name!r}: expected no pending weight backwards (splits_backward=False), found "
             f"{guarantees.pending_weight_backwards}; define it with splits_backward=True"
-        )
-    if (guarantees.rule is VersionRule.UNSTASHED) == definition.stashes:
-        raise ScheduleError(
-            f"schedule {definition.name!r}: expected the rule {VersionRule.UNSTASHED.name} exactly with stashes=False, "
-            f"found {guarantees.rule.name} with stashes={definition.stashes}: change one of them"
         )
     if set(guarantees.microbatches_per_update) != {schedule.microbatches} and not definition.updates_per_microbatch:
         raise ScheduleError(

@@ -524,8 +524,6 @@ def build(kind: Callable[[], nn.Module], **options: Any) -> penstock.Pipeline:
 ALONE: dict[str, tuple[str, Callable[[], object]]] = {
     "compiled and spread": ("Leave compile= out", compile_and_spread),
     "compiled zb-h1": ("one function of a stage's backward", lambda: build(nn.Tanh, schedule="zb-h1", compile=True)),
-    "compiled paci": ("from the newer weights", lambda: build(nn.Tanh, schedule="paci", compile=True)),
-    "recomputed paci": ("newer weights than the first", lambda: build(nn.Tanh, schedule="paci", recompute=True)),
     "layers of zb-h1": ("would hardly hold less", lambda: build(nn.Tanh, schedule="zb-h1", recompute="layers")),
     "compiled with graphs": (
         "expected a mode without graphs",
@@ -583,7 +581,6 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     ),
     "`Pipeline.measure` after a hook, with several stages or replicas": (test_spread_layers_are_not_measured,),
     "`compile=` with split backwards": ("compiled zb-h1",),
-    "`paci` with `compile=` or `recompute=`": ("compiled paci", "recomputed paci"),
     '`recompute="layers"` with split backwards': ("layers of zb-h1",),
     '`compile=` with CUDA graphs (`"reduce-overhead"`, `"max-autotune"`)': ("compiled with graphs",),
 }

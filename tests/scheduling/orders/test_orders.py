@@ -13,7 +13,6 @@ from penstock.scheduling.orders import (
     gpipe,
     interleaved,
     one_f_one_b_flush,
-    paci,
     pipedream,
     spp,
     two_bw,
@@ -132,27 +131,6 @@ def test_two_bw_table() -> None:
     assert drawn_table(two_bw) == table + late
 
 
-def test_paci_table() -> None:
-    schedule = Schedule("paci", 3, 2)
-
-    def word(action: Action) -> str:
-        return with_version(action) or short(action)
-
-    table = [
-        "rank 0 F0(0) F1(0) | F2(0) B0(0) F3(0) B1(0) U1 | F4(1) B2(1) F5(1) B3(1) U2 | B4(2) B5(2) U3",
-        "rank 1 F0(0) F1(0) B0(0) | F2(0) B1(0) U1 F3(1) B2(1) | F4(1) B3(1) U2 F5(2) B4(2) | B5(2) U3",
-        "rank 2 F0(0) B0(0) F1(0) B1(0) U1 | F2(1) B2(1) F3(1) B3(1) U2 | F4(2) B4(2) F5(2) B5(2) U3 |",
-    ]
-
-    assert draw_parts([*map(schedule.step, range(3)), schedule.drain(3)], word) == table
-    assert drawn_table(paci) == table
-    for ranks in range(1, 6):
-        for m in range(1, 6):
-            schedule = Schedule("paci", ranks, m)
-            most = tuple(-(-(ranks - 1 - stage) // m) for stage in range(ranks))
-            assert verify(schedule).drift == schedule.guarantees.drift == most
-
-
 def test_spp_table() -> None:
     """INFOCOM 2022, figure 4: two stages, six microbatches."""
     table = [
@@ -204,7 +182,6 @@ def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
             yield Schedule("zb-h1", ranks, microbatches)
             yield from (Schedule(name, ranks, microbatches, 2) for name in ("zb-v", "v-half", "v-min"))
             yield Schedule("pipedream", ranks, microbatches)
-            yield Schedule("paci", ranks, microbatches)
             yield Schedule("pipedream", ranks, microbatches, vertical_sync=True)
             if microbatches >= ranks:
                 yield Schedule("2bw", ranks, microbatches)
@@ -282,7 +259,7 @@ def test_time_of_interleaving(p: int, v: int, m: int) -> None:
     assert span == m * (forward + backward) + (p - 1) * (forward + backward) / v
 
 
-@pytest.mark.parametrize("method", ["pipedream", "2bw", "paci"])
+@pytest.mark.parametrize("method", ["pipedream", "2bw"])
 def test_no_rank_waits_in_steady_state(method: str) -> None:
     """Without a flush, a minibatch more costs exactly its own work."""
     for p in range(1, 7):

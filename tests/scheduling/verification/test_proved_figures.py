@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduling.actions import Backward, BackwardInput, Forward, InputGradients, Update, WeightGradients
+from penstock.scheduling.actions import BackwardInput, Forward, InputGradients, Update, WeightGradients
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement
-from penstock.scheduling.schedules import Programs, Schedule
+from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.continuations import continue_run
 from penstock.scheduling.verification.verifier import Verification, verify
 from support.own_schedules import EAGER, LATE
@@ -24,7 +24,6 @@ EXAMPLES = [
     Schedule("spp", 3, 20),
     Schedule("interleaved", 3, 30, 2, ties=((0, 5),)),
     Schedule("pipedream", 4, 20, vertical_sync=True),
-    Schedule("paci", 4, 2),
     continue_run(Schedule("pipedream", 4, 20, norms=True)),
     continue_run(Schedule("2bw", 3, 20)),
     Schedule.placed("pipedream", Placement(((0, 1), (2,), (3, 4, 5))), 20),
@@ -65,23 +64,7 @@ def count(schedule: Schedule, minibatches: int) -> Verification:
         versions=tuple(versions),
         in_flight_of_rank=tuple(of_rank),
         pending_weight_backwards=tuple(pending),
-        drift=_drift(schedule, rows) if schedule.method == "paci" else (),
     )
-
-
-def _drift(schedule: Schedule, rows: Programs) -> tuple[int, ...]:
-    """By stage, the most updates between a forward and its backward."""
-    most, begun = [0] * schedule.stages, Counter[tuple[int, int]]()
-    for row in rows:
-        newest = Counter[int]()
-        for action in row:
-            newest[action.stage] += isinstance(action, Update)
-            if isinstance(action, Forward):
-                begun[action.stage, action.microbatch] = newest[action.stage]
-            elif isinstance(action, Backward):
-                since = newest[action.stage] - begun[action.stage, action.microbatch]
-                most[action.stage] = max(most[action.stage], since)
-    return tuple(most)
 
 
 @pytest.mark.parametrize("schedule", EXAMPLES, ids=lambda schedule: schedule.name)

@@ -117,7 +117,6 @@ class PlanConstraints:
             for each in (METHODS if fixed is None else (fixed,))
             if (self.planner is None or plans_for(self.planner, each))
             and (not self.synchronous or each.flushes)
-            and (each.stashes or fixed is not None)
             and (not self.vertical_sync or each.has_vertical_sync)
             and not (self.whole_backwards and each.splits_backward)
             and (self.stages_per_rank is None or each.layout.accepts(self.stages_per_rank))
@@ -170,14 +169,12 @@ class PlanConstraints:
         """These constraints without those that only choose among plans: `accepts` applies them to the proposals.
 
         So a wish cannot lead the search to a plan that it would not find without the wish. A named planner, a schedule
-        of the user's own, and one that is only sought by name, remain.
+        of the user's own, and one that is only sought by name where memory is free, remain.
         """
         if self.planner is not None:
             return self
         definition = find_definition(self.schedule)
-        remains = definition is not None and (
-            definition.saves_memory or not definition.stashes or definition not in METHODS
-        )
+        remains = definition is not None and (definition.saves_memory or definition not in METHODS)
         return replace(
             self, schedule=self.schedule if remains else None, straight=False, synchronous=False, whole_backwards=False
         )
@@ -230,8 +227,7 @@ class PlanConstraints:
         # Recomputation gains nothing without a memory limit. With split backwards it gains little: activations that are
         # recomputed are kept until the weight backward. The last rank recomputes nothing, so that it keeps the
         # activations of all its microbatches in both cases.
-        gains = cluster.least_memory_bytes is not None and not schedule.splits_backward and schedule.stashes
-        if self.recompute is None and not gains:
+        if self.recompute is None and (cluster.least_memory_bytes is None or schedule.splits_backward):
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):

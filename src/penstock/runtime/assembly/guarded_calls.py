@@ -31,8 +31,6 @@ from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.parameters.model_claims import ModelClaim
 from penstock.runtime.transport.worlds import World
-from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 
 C = TypeVar("C")
@@ -357,7 +355,7 @@ class StepConditions:
 
 
 def give_hints(modules: Sequence[nn.Module], schedule: Schedule, rank: int) -> None:
-    """Hints at a model whose `modules` are in evaluation mode, at steps of several updates, and at drift."""
+    """Hints at a model whose `modules` are in evaluation mode, and at steps of several updates."""
     if rank != 0:
         return
     log = logging.getLogger("penstock")
@@ -365,16 +363,6 @@ def give_hints(modules: Sequence[nn.Module], schedule: Schedule, rank: int) -> N
         log.warning(
             "the model is in evaluation mode, and its layers will train so: dropout does nothing and BatchNorm uses "
             "its old statistics. Call model.train() before the Pipeline is built, unless you mean it"
-        )
-    if drift := max(schedule.guarantees.drift):
-        log.warning(
-            "gradients of no one set of weights: under %s up to %d update(s) lie between the forward and the backward "
-            "of a microbatch, which reads the newer weights. This may train worse, or not at all: compare the loss "
-            "with %s (docs/convergence.md). More microbatches bound the drift, and %s keep older weights instead",
-            schedule.name,
-            drift,
-            DEFAULT_SCHEDULE,
-            names_of(lambda each: not each.flushes and each.stashes, " and "),
         )
     sizes = schedule.guarantees.microbatches_per_update
     if schedule.definition.updates_per_microbatch and schedule.microbatches > min(sizes):

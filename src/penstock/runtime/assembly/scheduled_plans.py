@@ -174,7 +174,7 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     whole = frozenset(stage for stage, granularity in granularities.items() if granularity == "stage")
     schedule = replace(schedule, recomputed=whole)
     verify(schedule)
-    _check_backwards(schedule, bool(options.run.compile), granularities)
+    _check_split_backwards(schedule, bool(options.run.compile), granularities)
     _check_offloads(schedule, granularities)
     _check_wire_dtype(options.recipe, plan, chain)
     local, on_host = world.local(schedule.ranks, plan.tensor_parallel), options.plan.state_on_host
@@ -247,10 +247,8 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
     return choose_skips(schedule, find_hops(crossings_of(chain), starts_of(plan)), skips)
 
 
-def _check_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
-    """Raises `PlanError` if `schedule` splits backwards, or updates before them, and its stages cannot.
-    `granularities`: how they recompute.
-    """
+def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
+    """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""
     layers = ", ".join(str(stage) for stage, granularity in granularities.items() if granularity == "layers")
     if compiled:
         reason = "compile= makes one function of a stage's backward, which computes both"
@@ -263,12 +261,6 @@ def _check_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[
             "and the gradients of their results are kept for the gradients of weights"
         )
         remedy = "Use recompute=True, or a set of stages"
-    if compiled and not schedule.definition.stashes:
-        raise PlanError(
-            f"schedule {schedule.name!r} updates weights between a forward and its backward, and a compiled backward "
-            "may compute parts of the forward again, from the newer weights: expected stages that are not compiled. "
-            f"Leave compile= out, or choose {names_of(lambda each: not each.flushes and each.stashes, ' or ')}"
-        )
     if schedule.guarantees.splits and (compiled or layers):
         raise PlanError(
             f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "

@@ -222,7 +222,6 @@ def build_stages(
             compute_weights=compute_weights[index],
             swapped=bool(sharded_modules(module)),
             host=host,
-            drifts=not schedule.definition.stashes,
         )
         # The first of the stages in a process that share a weight updates it.
         for name in parameters:

@@ -9,9 +9,6 @@ Between steps the parameters are the newest version. With one version nothing is
 Where forwards read other numbers than the optimizer steps (a lower precision, a prediction), a parameter has memory of
 its own: its *master*, which the optimizer steps. An update writes the numbers for forwards into the next slot.
 
-Where backwards may read newer weights than their forwards (`drifts`), there is one slot, which updates write in place;
-autograd is made to forget that, and so its backwards find the new numbers in the parameters that it saved.
-
 Parameters that are not trained are one tensor in all slots.
 
 Where the versions are on the host, so are all slots, and the device has one *window*, to which the version is copied
@@ -136,11 +133,9 @@ class _Slots:
         cls,
         parameters: dict[str, nn.Parameter],
         versions: int,
-        *,
         lenders: Mapping[str, "_Slots"],
         weights: ComputeWeights,
         host: Memory | None,
-        drifts: bool,
     ) -> "_Slots":
         masters = {name: local_shard(p) for name, p in parameters.items() if weights.differs(p)}
         tensors: list[dict[str, Tensor]] = [{} for _ in range(versions)]
@@ -171,7 +166,7 @@ class _Slots:
             masters=masters,
             tensors=tensors,
             windows=windows,
-            moved={name: p for name, p in trained.items() if versions > 1 or drifts or name in masters},
+            moved={name: p for name, p in trained.items() if versions > 1 or name in masters},
         )
 
     def slot_of(self, version: int) -> int:
@@ -230,8 +225,7 @@ class VersionedWeights:
     `lent`: the parameters that another stage of this process uses too and updates, with the weights of that stage,
     which must have equally many versions, and `sharers` in common. `compute_weights`: the weights that forwards read
     instead of the optimizer's parameters. `swapped`: whether the module itself puts others in the place of its
-    parameters. `drifts`: whether updates come between a forward and its backward, with one version. `host`: returns
-    memory of the host, for several versions; without it they are on the device.
+    parameters. `host`: returns memory of the host, for several versions; without it they are on the device.
     """
 
     def __init__(
@@ -245,12 +239,9 @@ class VersionedWeights:
         compute_weights: ComputeWeights = AS_STEPPED,
         swapped: bool = False,
         host: Memory | None = None,
-        drifts: bool = False,
     ) -> None:
         lenders = {name: weights._slots for name, weights in (lent or {}).items()}
-        slots = _Slots.of(
-            dict(parameters), versions, lenders=lenders, weights=compute_weights, host=host, drifts=drifts
-        )
+        slots = _Slots.of(dict(parameters), versions, lenders, compute_weights, host)
         self._hold(slots, module, sharers or Sharers(), compared=not swapped)
 
     def replica(self) -> "VersionedWeights":
@@ -329,7 +320,7 @@ class VersionedWeights:
             if local_shard(parameter).data_ptr() != slots.between_steps(name).data_ptr():
                 raise PenstockError(
                     f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), "
-                    "and its schedule keeps the versions of the weights in memory of their own. Expected the same "
+                    "and its schedule keeps several versions of the weights in memory of their own. Expected the same "
                     "memory. Write in it instead (with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
                 )
 

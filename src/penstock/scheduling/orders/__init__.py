@@ -5,7 +5,6 @@ from penstock.scheduling.orders.forward_only import INFERENCE
 from penstock.scheduling.orders.gpipe import GPIPE
 from penstock.scheduling.orders.interleaved import INTERLEAVED
 from penstock.scheduling.orders.one_f_one_b_flush import ONE_F_ONE_B_FLUSH
-from penstock.scheduling.orders.paci import PACI
 from penstock.scheduling.orders.pipedream import PIPEDREAM
 from penstock.scheduling.orders.spp import SPP
 from penstock.scheduling.orders.two_bw import TWO_BW
@@ -22,7 +21,6 @@ __all__ = [
     "INTERLEAVED",
     "METHODS",
     "ONE_F_ONE_B_FLUSH",
-    "PACI",
     "PIPEDREAM",
     "SPP",
     "TWO_BW",
@@ -43,7 +41,6 @@ METHODS: tuple[ScheduleDefinition, ...] = (
     V_MIN,
     PIPEDREAM,
     TWO_BW,
-    PACI,
 )
 
 DEFAULT_SCHEDULE = ONE_F_ONE_B_FLUSH.name

@@ -238,30 +238,11 @@ def _require_ascending(proof: _Proof, turns: Turns) -> None:
 def _require_stash(proof: _Proof, turns: Turns) -> None:
     invariant = "a backward reads the version that its forward read"
     row = turns.row
-    if turns.guarantees.rule is VersionRule.UNSTASHED:
-        return _require_drift(proof, turns)
     for places in turns.backwards:
         read = row.others[turns.forwards[: len(places)]]
         if (index := _first(row.others[places] != read)) is not None:
             expected = f"version {read[index]}, which {row.actions[turns.forwards[index]]} read"
             row.fail(places[index], invariant, expected, "give both the same version")
-
-
-def _require_drift(proof: _Proof, turns: Turns) -> None:
-    """Without a stash: both halves of a backward read the weights that are there, and these have not gone too far."""
-    row, stage = turns.row, turns.stage
-    most = turns.guarantees.drift[stage]
-    for places in turns.backwards:
-        read, newest = row.others[places], turns.made(places)
-        if (index := _first(read != newest)) is not None:
-            invariant = "a backward reads the newest version of its stage at that moment"
-            row.fail(places[index], invariant, f"version {newest[index]}", f"read version {newest[index]}")
-        drift = read - row.others[turns.forwards[: len(places)]]
-        if (index := _first(drift > most)) is not None:
-            invariant = f"the drift stays within the guarantee: at most {most} updates on stage {stage}"
-            expected = f"fewer than {drift[index]} updates since {row.actions[turns.forwards[index]]}"
-            row.fail(places[index], invariant, expected, "update later, or guarantee more")
-        proof.peaks.drift[stage] = int(drift.max(initial=proof.peaks.drift[stage]))
 
 
 def _require_round_trips(proof: _Proof, turns: Turns) -> None:
@@ -332,7 +313,7 @@ def _versions_due(proof: _Proof, turns: Turns, made: Numbers) -> Numbers:
             due = minibatches
         case VersionRule.PREVIOUS_MINIBATCH:
             due = np.maximum(minibatches - 1, 0)
-        case VersionRule.NEWEST | VersionRule.UNSTASHED:
+        case VersionRule.NEWEST:
             due = made
         case VersionRule.INPUT_STAGE:
             due = proof.admitted[turns.row.mine]

@@ -23,7 +23,6 @@ class Verification:
     `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward, on a replica.
     `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: in flight on a rank's stages.
     `pending_weight_backwards[stage]`: most microbatches between input backward and weight backward, on a replica.
-    `drift[stage]`: most updates between the forward and the backward of a microbatch; empty if the schedule stashes.
     """
 
     method: str
@@ -33,7 +32,6 @@ class Verification:
     versions: tuple[int, ...]
     in_flight_of_rank: tuple[int, ...]
     pending_weight_backwards: tuple[int, ...]
-    drift: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         in_flight, versions, pending = (
@@ -44,7 +42,6 @@ class Verification:
             f"per stage at most {in_flight} in flight"
             + (f" (waiting for a weight backward: {pending})" if any(self.pending_weight_backwards) else "")
             + f", {versions} weight versions"
-            + (f", {' '.join(map(str, self.drift))} updates between forward and backward" if any(self.drift) else "")
         )
 
 
@@ -105,5 +102,4 @@ def prove(staged: StagedPrograms) -> Verification:
         versions=tuple(peaks.versions),
         in_flight_of_rank=tuple(peaks.in_flight_of_rank),
         pending_weight_backwards=tuple(peaks.pending_weight_backwards),
-        drift=() if staged.schedule.definition.stashes else tuple(peaks.drift),
     )

@@ -26,13 +26,12 @@ class Peaks:
     versions: list[int]
     in_flight_of_rank: list[int]
     pending_weight_backwards: list[int]
-    drift: list[int]
     actions: int = 0
 
     @classmethod
     def of(cls, shape: PipelineShape) -> "Peaks":
         """The peaks of programs without actions."""
-        return cls([0] * shape.stages, [1] * shape.stages, [0] * shape.ranks, [0] * shape.stages, [0] * shape.stages)
+        return cls([0] * shape.stages, [1] * shape.stages, [0] * shape.ranks, [0] * shape.stages)
 
     def share(self, placement: Placement) -> None:
         """Gives the ranks that another one stands for what that one has reached."""
