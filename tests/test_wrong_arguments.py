@@ -196,7 +196,6 @@ TRAINING = [
     call("reference_train(loss_fn=None)", reference(loss_fn=None), PenstockError, "loss_fn", "nothing"),
     call("reference_train(optimizer=None)", reference(optimizer=None), PenstockError, "optimizer", "nothing"),
     call("reference_train(drain_after=['a'])", reference(drain_after=["a"]), PenstockError, "drain_after", "'a'"),
-    call("reference_train(scaled)", reference(scale_learning_rates=True), PlanError, "scale_learning_rates"),
     call(
         "reference_train(batches=5)", lambda: A.reference_train(build(), 5, **OPTIONS), PenstockError,
         "batches", "found 5",

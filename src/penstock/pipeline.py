@@ -136,9 +136,6 @@ class Pipeline(Advised):
         on_nonfinite: ``"raise"`` (default): a loss that is not finite is an error. ``"skip"``: updates whose gradients
             are not finite are left out, as with `loss_scale`. ``"rollback"``: a loss that is not finite also takes the
             training back to its newest checkpoint in `resume`: docs/training.md.
-        scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
-            where the first stage has r0: it updates once in r microbatches with their mean gradient. The papers do not
-            mention this; PipeDream's program does it. Off by default.
         recompute: True keeps only each stage's input of a microbatch in flight, and computes the stage again in its
             backward; ``"layers"`` keeps the input of every layer; a set of numbers names the stages to recompute as a
             whole. None (default) follows the plan.
@@ -206,7 +203,6 @@ class Pipeline(Advised):
         lr_scheduler: MakeScheduler | None = None,
         update_hooks: Sequence[UpdateHook] | UpdateHook = (),
         on_nonfinite: OnNonfinite = "raise",
-        scale_learning_rates: bool = False,
         recompute: RecomputeChoice = None,
         compile: bool | Mapping[str, Any] = False,
         init_fn: InitFn | None = None,
@@ -231,7 +227,6 @@ class Pipeline(Advised):
                     loss_scale=loss_scale,
                     clip_grad_norm=clip_grad_norm,
                     lr_scheduler=lr_scheduler,
-                    scale_learning_rates=scale_learning_rates,
                     loss_weight=loss_weight,
                     version_dtype=version_dtype,
                     update_hooks=update_hooks,
@@ -574,16 +569,6 @@ class Pipeline(Advised):
     def rollbacks(self) -> int:
         """How often the training went back to a checkpoint: ``on_nonfinite="rollback"``."""
         return self._resumption.rollbacks
-
-    def prediction_error(self) -> float | None:
-        """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
-
-        It compares the median of 8 steps on rank 0, after the first steps, without the time between steps, with
-        microbatches of the plan's size. None for a plan without a prediction, and until these steps are made; all ranks
-        have it after the same step. Rank 0 then logs both numbers to ``penstock`` at level INFO. In a single process,
-        where the ranks run in turn, the prediction is the work of all ranks.
-        """
-        return self._engine.prediction_error()
 
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.

@@ -16,7 +16,7 @@ from penstock.autoplans import fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.cutting import takes_statistics
 from penstock.runtime.assembly.pipeline_options import PlanOptions
-from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
+from penstock.values import Cluster, LayerProfile, Plan, Profile
 from support import models
 from support.logs import logged
 from support.processes import Pool
@@ -37,7 +37,6 @@ class Automatic:
     cluster: Cluster | None
     losses: tuple[float, ...]
     state: dict[str, Tensor]
-    error: float | None
     lines: tuple[str, ...]
     """What was logged on this rank."""
 
@@ -57,12 +56,11 @@ def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Auto
         losses = [pipe.step(*chosen.batches[step % len(chosen.batches)]).loss for step in range(steps)]
         pipe.drain()
         numbers = tuple(float(loss) for loss in losses)
-        error = pipe.prediction_error()
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     pipe.close()
     auto = pipe.auto_plan
     profile, cluster = (None, None) if auto is None else (auto.profile, auto.cluster)
-    return Automatic(pipe.plan, profile, cluster, numbers, state, error, tuple(lines))
+    return Automatic(pipe.plan, profile, cluster, numbers, state, tuple(lines))
 
 
 class _Wearing(nn.Linear):
@@ -219,49 +217,3 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     assert fastest_plan(even, Cluster.uniform(9, math.inf), chain, PlanOptions()).ranks == 9
     with pytest.raises(penstock.PlanError):
         fastest_plan(even, Cluster.uniform(2, math.inf, memory_bytes=1.0), chain, PlanOptions())
-
-
-def planned(seconds: float, ranks: int, bubble: float, size: int | None = 4) -> Plan:
-    """A plan of the subjects' 8 layers that promises `seconds`."""
-    cuts = [8 * rank // ranks for rank in range(ranks + 1)]
-    stages = tuple(Stage(cuts[rank], cuts[rank + 1], (rank,)) for rank in range(ranks))
-    prediction = Prediction(seconds, 1.0, 1.0, (0.0,) * ranks, bubble)
-    return Plan(stages, microbatches=4, microbatch_size=size, predicted=prediction)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_learns_how_far_the_prediction_is_off_and_one_says_it(pool: Pool, ranks: int) -> None:
-    first, *rest = pool.run(ranks, run_automatically, "normalized", STEPS, {"plan": planned(1e3, ranks, 0.25)})
-
-    assert first.error is not None
-    assert -1 < first.error < -0.5
-    assert {other.error for other in rest} == {first.error}
-    assert all(other.lines == () for other in rest)
-    (line,) = first.lines
-    assert line.startswith("INFO a step takes ")
-    assert "and 1000 s was predicted (0.00 times; bubble " in line
-    assert "predicted 25.0%). Pipeline.stragglers() and " in line
-
-
-def test_a_single_process_is_compared_with_the_work_of_all_ranks() -> None:
-    outcome = run_automatically("normalized", STEPS, {"plan": planned(1e3, 2, 0.25)})
-
-    assert outcome.error is not None
-    assert "1500 s was predicted for the 2 ranks in turn (0.00 times)" in outcome.lines[0]
-    assert len(outcome.lines) == 1
-
-
-@pytest.mark.parametrize(
-    ("steps", "plan"),
-    [
-        (STEPS, Plan.uniform(8, 2, microbatches=4)),
-        (STEPS, planned(0.0, 2, 0.0)),
-        (STEPS, planned(1e3, 2, 0.25, size=5)),
-        (10, planned(1e3, 2, 0.25)),
-    ],
-    ids=["no prediction", "nothing predicted", "of other microbatches", "too few steps"],
-)
-def test_there_is_nothing_to_say(steps: int, plan: Plan) -> None:
-    outcome = run_automatically("normalized", steps, {"plan": plan})
-
-    assert (outcome.error, outcome.lines) == (None, ())

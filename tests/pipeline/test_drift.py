@@ -234,7 +234,6 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "lr_scheduler": ({"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}, {}),
     "loss_weight": ({"loss_weight": len}, {}),
-    "scale_learning_rates": ({"scale_learning_rates": True}, {}),
     "on_nonfinite": ({"on_nonfinite": "skip"}, {}),
     "seed": ({"seed": 1}, {"seed": None}),
     "recompute": ({"recompute": True}, {}),
@@ -308,7 +307,7 @@ ALONE: dict[str, Callable[[penstock.Pipeline], object]] = {
     "full_state_dict": lambda pipe: pipe.full_state_dict(),
 }
 """The methods that all ranks must call, but `step` and `close`."""
-OWN = {"close", "measure", "named_parameters", "parameters", "prediction_error", "stats", "track", "averaged"}
+OWN = {"close", "measure", "named_parameters", "parameters", "stats", "track", "averaged"}
 """Those that a rank may call by itself; `averaged` begins with `averages`, and `close` with a drain."""
 
 

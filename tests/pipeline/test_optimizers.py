@@ -16,7 +16,7 @@ from support.training import Case, Outcome, assert_equal, run_pipeline, run_refe
 CASES = [
     *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")),
     Case("layered", "interleaved", 2, 4, stages_per_rank=2),
-    Case("layered", "pipedream", 2, 4, replicas=(2, 1), scaled=True, drain_after=(1,)),
+    Case("layered", "pipedream", 2, 4, replicas=(2, 1), drain_after=(1,)),
     Case("skipping", "1f1b-flush", 3, 4),
 ]
 

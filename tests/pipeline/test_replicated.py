@@ -1,7 +1,6 @@
 """Replicated stages equal the oracle bit for bit: any counts, both ways to share microbatches, every schedule."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PlanError
 from support import models
 from support.processes import Pool
 from support.random_models import Averaging
@@ -116,17 +114,6 @@ def test_a_buffer_that_is_assigned_anew_is_one_for_each_replica(replicas: tuple[
         train_by_oracle(build(), batches, **options, drain_after=drains),
         train(penstock.Pipeline(build(), **options), batches, drains),
     )
-
-
-def test_learning_rates_scale_with_replicas_if_asked() -> None:
-    tried = Case("layered", "pipedream", 3, 4, replicas=(1, 3, 2), scaled=True)
-
-    assert_equal(run_reference(tried), run_pipeline(tried))
-    assert run_reference(tried).losses != run_reference(replace(tried, scaled=False)).losses
-    flush = replace(tried, schedule="1f1b-flush")
-    for run in (run_reference, run_pipeline):
-        with pytest.raises(PlanError, match="scale_learning_rates=: expected False"):
-            run(flush)
 
 
 def take_turns(counts: tuple[int, ...], split: bool) -> tuple[list[Case], list[Case]]:

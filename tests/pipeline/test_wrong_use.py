@@ -157,8 +157,6 @@ PIPELINES = [
     option(update_hooks=[penstock.WeightAverage])("update_hooks[0]"),
     option(update_hooks=[lambda update: None])("objects of a class derived from penstock.UpdateHook"),
     refused("two hooks predict", partial(make, update_hooks=TWO_PREDICTIONS), PenstockError, "both predict weights"),
-    option(scale_learning_rates=1)("True or False", "found 1"),
-    option(scale_learning_rates=True, error=PlanError)("found True under 'gpipe'", "Leave it out"),
     *(
         refused(f"Pipeline({wrong} seconds)", partial(make, timeout_seconds=wrong), PenstockError, "of seconds above 0")
         for wrong in (0, -5.0, NAN, INF, None, "60", True)

@@ -111,7 +111,7 @@ METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
-    "scale_learning_rates=False, recompute=None, compile=False, init_fn=None, parallelize=None, "
+    "recompute=None, compile=False, init_fn=None, parallelize=None, "
     "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, check='warn', resume=None, offload_to='host', "
     "state_on_host=False, "
     "timeout_seconds=600.0)",
@@ -132,7 +132,6 @@ METHODS = {
     "optimizer": "property",
     "parameters": "(self)",
     "predict": "(self, inputs)",
-    "prediction_error": "(self)",
     "rank": "property",
     "replan": "(self, *, profile=None, apply=None)",
     "save": "(self, directory, step=None, *, keep=None, keep_every=None, wait=True)",

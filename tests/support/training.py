@@ -56,7 +56,6 @@ class Case:
     replicas: tuple[int, ...] = ()
     """Of each stage (of each position of a pipeline, under `interleaved`); () is one each."""
     split: bool = False
-    scaled: bool = False
     """Whether learning rates scale with the replicas."""
     samples: tuple[int, ...] = ()
     """Of each batch; () takes them whole."""
@@ -91,7 +90,6 @@ class Case:
             "optimizer": getattr(models, self.optimizer),
             "plan": plan,
             "seed": 3,
-            "scale_learning_rates": self.scaled,
         }
 
     def build(self) -> nn.Module:

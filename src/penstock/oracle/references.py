@@ -30,7 +30,7 @@ from penstock.scheduling.verification.continuations import require_constant_dela
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amounts_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
-from penstock.training.recipes import Recipe, check_scaled_rates
+from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale, OnNonfinite
 from penstock.training.update_corrections import UpdateHook
 from penstock.training.wire_codecs import WireDtype
@@ -80,7 +80,6 @@ def reference_train(
     lr_scheduler: MakeScheduler | None = None,
     update_hooks: Sequence[UpdateHook] | UpdateHook = (),
     on_nonfinite: OnNonfinite = "raise",
-    scale_learning_rates: bool = False,
     wire_dtype: WireDtype | None = None,
     seed: int = 0,
     drain_after: Collection[int] = (),
@@ -139,7 +138,6 @@ def reference_train(
         loss_scale=loss_scale,
         clip_grad_norm=clip_grad_norm,
         lr_scheduler=lr_scheduler,
-        scale_learning_rates=scale_learning_rates,
         loss_weight=loss_weight,
         version_dtype=version_dtype,
         update_hooks=update_hooks,
@@ -180,7 +178,6 @@ def reference_train(
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
-    check_scaled_rates(scale_learning_rates, definition.updates_per_microbatch, definition.name)
     guarantees = definition.guarantees(PipelineShape(plan.placement, plan.microbatches, plan.vertical_sync))
     if definition not in METHODS:
         require_constant_delays(schedule_of(plan))

@@ -38,8 +38,6 @@ class _Stage:
     """What its optimizers step: `newest`; or where all stages update at once those of all at the first, none later."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     schedulers: list[LRScheduler]
-    rate: float
-    """What learning rates are multiplied with."""
     modules: Sequence[nn.Module]
     """Its layers."""
     buffers: list[Buffers]
@@ -65,12 +63,7 @@ class _Stage:
         """One update; what forwards read of it where that is not `newest`."""
         before = {name: p.detach().clone() for name, p in self.stepped.items() if p.grad is not None}
         for optimizer in self.optimizers:
-            scaled = [(group, group["lr"]) for group in optimizer.param_groups if self.rate != 1]
-            for group, rate in scaled:
-                group["lr"] = rate * self.rate
             optimizer.step()
-            for group, rate in scaled:
-                group["lr"] = rate
         for scheduler in self.schedulers:
             scheduler.step()
         return self.hooks.after_step(before, self.stepped, self.delay)
@@ -150,7 +143,6 @@ class Training:
                 stepped={} if at_once else newest,
                 optimizers=(),
                 schedulers=[],
-                rate=sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0,
                 modules=modules,
                 buffers=[{}, *(_copies_of_buffers(modules) for _ in range(1, replicas))],
                 replicas=replicas,

@@ -188,7 +188,7 @@ class _Way:
         )
         recipe = replace(given.recipe, on_nonfinite="raise")
         if self.plain:
-            recipe = replace(recipe, wire_dtype=None, version_dtype=None, update_hooks=(), scale_learning_rates=False)
+            recipe = replace(recipe, wire_dtype=None, version_dtype=None, update_hooks=())
         return PipelineOptions(replace(given.model, init_fn=None), recipe, self.plan, run)
 
 
@@ -346,7 +346,7 @@ class _Rehearsing:
             Rung.AS_GIVEN: _Way(train_by_pipeline, wanted, plain=False),
         }
         recipe = given.recipe
-        changed = recipe.wire_dtype or recipe.version_dtype or recipe.update_hooks or recipe.scale_learning_rates
+        changed = recipe.wire_dtype or recipe.version_dtype or recipe.update_hooks
         return parts, bool(changed or wanted.vertical_sync or not definition.flushes)
 
     def _note_limits(self, given: PipelineOptions, parts: int) -> None:

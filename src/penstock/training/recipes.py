@@ -7,8 +7,7 @@ from typing import Any, get_args
 
 import torch
 
-from penstock.arguments import FLAG, Rule, check_fields, choice, function, instance, number
-from penstock.errors import PlanError
+from penstock.arguments import Rule, check_fields, choice, function, instance, number
 from penstock.training.losses import LossFunction, LossWeight, model_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import AUTOCAST, autocasting, check_version_dtype
@@ -46,7 +45,6 @@ _RULES: Mapping[str, Rule[Any]] = {
         "pass a function that makes a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)",
         classes=True,
     ).optional,
-    "scale_learning_rates": FLAG,
     "on_nonfinite": choice(get_args(OnNonfinite)),
     "loss_weight": function(
         ("target",), "pass a function that counts, such as lambda target: (target != -100).sum()"
@@ -66,7 +64,6 @@ class Recipe:
     loss_scale: LossScale | str | float | None = None
     clip_grad_norm: float | None = None
     lr_scheduler: MakeScheduler | None = None
-    scale_learning_rates: bool = False
     loss_weight: LossWeight | None = None
     version_dtype: torch.dtype | None = None
     update_hooks: Sequence[UpdateHook] | UpdateHook = ()
@@ -124,12 +121,3 @@ class Recipe:
     def autocast_context(self, device: torch.device) -> AbstractContextManager[None]:
         """The context of a forward and its loss on `device`."""
         return autocasting(self.autocast, device)
-
-
-def check_scaled_rates(scaled: bool, updates_per_microbatch: bool, schedule: str) -> None:
-    """Raises `PlanError` if learning rates are to be scaled under a `schedule` that updates once in a minibatch."""
-    if scaled and not updates_per_microbatch:
-        raise PlanError(
-            "scale_learning_rates=: expected False under a schedule with one update in a minibatch, found True under "
-            f"{schedule!r}: all its stages update with the mean over the same samples. Leave it out, or use pipedream"
-        )

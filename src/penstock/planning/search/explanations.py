@@ -201,8 +201,8 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
         lines.append(f"{best.schedule} never flushes: {advice}.")
     if best.definition.updates_per_microbatch and best.routing == "round-robin" and len(set(best.replicas)) > 1:
         lines.append(
-            "Its stages update at different rates, a stage of r replicas once in r microbatches: see "
-            "Pipeline(scale_learning_rates=True), or plan for another schedule."
+            "Its stages update at different rates, a stage of r replicas once in r microbatches: plan for another "
+            "schedule if you do not mean it."
         )
     return lines
 

@@ -92,7 +92,7 @@ OPTIONS: Mapping[str, OptionRule] = {
     **dict.fromkeys(("model", "sample", "optimizer"), OptionRule("later")),
     **dict.fromkeys(
         (
-            *("loss_fn", "loss_weight", "loss_scale", "lr_scheduler", "scale_learning_rates", "clip_grad_norm"),
+            *("loss_fn", "loss_weight", "loss_scale", "lr_scheduler", "clip_grad_norm"),
             *("update_hooks", "on_nonfinite", "autocast", "version_dtype", "wire_dtype", "init_fn", "parallelize"),
             *("skips", "recompute", "state_on_host"),
             *("compile", "seed", "check", "resume", "timeout_seconds"),

@@ -5,7 +5,7 @@ other messages has none.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from itertools import pairwise
@@ -25,7 +25,6 @@ from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
 from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
 from penstock.runtime.engine.local_stage import LocalStage
-from penstock.runtime.engine.step_records import make_prediction_check
 from penstock.runtime.parameters.gradient_buckets import Reducer, ShardedReducer
 from penstock.runtime.parameters.host_states import HostStates
 from penstock.runtime.parameters.optimizer_steps import Updater
@@ -37,7 +36,7 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.lowering import partners
 from penstock.scheduling.schedules import Schedule
 from penstock.training.optimizers import make_optimizers
-from penstock.training.recipes import Recipe, check_scaled_rates
+from penstock.training.recipes import Recipe
 from penstock.values.crossings import find_stops, find_way
 from penstock.values.plans import Plan
 
@@ -85,10 +84,10 @@ def start_engine(
         host=store.memory if planned.state_on_host else None,
     )
     optimizers = make_optimizers(recipe.optimizer, parameters_of(stages))
-    factors = learning_rate_factors(schedule, stages, recipe.scale_learning_rates)
     together = schedule.definition.updates_at_once
+    held = {index for each in stages.values() for index in each}
     host = HostStates(context.staging, store.memory, device) if planned.state_on_host else None
-    updater = Updater(optimizers, factors, recipe.lr_scheduler, recipe.hooks, delays, together=together, host=host)
+    updater = Updater(optimizers, held, recipe.lr_scheduler, recipe.hooks, delays, together=together, host=host)
     workers = make_workers(
         recipe,
         schedule,
@@ -100,8 +99,7 @@ def start_engine(
         context=context,
         store=store,
     )
-    check = make_prediction_check(plan, schedule.flushes, world, context.timer)
-    engine = Engine(schedule, stages, workers, transport, check=check, context=context, seed=run.seed)
+    engine = Engine(schedule, stages, workers, transport, context=context, seed=run.seed)
     engine.calls.watch = world.watch
     return engine, updater
 
@@ -306,14 +304,3 @@ def _reducer(
             transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
         )
     return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
-
-
-def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
-    """By stage of the ranks `local`, r / r0 if rates are `scaled` with the microbatches of an update, else 1.
-
-    Raises `PlanError` if they are to be scaled under a schedule whose stages all update at once.
-    """
-    check_scaled_rates(scaled, schedule.definition.updates_per_microbatch, schedule.name)
-    sizes = schedule.guarantees.microbatches_per_update
-    stages = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
-    return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in stages}

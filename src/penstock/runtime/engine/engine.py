@@ -35,7 +35,6 @@ from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import REST, Collect, Snapshot, Snapshots
 from penstock.runtime.engine.step_records import (
     KEPT_MINIBATCHES,
-    PredictionCheck,
     Speed,
     StepRecord,
     measure_speed,
@@ -64,9 +63,8 @@ LocalStages: TypeAlias = Mapping[int, Mapping[int, LocalStage]]
 
 
 class Engine:
-    """Runs `schedule` on the `stages` of this process with one worker for each of its ranks.
-
-    `check` compares the duration of steps with their prediction. `seed`: of the random layers.
+    """Runs `schedule` on the `stages` of this process with one worker for each of its ranks. `seed`: of
+    the random layers.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class Engine:
         stages: LocalStages,
         workers: Sequence[Worker],
         transport: Transport,
-        check: PredictionCheck | None,
         context: DeviceContext,
         seed: int | None,
     ) -> None:
@@ -93,7 +90,7 @@ class Engine:
         self.stages, self._workers = stages, tuple(workers)
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
-        self._check, self._context = check, context
+        self._context = context
         ranks = 1 if len(stages) == schedule.ranks else schedule.ranks
         self.calls = CallAgreement(transport, self._ranks[0], ranks, schedule.placement.stages[-1][0])
         """Compares the calls of this process with those of the others."""
@@ -162,8 +159,6 @@ class Engine:
         self._minibatch += 1
         self.steps += 1
         self._begun = None
-        if self._check:
-            self._check.add(self._records, self._minibatch)
         loss = self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
         if self._late is not None:
             self._late.add(self._microbatches_before + first, loss)
@@ -376,10 +371,6 @@ class Engine:
     def speed(self) -> Speed | None:
         """How fast the last steps of this process were, of those that have ended; None if none has. Does not wait."""
         return measure_speed(self._records, self._context.timer, self._ranks)
-
-    def prediction_error(self) -> float | None:
-        """How much longer steps take than predicted; None without a prediction, or until it is compared."""
-        return self._check.error if self._check else None
 
     def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> Callable[[], None] | None:
         return self.calls.announce(name, microbatches, self.trained, self.seed)

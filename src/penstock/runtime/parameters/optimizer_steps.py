@@ -14,7 +14,7 @@ import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -39,15 +39,15 @@ OptionsOfGroups: TypeAlias = list[dict[str, Any]]
 class Updater:
     """Steps `optimizers` for the stages of a process.
 
-    `factors`: by stage, the factor on learning rates. `lr_scheduler`: called with each optimizer; the scheduler that
-    it returns steps once with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients
-    are. `host`: keeps the state on the host; `PenstockError` if a step in parts has other numbers.
+    `stages`: those of the process. `lr_scheduler`: called with each optimizer; the scheduler that it returns steps once
+    with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients are. `host`: keeps the
+    state on the host; `PenstockError` if a step in parts has other numbers.
     """
 
     def __init__(
         self,
         optimizers: Iterable[torch.optim.Optimizer],
-        factors: Mapping[int, float],
+        stages: Collection[int],
         lr_scheduler: MakeScheduler | None,
         hooks: tuple[UpdateHook, ...],
         delays: tuple[int, ...],
@@ -58,7 +58,6 @@ class Updater:
         self.hooks, self.host = HookStates(hooks), host
         self._delays = delays
         self.optimizers = tuple(optimizers)
-        self._factors = factors
         self.together = together
         """Whether all stages step at once."""
         self.schedulers: list[LRScheduler] = []
@@ -67,9 +66,9 @@ class Updater:
         for optimizer in self.optimizers:
             if lr_scheduler is not None:
                 self.schedulers.append(make_scheduler(lr_scheduler, optimizer))
-            apart = sorted(factors)[:1] if together else sorted(factors)
+            apart = sorted(stages)[:1] if together else sorted(stages)
             self._options.append(_GroupOptions(optimizer, self.schedulers[-1] if self.schedulers else None, apart))
-        self._updates = dict.fromkeys(factors, 0)
+        self._updates = dict.fromkeys(stages, 0)
         """By stage, the number of its updates."""
         self._examined = set[int]()
         """The stages at whose first update the optimizers have been looked at."""
@@ -120,7 +119,6 @@ class Updater:
         with ExitStack() as stack:
             for options, optimizer in zip(self._options, self.optimizers, strict=True):
                 options.choose(stages[0])
-                stack.enter_context(_scaled(optimizer, self._factors[stages[0]]))
                 if len(self._updates) > len(stages) and (stages[0] not in self._examined or step_hooks(optimizer)):
                     stack.enter_context(_nothing_shared(optimizer))
             for optimizer in self.optimizers if self.host is None else self._in_parts(self.host, stepped):
@@ -162,11 +160,8 @@ class Updater:
 
     def read_rates(self) -> None:
         """Takes the rates that the groups have now for those of the last update: before the first one of a run."""
-        with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                stack.enter_context(_scaled(optimizer, next(iter(self._factors.values()), 1.0)))
-            self.rates = self._present_rates()
-            """The learning rates of the last update, by parameter group; before the first one, those it will have."""
+        self.rates = self._present_rates()
+        """The learning rates of the last update, by parameter group; before the first one, those it will have."""
 
     def averages(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The averages of the first `WeightAverage` for the trained `parameters`; before an update, the weights."""
@@ -392,19 +387,3 @@ def _equal(value: Any, other: Any) -> bool:
 def _own(value: Any) -> Any:
     """A copy of `value`: schedulers change learning rates that are tensors in place."""
     return value.clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-@contextmanager
-def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Context manager in which the learning rates of `optimizer` are multiplied by `factor`."""
-    if factor == 1:
-        yield
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
