@@ -7,7 +7,7 @@ moved, written in place and asked for its shape. Modules and the tensors of this
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class _Elsewhere:
         if harmless and all(isinstance(each, _Elsewhere) for each in pytree.tree_leaves(args[:1])):
             result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
             if isinstance(result, Tensor) and call != "__get__":
-                result.__class__ = cls
+                cast(Any, result).__class__ = cls
             if not isinstance(result, Tensor) or call != "__get__":
                 return result
         raise PenstockError(

@@ -94,7 +94,7 @@ class Engine:
         ranks = 1 if len(stages) == schedule.ranks else schedule.ranks
         self.calls = CallAgreement(transport, self._ranks[0], ranks, schedule.placement.stages[-1][0])
         """Compares the calls of this process with those of the others."""
-        self.snapshots = workers[0].snapshots
+        self.snapshots, self._updater = workers[0].snapshots, workers[0].updater
         last = schedule.stages - 1
         self._scalers = [
             worker.gradients.scaler
