@@ -12,6 +12,7 @@ import penstock
 from support.processes import Pool
 
 pytest.importorskip("lightning")
+integrations: Any = penstock.integrations
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -71,10 +72,10 @@ def fit_plainly(folder: Path, *callbacks: Any) -> dict[str, Tensor]:
 
 
 def fit(folder: Path, *callbacks: Any, kind: Any = None, stages: int | None = 2) -> dict[str, Tensor]:
-    kind = kind or penstock.integrations.PipelineModule
+    kind = kind or integrations.PipelineModule
     sample = (torch.zeros(2, 4, dtype=torch.float64),)
     with penstock.Pipeline(make_model(), sample, loss_of, adam, stages=stages, microbatches=2) as pipe:
-        run = trainer(folder, *callbacks, strategy=penstock.integrations.PipelineStrategy())
+        run = trainer(folder, *callbacks, strategy=integrations.PipelineStrategy())
         run.fit(kind(pipe), loader())
         return dict(pipe.full_state_dict(rank=None))
 
@@ -118,7 +119,7 @@ def test_callbacks_set_options_in_one_process_and_in_two(pool: Pool, tmp_path: P
 def test_hooks_of_a_subclass_need_no_super(tmp_path: Path) -> None:
     ends: list[str] = []
     hooks = {"on_train_end": lambda self: ends.append("end"), "on_save_checkpoint": lambda self, checkpoint: None}
-    own = type("Own", (penstock.integrations.PipelineModule,), hooks)
+    own = type("Own", (integrations.PipelineModule,), hooks)
     expected, found = fit_plainly(tmp_path), fit(tmp_path, kind=own)
 
     assert ends == ["end"]
@@ -138,7 +139,7 @@ def test_hooks_of_a_subclass_need_no_super(tmp_path: Path) -> None:
     ],
 )
 def test_methods_that_would_have_no_effect_are_refused(name: str, remedy: str) -> None:
-    own = type("Own", (penstock.integrations.PipelineModule,), {name: lambda *_, **__: None})
+    own = type("Own", (integrations.PipelineModule,), {name: lambda *_, **__: None})
 
     with pytest.raises(penstock.PenstockError, match=rf"cannot follow Own\.{name}: .*{remedy}"):
         own(None)

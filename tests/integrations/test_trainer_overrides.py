@@ -153,7 +153,10 @@ def called(base: type, act: Callable[[], object]) -> set[str]:
 
 def test_what_a_pipeline_does_not_call_is_refused(tmp_path: Path) -> None:
     """`optimizers=` and a scheduler that follows evaluations have the numbers of a plain Trainer."""
-    given = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.9}}
+    given: dict[str, Any] = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.9},
+    }
     given |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 3}
     trainers, sets = [], []
     for base in (transformers.Trainer, penstock.integrations.PipelineTrainer):

@@ -319,7 +319,7 @@ class Last(nn.Linear):
 def test_a_bad_number_of_any_type_is_traced_to_where_it_was_made(dtype: torch.dtype, early: bool) -> None:
     pipe = penstock.Pipeline(
         nn.ModuleList([First(dtype), Last(4, 4)]).double(),
-        sample=torch.randn(2, 4, dtype=torch.float64),
+        sample=(torch.randn(2, 4, dtype=torch.float64),),
         loss_fn=lambda output, target: (output * target).sum(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         stages=2,

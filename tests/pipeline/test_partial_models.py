@@ -31,6 +31,8 @@ X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.fl
 class Block(nn.Module):
     """Has a weight, a buffer that its forward writes, and one outside of the state dict that it writes."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
@@ -280,7 +282,7 @@ def hold_all() -> list[str]:
         pipe = net_pipeline(model, **{**options, "microbatches": None if "plan" in options else 2})
         pipe.step(X, X)
         pipe.drain()
-        texts.append(error_of(lambda model=model: model(X)) or str(same(model, pipe.full_state_dict(rank=None))))
+        texts.append(error_of(partial(model, X)) or str(same(model, pipe.full_state_dict(rank=None))))
         pipe.close()
     return texts
 

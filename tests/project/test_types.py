@@ -81,7 +81,7 @@ def test_a_pipeline_that_saves(tmp_path: Path) -> None:
         assert_type(pipe.save(tmp_path, keep=1), Path)
         save = pipe.save(tmp_path, wait=False)
         assert_type(save.wait(), Path)
-        assert_type(pipe.full_state_dict(), dict[str, Tensor])
+        assert_type(pipe.full_state_dict(), dict[str, Any])
         pipe.gather_model()
         assert_type(pipe.steps, int)
         with pipe.averaged():

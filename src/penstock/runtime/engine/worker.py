@@ -83,7 +83,7 @@ class Worker:
         """
         self.rank, self.stages, self.gradients = rank, stages, gradients
         self._mailbox, self._inputs, self._forwards, self._heads = mailbox, inputs, forwards, heads
-        self._updater, self._now = updater, now
+        self.updater, self._now = updater, now
         self.snapshots = snapshots
         """Of all stages of the process; its workers share it."""
         self._weights = weights
@@ -161,7 +161,7 @@ class Worker:
         self._timings.clear()
         self._mailbox.discard()
         self.gradients.discard()
-        self._updater.discard()
+        self.updater.discard()
         for head in self._heads.values():
             head.discard()
         self._forwards.offloads.discard()
@@ -333,11 +333,11 @@ class Worker:
         with nullcontext() if order is None else order.making(version, gradients):
             self.snapshots.before_update(stage)
             start = self._now()
-            if not self._updater.together:
+            if not self.updater.together:
                 # The optimizers have the parameters of all stages, and step those with gradients.
                 for other in self._weights:
                     other.set_aside()
-            for made in self._updater.update(stage, version, weights, None if skipped else gradients):
+            for made in self.updater.update(stage, version, weights, None if skipped else gradients):
                 self.snapshots.after_update(made, version)
             stop = self._now()
         self.gradients.forget(stage, version)
