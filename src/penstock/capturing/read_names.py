@@ -1,4 +1,4 @@
-"""The code that a module's forward may run, and the names of attributes that it may read, without running it."""
+"""What the code of a function names, without running it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,28 +6,6 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-
-
-def names_read(module: nn.Module) -> set[str]:
-    """All names and words in the code of the forward of `module`, and in that of the functions that it names: methods,
-    functions in attributes, and functions of the files that these are in. Those of PyTorch are not looked into.
-    """
-    names: set[str] = set()
-    seen: set[CodeType] = set()
-    waiting = [getattr(module, "forward", None)]
-    while waiting:
-        function = function_in(waiting.pop())
-        if function is None or function.__code__ in seen or function.__module__.partition(".")[0] == "torch":
-            continue
-        seen.add(function.__code__)
-        found = words_of(function.__code__) - names
-        names |= found
-        held = {**function.__globals__, **closure_of(function)}
-        for name in found:
-            waiting += [held.get(name), vars(module).get(name)]
-            waiting += [vars(base)[name] for base in type(module).__mro__ if name in vars(base)]
-        waiting += closure_of(function).values()
-    return names
 
 
 class FunctionModule(nn.Module):

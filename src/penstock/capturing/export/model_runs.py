@@ -69,11 +69,6 @@ class ModelRun:
         """The blocks that are called as ``block.forward(x)``."""
         return frozenset(path for path, calls in self.calls[0].items() if any(call.by_forward for call in calls))
 
-    @property
-    def changes_itself(self) -> bool:
-        """Whether a run changes what the model holds, but for caches, which only the first one fills."""
-        return bool(self.changed or self.written or self.writes or self.written_buffers)
-
 
 def run_on_sample(sampled: SampledModel) -> ModelRun:
     """Runs the model on the sample. Raises `CaptureError` if it fails on it."""
