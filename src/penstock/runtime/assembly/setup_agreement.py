@@ -38,7 +38,8 @@ def check_options(world: World, options: PipelineOptions) -> None:
     """
     mine: dict[str, str] = {}
     for part in (options.model, options.recipe, options.plan, options.run):
-        for name in (each.name for each in fields(part) if OPTIONS[each.name].agrees == "value"):
+        compared = (name for name, rule in OPTIONS.items() if rule.agrees == "value")
+        for name in {each.name for each in fields(part)}.intersection(compared):
             value = getattr(part, name)
             mine[name] = f"{name}={_describe(os.path.abspath(value) if name == 'resume' and value else value)}"
     gathered = world.gather(mine, "while they compared their options")
