@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import contains, getitem, is_
 from types import MethodType
 from typing import Any, Protocol, cast
 
@@ -30,12 +30,15 @@ NOTHING = object()
 
 
 _ARRAYS = (numpy.ndarray, array, bytearray)
+_NUMBERS = (bool, int, float, complex)
 
 
 class Table(Protocol):
     """A dictionary, or what is read like one."""
 
     def get(self, key: Any, default: Any, /) -> Any: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __contains__(self, key: Any, /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +52,12 @@ class Called:
             return self.function()
         except (AttributeError, ValueError):
             return default
+
+    def __getitem__(self, key: Any, /) -> Any:
+        return self.get(key, NOTHING)
+
+    def __contains__(self, key: Any, /) -> bool:
+        return self[key] is not NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -94,13 +103,17 @@ class Reads:
         self._places: dict[tuple[int, Any], _Place] = {}
         self._stale = True
         """Whether the lists below are to be made of the places."""
-        self._pairs: list[tuple[Table, Any]] = []
-        self._values: list[Any] = []
+        self._held: tuple[list[Table], list[Any], list[Any]] = [], [], []
+        """Of the places that hold something: the tables, the keys and the values."""
+        self._empty: tuple[list[Table], list[Any]] = [], []
+        """Of the others, the tables and the keys."""
         self._parts: list[Any] = []
-        """Containers in `_values`, and the values of those that are dictionaries."""
+        """The containers among the values, and the values of those that are dictionaries."""
         self._sizes: list[int] = []
-        self._members: list[Any] = []
-        """Of all `_parts`."""
+        self._members: tuple[list[Any], list[Any]] = [], []
+        """Those parts that hold no numbers, one after the other, and their members."""
+        self._numbers: tuple[list[Any], list[Any]] = [], []
+        """The same of the others, since numbers of two types may be equal."""
         self._arrays: list[tuple[Any, Any]] = []
         """With their content."""
 
@@ -160,29 +173,42 @@ class Reads:
         return None
 
     def _same(self) -> bool:
-        return (
-            all(map(is_, [table.get(key, NOTHING) for table, key in self._pairs], self._values))
-            and list(map(len, self._parts)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._parts), self._members))
-            and all([content_of(value) == content for value, content in self._arrays])
-        )
+        tables, keys, values = self._held
+        try:
+            return (
+                all(map(is_, map(getitem, tables, keys), values))
+                and not any(map(contains, *self._empty))
+                and list(map(len, self._parts)) == self._sizes
+                # Lists compare their members by identity first.
+                and list(chain.from_iterable(self._members[0])) == self._members[1]
+                and all(map(is_, chain.from_iterable(self._numbers[0]), self._numbers[1]))
+                and all([content_of(value) == content for value, content in self._arrays])
+            )
+        except Exception:
+            # A key is gone, or two tensors cannot be compared.
+            return False
 
     def _refresh(self) -> None:
-        self._pairs = [(place.table, place.key) for place in self._places.values()]
-        self._values = [place.held for place in self._places.values()]
+        places = self._places.values()
+        held, empty = ([each for each in places if (each.held is NOTHING) is gone] for gone in (False, True))
+        self._held = [each.table for each in held], [each.key for each in held], [each.held for each in held]
+        self._empty = [each.table for each in empty], [each.key for each in empty]
         parts: dict[int, Any] = {}
-        waiting = [*self._values]
+        waiting, seen = [*self._held[2]], []
         while waiting:
             value = waiting.pop()
+            seen.append(value)
             if id(value) not in parts and (members := _members_of(value)):
                 parts.update((id(part), part) for part in members)
                 for part in members:
                     waiting += part
         self._parts = list(parts.values())
         self._sizes = list(map(len, self._parts))
-        self._members = list(chain.from_iterable(self._parts))
-        arrays = [value for value in (*self._values, *self._members) if isinstance(value, _ARRAYS)]
-        self._arrays = [(value, content_of(value)) for value in arrays]
+        counted = [any(isinstance(each, _NUMBERS) for each in part) for part in self._parts]
+        for found, numbers in ((self._members, False), (self._numbers, True)):
+            found[0][:] = [part for part, own in zip(self._parts, counted, strict=True) if own is numbers]
+            found[1][:] = chain.from_iterable(found[0])
+        self._arrays = [(value, content_of(value)) for value in seen if isinstance(value, _ARRAYS)]
         self._stale = False
 
 
