@@ -146,6 +146,22 @@ def test_what_a_block_changes_and_the_root_reads_is_refused() -> None:
         capture(Reading(), (torch.randn(2, 3),))
 
 
+def test_a_cache_that_the_first_run_fills_may_be_filled_later() -> None:
+    class Caching(Outside):
+        positions: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.positions is None:
+                self.positions = torch.arange(3.0)
+            return super().forward(x) + self.positions
+
+    model = Caching()
+    reads = capture(model, (torch.randn(2, 3),)).reads
+    model(torch.randn(2, 3))
+
+    assert reads.change() is None
+
+
 def test_what_the_evaluation_reads_is_compared_once_it_is_captured() -> None:
     class Evaluating(Outside):
         factor = 1.0

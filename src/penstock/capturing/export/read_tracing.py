@@ -47,17 +47,17 @@ def trace_reads(sampled: SampledModel, blocks: Collection[str], by_forward: Coll
         watch = Watch(model, copies, blocks, by_forward=by_forward)
         before: Mapping[Any, Any] = {}
         changed = ""
-        for again in (False, True):
+        for run in range(3):
             tracer = _ReadTracer(model, copies, outside, watch)
             with tracer.tracing():
                 watch.run(sampled.call.copied())
             changed = tracer.changed(before)
-            # A cache is filled in the first run, and stays as it is in the second.
-            if not changed and (again or not tracer.filled):
+            # A cache is filled in the first run, and is the same in the two after it.
+            if not changed and (run == 2 or not tracer.filled):
                 # Weights that are made later are other tensors.
                 weightless = any(parameter.is_meta for parameter in model.parameters())
                 return tracer.reads.without("_parameters", "_buffers", tensors=True) if weightless else tracer.reads
-            before = tracer.read
+            before = tracer.read if run else {}
     raise CaptureError(
         f"{changed} is read outside of the model's blocks, where code is traced, and a forward changes it: expected "
         "what a forward leaves as it is, since the trace keeps what it read. Read it inside of a block, pass it on as "
