@@ -231,7 +231,8 @@ def test_state_that_does_not_fit() -> None:
     lacking = {name: tensor for name, tensor in whole.items() if name != "head.bias"}
     with pytest.raises(penstock.CheckpointError, match=r"the state dict has no 'head\.bias', which this rank holds"):
         pipe.load_state_dict({**state, "model": lacking})
-    with pytest.raises(penstock.CheckpointError, match=r"head\.bias has shape and type \(4,\) .* in the state dict and \(3,\)"):
+    wrong = r"head\.bias has shape and type \(4,\) .* in the state dict and \(3,\)"
+    with pytest.raises(penstock.CheckpointError, match=wrong):
         pipe.load_state_dict({**state, "model": {**whole, "head.bias": torch.zeros(4)}})
     zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     with pytest.raises(penstock.CheckpointError, match=r"the optimizer's state has no 'blocks\.0\.linear\.weight'"):
