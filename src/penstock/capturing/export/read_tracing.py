@@ -11,7 +11,7 @@ import linecache
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -121,7 +121,9 @@ class _ReadTracer:
     def _before_instruction(self, nodes: _Nodes, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
         if event == "opcode":
             for node in nodes.get(frame.f_lasti, ()):
-                self._value(node, frame)
+                # A property that fails here fails in the model's code, too, which may expect it.
+                with suppress(Exception):
+                    self._value(node, frame)
         return partial(self._before_instruction, nodes)
 
     def _value(self, node: ast.expr, frame: FrameType) -> Any:
@@ -138,10 +140,7 @@ class _ReadTracer:
                 base, index = self._value(node.value, frame), self._value(node.slice, frame)
                 if type(base) not in _CONTAINERS or type(index) not in FIXED_TYPES:
                     return _UNKNOWN
-                try:
-                    return self._loaded(base[index])
-                except (LookupError, TypeError):
-                    return _UNKNOWN
+                return self._loaded(base[index])
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[first, second, *_]):
                 base, name = self._value(first, frame), self._value(second, frame)
                 if base is _UNKNOWN or not isinstance(name, str):
