@@ -244,7 +244,7 @@ class ModelOutput:
         return pytree.tree_unflatten(leaves, self.structure)
 
     def tensors_of(self, result: Any) -> list[Tensor]:
-        """Those in `result`, which the model has returned, that are values; not what only an opening knows."""
+        """The tensors in `result`, which the model has returned, that are values; not what only an opening knows."""
         numbered = pytree.tree_leaves_with_path(self.structure.unflatten(range(len(self.leaves))))
         places = {path for path, index in numbered if self.leaves[index] is not None}
         found = pytree.tree_leaves_with_path(result)

@@ -82,7 +82,7 @@ class Change:
 
     @classmethod
     def of(cls, name: str, key: Any, before: Any, now: Any) -> "Change":
-        """Of dictionaries: of the first entry that differs."""
+        """The change of a place; where it holds dictionaries, that of the first entry that differs."""
         if _is_dict(before) and _is_dict(now):
             one, other = dict(before[1]), dict(now[1])
             for inner in {**one, **other}:
@@ -130,11 +130,12 @@ class Reads:
         self._stale = True
         return True
 
-    def without(self, *keys: str, tensors: bool = False) -> "Reads":
-        """All places but those under `keys`; and but those that hold tensors, if `tensors`."""
+    def without(self, key: str = "", *, tensors: bool = False) -> "Reads":
+        """All places but those under `key`; if `tensors`, but those of tensors and of tables of modules."""
         rest, kinds = Reads(), (Tensor,) if tensors else ()
-        kept = {key: place for key, place in self._places.items() if not isinstance(place.held, kinds)}
-        rest._places = {key: place for key, place in kept.items() if place.key not in keys}
+        left_out = {key, *(TENSOR_TABLES if tensors else ())}
+        kept = {number: place for number, place in self._places.items() if not isinstance(place.held, kinds)}
+        rest._places = {number: place for number, place in kept.items() if place.key not in left_out}
         return rest
 
     def extend(self, other: "Reads") -> None:

@@ -157,7 +157,7 @@ def _habits(kind: str, model: nn.Module) -> Iterator[str]:
     kinds = {base for each in model.modules() for base in type(each).__mro__}
     methods = [each for base in kinds if base.__module__.partition(".")[0] != "torch" for each in vars(base).values()]
     names = {name for each in methods if isfunction(each) for name in each.__code__.co_names}
-    if names & {"grad_fn", "is_leaf", "_base", "_version", "data_ptr", "untyped_storage"}:
+    if names & {"grad_fn", "is_leaf", "data_ptr", "untyped_storage"}:
         yield "history"
     if "checkpoint" in names:
         yield "recomputation"

@@ -38,7 +38,7 @@ _LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]
 
 
 class Untraceable(CaptureError):
-    """Code of the model cannot be traced. It follows so many `calls` of blocks; None: all that were made."""
+    """Code of the model cannot be traced. It follows this number of `calls` of blocks; None: all that were made."""
 
     def __init__(self, calls: int | None, text: str) -> None:
         super().__init__(text)

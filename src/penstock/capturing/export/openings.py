@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
+from inspect import currentframe
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,11 +147,11 @@ class Opening(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found: list[Any] = []
-        call, outermost = (args, kwargs), id(sys._getframe())
+        call, outermost = (args, kwargs), id(currentframe())
 
         def reached(*args: Any, **kwargs: Any) -> None:
             found.append((args, kwargs))
-            self.state.check(sys._getframe().f_back, outermost, call)
+            self.state.check(cast(FrameType, currentframe()).f_back, outermost, call)
             raise _Reached
 
         model, names = self.whole.__self__, self.first.split(".")
@@ -194,7 +195,7 @@ class TracedOpening(OperatorMode):
 
     def __init__(self, first: str, tables: Sequence[Tables], call: Any, stack: ExitStack) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.first, self.call, self._stack = first, call, stack
+        self.first, self.call, self._contexts = first, call, stack
         self._real = stack.enter_context(ExitStack())
         self._read: set[int] = set()
         """The ids of all tensors that it has read."""
@@ -243,7 +244,7 @@ class TracedOpening(OperatorMode):
                 with suppress(Exception):
                     self.objects[id(leaf)] = Anew(leaf)
         self._real.close()
-        self._stack.enter_context(_Translated(self))
+        self._contexts.enter_context(_Translated(self))
         stand_ins, _ = flatten(enter(self.call))
         self._know(leaves, stand_ins)
         self.returned.update(id(each) for each in stand_ins if isinstance(each, Tensor))

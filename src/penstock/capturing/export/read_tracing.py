@@ -56,7 +56,7 @@ def trace_reads(sampled: SampledModel, blocks: Collection[str], by_forward: Coll
             if not changed and (run == 2 or not tracer.filled):
                 # Weights that are made later are other tensors.
                 weightless = any(parameter.is_meta for parameter in model.parameters())
-                return tracer.reads.without("_parameters", "_buffers", tensors=True) if weightless else tracer.reads
+                return tracer.reads.without(tensors=True) if weightless else tracer.reads
             before = tracer.read if run else {}
     raise CaptureError(
         f"{changed} is read outside of the model's blocks, where code is traced, and a forward changes it: expected "

@@ -70,7 +70,7 @@ def old_numbers(model: nn.Module | Sequence[Any]) -> Iterator[None]:
 
 
 class ModelParts:
-    """Those tensors of `model` that another process holds, where this one holds `stages` of its `chain`."""
+    """The tensors of `model` that another process holds, where this one holds `stages` of its `chain`."""
 
     def __init__(self, model: nn.Module | Sequence[Any], chain: LayerChain, stages: Sequence[Stage]) -> None:
         held, written = set(map(id, held_tensors(chain, stages).values())), set[int]()
