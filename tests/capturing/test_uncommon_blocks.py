@@ -219,7 +219,6 @@ class Causal(Encoder):
         return self.last(self.encoder(x, mask=mask, is_causal=self.is_causal))
 
 
-def test_an_encoder_that_looks_for_a_causal_mask_needs_an_argument() -> None:
-    with pytest.raises(CaptureError, match="asks there whether the mask is causal: pass is_causal=True or False"):
-        capture(Causal(None).double(), (batches((6,))[0][0],))
-    assert_trains(partial(Causal, True), stages=2, sizes=[(2, 6), (4, 6), (4, 6)])
+@pytest.mark.parametrize("is_causal", [None, True])
+def test_an_encoder_that_looks_for_a_causal_mask_trains(is_causal: bool | None) -> None:
+    assert_trains(partial(Causal, is_causal), stages=2, sizes=[(2, 6), (4, 6), (4, 6)])

@@ -191,7 +191,7 @@ def test_old_numbers_are_not_read(used: list[dict[str, Any]], name: str) -> None
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_reads_that_tell_no_old_numbers_work(used: list[dict[str, Any]], name: str) -> None:
+def test_reads_without_numbers_work(used: list[dict[str, Any]], name: str) -> None:
     assert [found["allowed"][name] for found in used] == ["", ""]
     assert [found["own"] for found in used] == ["", ""]
 
@@ -292,7 +292,7 @@ def test_a_process_that_holds_all_refuses_nothing(pool: Pool) -> None:
 
 
 def gather_meta() -> tuple[str, bool, Tensor]:
-    """For a list of layers that had no weights: the refusal, whether it is whole then, and its output after a close."""
+    """A list of layers that had no weights: the refusal, whether it is whole then, and its output after a close."""
     with torch.device("meta"):
         layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)]
         layers[3].requires_grad_(False)

@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -229,8 +230,8 @@ def test_samples_in_another_dimension_are_an_error() -> None:
     assert "the samples are in dimension 1 (1.self_attn has batch_first=False)" in error
 
 
-FACTORS = {"scale": 1.0}
-"""What the script changes after the model was captured."""
+FACTOR = ContextVar("factor", default=1.0)
+"""What the script changes after the model was captured, and nothing sees: it is no attribute."""
 
 
 class Chained(nn.Module):
@@ -242,18 +243,19 @@ class Chained(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = torch.tanh(block(x)) * FACTORS["scale"]
+            x = torch.tanh(block(x)) * FACTOR.get()
         return x
 
 
-def test_a_chain_that_holds_for_the_capture_only_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FACTORS, "scale", 1.0)
+def test_a_chain_that_holds_for_the_capture_only_is_an_error() -> None:
+    before = FACTOR.set(1.0)
 
     def switch(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        FACTORS["scale"] = 2.0
+        FACTOR.set(2.0)
         return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
     _, error = first_step(Chained, (X[:2],), X, Y, functional.mse_loss, microbatches=4, lr_scheduler=switch)
+    FACTOR.reset(before)
     assert "the captured chain of Chained has a loss of " in error
 
 
