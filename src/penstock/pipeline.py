@@ -5,7 +5,7 @@ Then it hands the programs of the schedule to the workers, step by step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -419,6 +419,11 @@ class Pipeline(Advised):
         self._first_batch, self._begins = None, False
         return loss
 
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """The model's own ``eval()`` and ``train(mode)``, which may read and write old weights, too."""
+        model = self._options.model.model
+        return in_mode(modules_in(model), training=False, watched=partial(old_numbers, model))
+
     def _follow_for_evaluation(self) -> None:
         """The same for a call in evaluation mode, whatever mode the model is in."""
         if (change := self._chain.reads.without("training").change()) is not None:
@@ -444,7 +449,7 @@ class Pipeline(Advised):
         self._follow_for_evaluation()
         with ExitStack() as mode:
             with self._guarded("reading a batch", harmless=True):
-                mode.enter_context(in_mode(modules_in(self._options.model.model), training=False))
+                mode.enter_context(self._evaluating())
                 microbatches = self._splitter.for_evaluation(inputs, target)
             with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
                 return StepResult(self._engine.evaluate(microbatches))
@@ -459,7 +464,7 @@ class Pipeline(Advised):
         self._follow_for_evaluation()
         with ExitStack() as mode:
             with self._guarded("reading a batch", harmless=True):
-                mode.enter_context(in_mode(modules_in(self._options.model.model), training=False))
+                mode.enter_context(self._evaluating())
                 microbatches = self._splitter.for_prediction(inputs)
             with self._guarded("in a prediction"), self._explained("predict", inputs):
                 values = self._engine.predict(microbatches)

@@ -360,6 +360,31 @@ def test_what_is_only_read_is_free(name: str) -> None:
     assert find_writes([[block] for block in READ[name]()]) == [{}, {}]
 
 
+class Constrained(nn.Linear):
+    """Writes a weight of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
+        return super().forward(x)
+
+
+def test_a_write_of_an_own_attribute_is_none_of_another_object_of_that_name() -> None:
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    last.weight = first.weight
+    assert not any(find_writes([[first], [Constrained(6, 6)], [Constrained(6, 6)], [last]]))
+    last = Constrained(6, 6)
+    last.weight = first.weight
+    found = find_writes([[first], [Constrained(6, 6)], [last]])
+    assert [list(each) for each in found] == [[id(first.weight)], [], [id(first.weight)]]
+
+
+def test_a_module_that_is_called_again_and_writes_itself_is_found() -> None:
+    counting, plain = Counting(), nn.Linear(6, 6)
+    found = find_writes([[counting], [plain], [counting], [plain]])
+    assert [list(each) for each in found] == [[id(counting)], [], [id(counting)], []]
+
+
 class Scaling(Holding):
     """The first block writes the same number in every run on the sample, the last one reads it."""
 
@@ -421,3 +446,21 @@ def test_configurations_cost_no_layer() -> None:
         transformers.MixtralForCausalLM(experts), {"input_ids": torch.ones(2, 4, dtype=torch.long)}
     )
     assert [layer.name for layer in chain.layers][1:4] == [f"model.layers.{index}" for index in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "VeRA", "LoRA of tied weights"])
+def test_adapters_of_peft_cost_no_layer(kind: str) -> None:
+    """VeRA has matrices that all blocks share; code of the adapters' layers, which no training runs, writes weights."""
+    peft = pytest.importorskip("peft")
+    config = transformers.GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
+    target = ["wte", "c_attn"] if kind == "LoRA of tied weights" else ["c_attn"]
+    adapter = (
+        peft.VeraConfig(target_modules=target, r=2)
+        if kind == "VeRA"
+        else peft.LoraConfig(target_modules=target, r=2, use_dora=kind == "DoRA", fan_in_fan_out=True)
+    )
+    model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapter)
+    names = [layer.name for layer in penstock.capture(model, {"input_ids": torch.ones(2, 4, dtype=torch.long)}).layers]
+    blocks = [f"base_model.model.transformer.h.{index}" for index in range(3)]
+    assert names[names.index(blocks[0]) :] == [*blocks, "base_model.model.lm_head"]

@@ -252,7 +252,6 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor_parallel": ({"tensor_parallel": 2}, {}),
     "skips": ({"skips": "direct"}, {}),
     "state_on_host": ({"state_on_host": True}, {}),
-    "post_validation": ({}, {"post_validation": True}),
     "check": ({"check": "off"}, {}),
     "resume": ({"resume": "run"}, {}),
 }
@@ -305,6 +304,7 @@ ALONE: dict[str, Callable[[penstock.Pipeline], object]] = {
     "load": lambda pipe: pipe.load(os.devnull),
     "save_weights": lambda pipe: pipe.save_weights(os.devnull),
     "full_state_dict": lambda pipe: pipe.full_state_dict(),
+    "gather_model": lambda pipe: pipe.gather_model(),
 }
 """The methods that all ranks must call, but `step` and `close`."""
 OWN = {"close", "measure", "named_parameters", "parameters", "stats", "track", "averaged"}

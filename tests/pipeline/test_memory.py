@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.runtime.assembly.partial_models import old_numbers
 from penstock.runtime.execution.executor import StageExecutor
 from penstock.scheduling import Backward, BackwardInput, BackwardWeight, Forward
 from penstock.scheduling.schedules import Schedule
@@ -148,7 +149,8 @@ def _observe(setting: Setting, steps: int) -> Observed:
         float(pipe.step(x, x).loss)
         live.append(count_at_rest(live[2:]))
     pipe.drain()
-    weights = {t.data_ptr() for t in live_tensors() if t.shape == (WIDTH, WIDTH)}
+    with old_numbers(model):
+        weights = {t.data_ptr() for t in live_tensors() if t.shape == (WIDTH, WIDTH)}
     left = [key for key, count in alive.items() if count]
     assert not left, f"graphs of {left} are alive after the drain"
     executors.clear()

@@ -1,6 +1,6 @@
 """The model's own `eval` and `train` run as in a plain loop, and no capture or check leaves a trace of its runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -42,8 +42,8 @@ class Net(nn.Module):
             x = block(x)
         return x
 
-    def after_step(self) -> None:
-        """What a loop does after a step."""
+    def after_step(self, here: Collection[nn.Parameter]) -> None:
+        """What a loop does after a step, with the parameters `here`."""
 
 
 class Merged(Layer):
@@ -79,9 +79,10 @@ class Averaged(Net):
                 average.copy_(now)
         return super().train(mode)
 
-    def after_step(self) -> None:
+    def after_step(self, here: Collection[nn.Parameter]) -> None:
         for parameter, average in zip(self.parameters(), self.averages, strict=True):
-            average.lerp_(parameter.detach(), 0.5)
+            if parameter in here:
+                average.lerp_(parameter.detach(), 0.5)
 
 
 class Normed(Net):
@@ -148,7 +149,7 @@ class PartlyFrozen(Net):
         super().__init__(NormedAtWill)
         self.blocks[1].eval()
 
-    def after_step(self) -> None:
+    def after_step(self, here: Collection[nn.Parameter]) -> None:
         self.blocks[1].eval()
 
 
@@ -281,9 +282,9 @@ def rounds() -> Iterator[tuple[Tensor, Tensor]]:
         yield tuple(torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[misc]
 
 
-def after_step(model: nn.Module) -> None:
+def after_step(model: nn.Module, pipe: penstock.Pipeline | None = None) -> None:
     if isinstance(model, Net):
-        model.after_step()
+        model.after_step(set((pipe or model).parameters()))
 
 
 def loop(name: str) -> Found:
@@ -327,7 +328,7 @@ def pipeline(name: str) -> Found:
         numbers, output = [], torch.empty(0)
         for step, (x, target) in enumerate(rounds()):
             numbers.append(float(pipe.step(x, target).loss))
-            after_step(model)
+            after_step(model, pipe)
             if step == 0:
                 numbers.append(float(pipe.evaluate(x[:2], target[:2]).loss))
             elif step == 1:

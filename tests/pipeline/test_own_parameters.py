@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -112,7 +113,14 @@ def make(way: str, twin: bool = False) -> Stack:
 
 def use(way: str, model: Stack, step: int) -> None:
     """What the loop does with the model before a step, and the twin does not."""
-    if way == "own backward":
+    away = [each for each in model.parameters() if any("penstock" in base.__module__ for base in type(each).__mro__)]
+    if away and ("own backward" in way or way == "kept gradients"):
+        # Another process has their newest numbers.
+        with pytest.raises(PenstockError, match="its newest numbers are in another process"):
+            model(ROUNDS[step][0])
+        for parameter in {*model.parameters()} - {*away}:
+            parameter.grad = torch.full_like(parameter, 7.0)
+    elif way == "own backward":
         model(ROUNDS[step][0]).sum().backward()
     elif way == "own backward of a part":
         model.blocks[0](ROUNDS[step][0]).sum().backward()
@@ -178,6 +186,11 @@ def copies() -> tuple[list[int], bool, list[float], list[float]]:
     with penstock.Pipeline(model, (ROUNDS[0][0][:2],), squares, sgd, stages=2, microbatches=2) as pipe:
         twins = [copy.deepcopy(model), copy.deepcopy(other)]
         pipe.step(*ROUNDS[0])
+        if dist.is_initialized():
+            for copied in (partial(torch.save, model, io.BytesIO()), partial(copy.deepcopy, model)):
+                with pytest.raises(PenstockError, match="its newest numbers are in another process"):
+                    copied()
+            pipe.gather_model()
         torch.save(model, file)
         hooks = [_hooks_in(each) for each in (copy.deepcopy(model), AveragedModel(model))]
         losses = []

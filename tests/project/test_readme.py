@@ -56,15 +56,20 @@ def test_saving_and_evaluating_works_as_shown(tmp_path: Path, monkeypatch: pytes
     printed: list[tuple[Any, Any]] = []
     for steps in (1, 2):
         model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         names = {"penstock": penstock, "model": model, "options": {**options, "microbatches": 4}, "loader": [(x, y)]}
         exec(block, {**names, "print": lambda *shown: printed.append(shown)})
         assert Path(f"runs/1/step-{steps:06}").is_dir()
+        # The last line has brought the trained weights into the model.
+        assert model(x).shape == (8, 6)
+        assert not any(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
     (first, shape), (second, _) = printed
     assert float(second) < float(first)
     assert shape == (8, 6)
     assert list(Path("weights").glob("*.safetensors"))
-    assert len(block.splitlines()) == 6
+    assert "pipe.gather_model()" in block
+    assert len(block.splitlines()) == 7
 
 
 def test_python_of_the_index_runs() -> None:

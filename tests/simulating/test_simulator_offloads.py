@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.errors import PlanError
+from penstock.errors import PlanError, ScheduleError
 from penstock.scheduling import define_by_programs
 from penstock.simulating import evaluate, simulate
 from penstock.simulating.critical_paths import critical_path
@@ -55,7 +55,7 @@ def test_an_action_waits_for_what_was_offloaded_before_the_last_one() -> None:
 def test_the_order_says_for_which_action_the_memory_is_free() -> None:
     """12 bytes take 4 s, from 1 to 5. The action behind the reload waits as well, whatever the offload says."""
     row = ROW.replace("0H1 ", "").replace("0D1 ", "")
-    begun = {behind: times(run(3.0, row.replace("0H0", f"0H0+{behind}"))) for behind in (1, 2, 3, 4, 9)}
+    begun = {behind: times(run(3.0, row.replace("0H0", f"0H0+{behind}"))) for behind in (1, 2, 3, 4, 8)}
     texts = [f"0{what}@0" for what in ("F1", "F2", "F3", "B0")]
 
     assert begun[2] == times(run(3.0, row))
@@ -64,8 +64,10 @@ def test_the_order_says_for_which_action_the_memory_is_free() -> None:
         2: [1, 5, 6, 11],
         3: [1, 2, 5, 10],
         4: [1, 2, 3, 9],
-        9: [1, 2, 3, 9],
+        8: [1, 2, 3, 9],
     }
+    with pytest.raises(ScheduleError, match=r"expected 0H0\+8, found 0H0\+9"):
+        plan_of(row.replace("0H0", "0H0+9"))
 
 
 @pytest.mark.parametrize(("behind", "bytes_"), [(1, 36), (2, 36), (3, 48), (4, 48)])

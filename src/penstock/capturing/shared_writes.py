@@ -48,6 +48,8 @@ _LOOKING = frozenset(
 """Functions of Python that write nothing."""
 _KNOWN = frozenset(("torch", "math", "copy", "warnings", "logging"))
 """Packages whose functions write nothing but tensors."""
+_UNWRITTEN = frozenset((*_KNOWN, *sys.stdlib_module_names, "peft"))
+"""Packages that are not looked into. Layers of PEFT write where adapters are merged, which no training does."""
 _IMPLIED = (
     *("__getattr__", "__getattribute__", "__getitem__", "__next__"),
     *("__len__", "__contains__", "__bool__", "__call__"),
@@ -70,7 +72,7 @@ def writes_arguments(modules: Sequence[nn.Module]) -> bool:
     places = [
         (code, name) for code in functions for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     ]
-    return bool(_Uses(functions, torch.empty(0)).write(places))
+    return bool(_Uses(functions, torch.empty(0), {}).write(places))
 
 
 def find_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]:
@@ -81,11 +83,14 @@ def find_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]:
     counts = Counter(key for each in held for key in each.reached)
     shared = {key for key, count in counts.items() if count > 1}
     functions = {code: function for each in held for code, function in each.functions.items()}
+    kinds: dict[type, list[nn.Module]] = defaultdict(list)
+    for module in dict.fromkeys(module for each in held for module in each.modules):
+        kinds[type(module)].append(module)
     written: dict[int, str] = {}
     for each in held:
         for top, places in each.tops.values():
             reached = shared.intersection(_reached(top)) - written.keys()
-            if reached and (text := _Uses(functions, top).write(places)):
+            if reached and (text := _Uses(functions, top, kinds).write(places)):
                 written.update(dict.fromkeys(reached, f"{_name_of(places)} ({text})"))
     return [{key: written[key] for key in each.reached.keys() & written.keys()} for each in held]
 
@@ -93,12 +98,15 @@ def find_writes(layers: Sequence[Sequence[nn.Module]]) -> list[dict[int, str]]:
 class Reached:
     """What the code of `modules` reaches, with the functions that it may run."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.functions: dict[CodeType, FunctionType] = {}
         self.tops: dict[int, tuple[Any, set[_Place]]] = {}
         """What attributes and variables hold, by id, and these."""
+        for module in modules:
+            self._note(module, None, f".{type(module).__name__}")
         inner = dict.fromkeys(inner for outer in modules for inner in outer.modules())
-        for module in (each for each in inner if not isinstance(each, torch.jit.ScriptModule)):
+        self.modules = [each for each in inner if not isinstance(each, torch.jit.ScriptModule)]
+        for module in self.modules:
             classes = [base for base in type(module).__mro__ if not _is_known(base)]
             own = {name: value for name, value in vars(module).items() if name not in _OWN}
             data = [
@@ -156,15 +164,18 @@ class _Use:
 
     @property
     def escapes(self) -> bool:
-        """The same, and it is no module, code or tensor: these are handed on by all code."""
-        return self.owned and not isinstance(self.value, (nn.Module, *_NUMBERS, *_CODE))
+        """The same, and it is no module, code, tensor or configuration: these are handed on by all code."""
+        configures = type(self.value).__name__.endswith(("Config", "Configuration"))
+        return self.owned and not configures and not isinstance(self.value, (nn.Module, *_NUMBERS, *_CODE))
 
 
 class _Uses:
-    """The uses of an object in the code of `functions`."""
+    """The uses of an object in the code of `functions`, which modules of `kinds` run."""
 
-    def __init__(self, functions: Mapping[CodeType, FunctionType], top: Any) -> None:
-        self._functions, self._top = functions, top
+    def __init__(
+        self, functions: Mapping[CodeType, FunctionType], top: Any, kinds: Mapping[type, Sequence[nn.Module]]
+    ) -> None:
+        self._functions, self._top, self._kinds = functions, top, kinds
         self._seen: set[tuple[CodeType, str, int]] = set()
         self._waiting: list[_Use] = []
 
@@ -185,9 +196,20 @@ class _Uses:
             if not above and use.escapes and use.name.lstrip(".") in (*words_of(code), *code.co_varnames):
                 return f"{code.co_qualname}, which has no source"
             for node in nodes.get(use.name, ()):
-                if where := self._climb(use, node, above):
+                if not self._is_other(use, node) and (where := self._climb(use, node, above)):
                     return f"{ast.unparse(where)!r:.80} in {code.co_qualname}"
         return ""
+
+    def _is_other(self, use: _Use, node: ast.AST) -> bool:
+        """Whether `node` is an attribute of ``self`` in which all modules of the method hold another object."""
+        match node:
+            case ast.Attribute(value=ast.Name(id=own), attr=name) if own in use.function.__code__.co_varnames[:1]:
+                kinds = [kind for kind in self._kinds if _has_method(kind, use.function)]
+                held = (_held_as(each, name) for kind in kinds for each in self._kinds[kind])
+                return bool(kinds) and all(
+                    each is not use.value and each is not _UNKNOWN and not hasattr(each, "__get__") for each in held
+                )
+        return False
 
     def _enter(self, use: _Use) -> None:
         key = use.function.__code__, use.name, id(use.value)
@@ -274,6 +296,11 @@ class _Uses:
         if isinstance(value, nn.Module | type) or function_in(held := _held_as(value, method)) is not None:
             self._bind(getattr_static(type(value), method, None), value)
             return False
+        if not method and isinstance(value, list | tuple | dict):
+            # An entry is called. The code of modules that layers register is looked at where these are.
+            entries = value.values() if isinstance(value, dict) else value
+            if all(each in self._kinds.get(type(each), ()) for each in entries):
+                return False
         reads = method in _READERS or (value is _UNKNOWN and method in _OF_TENSORS and not in_place)
         return (
             not reads
@@ -360,7 +387,12 @@ def _is_method(function: FunctionType) -> bool:
     return "." in function.__qualname__.rpartition("<locals>.")[2]
 
 
-def _is_known(value: Any, packages: Collection[str] = (*_KNOWN, *sys.stdlib_module_names)) -> bool:
+def _has_method(kind: type, function: FunctionType) -> bool:
+    held = [vars(base).get(function.__name__) for base in kind.__mro__]
+    return any(function_in(each) is function and not isinstance(each, staticmethod | classmethod) for each in held)
+
+
+def _is_known(value: Any, packages: Collection[str] = _UNWRITTEN) -> bool:
     """Whether `value`, a class or a function, is one of `packages`, by default those that are not looked into."""
     return str(getattr(value, "__module__", None)).partition(".")[0] in packages
 

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from penstock.errors import CheckpointError
 from penstock.torch_internals.pytrees import tree_map_only
 
+PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+"""The classes of tensors that have no parts."""
+
 
 class TensorParts(NamedTuple):
     """A tensor of a subclass, taken apart: a tuple for functions of nested values."""
@@ -35,7 +38,7 @@ def wraps_tensors(value: object) -> bool:
 
 def taken_apart(value: Any, where: str = "a tensor") -> Any:
     """`value`, or its parts if it is a tensor of a subclass. `CheckpointError` that names `where` if it has none."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or type(value) in (Tensor, nn.Parameter):
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or type(value) in PLAIN:
         return value
     kind, layout = f"{type(value).__module__}.{type(value).__qualname__}", (tuple(value.shape), value.stride())
     if wraps_tensors(value):

@@ -146,7 +146,8 @@ def error_of(*kinds: str) -> str:
     try:
         pipeline_of(kinds[dist.get_rank()])
     except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
+        kind = next(base for base in type(error).__mro__ if base.__module__ == PenstockError.__module__)
+        return f"{kind.__name__}: {error}"
     except ArithmeticError as error:
         return f"its own: {error}"
     return ""

@@ -241,13 +241,16 @@ class Counting(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+FORWARDS = [0, 0, 0]
+"""What a file holds is no state of a layer: that all of them write it costs no stage."""
+
+
+def count(index: int) -> None:
+    FORWARDS[index] += 1
+
+
 def count_forwards(schedule: str, recompute: object) -> list[int]:
     """How often each of three stages went forward in a step of four microbatches and the drain."""
-    forwards = [0, 0, 0]
-
-    def count(index: int) -> None:
-        forwards[index] += 1
-
     layers = [Counting(partial(count, index)).double() for index in range(3)]
     x = torch.randn(8, 6, dtype=torch.float64)
     pipe = penstock.Pipeline(
@@ -259,11 +262,12 @@ def count_forwards(schedule: str, recompute: object) -> list[int]:
         stages=3,
         microbatches=4,
         recompute=recompute,
+        check="off",
     )
-    forwards[:] = [0, 0, 0]
+    FORWARDS[:] = [0, 0, 0]
     pipe.step(x, x)
     pipe.drain()
-    return forwards
+    return [*FORWARDS]
 
 
 def test_a_backward_at_once_recomputes_nothing() -> None:

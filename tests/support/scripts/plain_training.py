@@ -33,9 +33,11 @@ total = int((directory / f"step-{newest:06}" / "sum").read_text()) if newest els
 
 
 def save(step):
-    folder = directory / f"step-{step:06}"
-    folder.mkdir()
+    # Whole, as Pipeline saves: a kill in the middle leaves no step without its sum.
+    folder = directory / "saving"
+    folder.mkdir(exist_ok=True)
     (folder / "sum").write_text(str(total))
+    folder.rename(directory / f"step-{step:06}")
 
 
 for step in range(newest + 1, steps + 1):

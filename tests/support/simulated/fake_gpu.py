@@ -34,10 +34,12 @@ from penstock.runtime.assembly.captured_models import CapturedModel, capture_for
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, make_own_stages
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
+from penstock.runtime.checkpoints import own_states
 from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
 from penstock.runtime.devices.communicators import Communicator, Members
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
 from penstock.runtime.transport.worlds import SingleProcess, World
+from penstock.torch_internals import subclasses
 
 _setup_privateuseone_for_python_backend("fakegpu")
 # Autocast has no rules for such a device: everything stays in its own type.
@@ -224,12 +226,25 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         chain = replace(found.chain, parameters=parameters, evaluation=lambda: evaluation)
         return replace(found, chain=chain, device=DEVICE)
 
-    read = FakeTensor.tolist
+    read, made_of, kept = FakeTensor.tolist, torch.from_numpy, own_states.keep_copy
+
+    def from_numpy(array: Any) -> Tensor:
+        with unset_fake_temporarily():
+            return made_of(array)
+
+    def keep_copy(tensors: dict[str, Tensor], tensor: Tensor, where: str) -> str:
+        """States of the host's generators are real."""
+        tensor = getattr(tensor, "written", tensor)
+        with nullcontext() if isinstance(tensor, FakeTensor) else unset_fake_temporarily():
+            return kept(tensors, tensor, where)
 
     def tolist(tensor: FakeTensor) -> Any:
         return gpu.read(tensor, Tensor.tolist) if gpu.counts(tensor) else read(tensor)
 
     monkeypatch.setattr(FakeTensor, "tolist", tolist)
+    monkeypatch.setattr(torch, "from_numpy", from_numpy)
+    monkeypatch.setattr(own_states, "keep_copy", keep_copy)
+    monkeypatch.setattr(subclasses, "PLAIN", (*subclasses.PLAIN, FakeTensor))
     monkeypatch.setattr(penstock.pipeline, "capture_for_training", capture)
     monkeypatch.setitem(ACCELERATORS, DEVICE.type, lambda device: gpu)  # type: ignore[misc, arg-type, return-value]
     with gpu, _MODE:

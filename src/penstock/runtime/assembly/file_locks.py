@@ -25,13 +25,14 @@ class FileLock:
     """A lock on the file `path`, which names the process that holds it. It ends when nothing refers to it here."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._descriptor, self.owner = path, -1, ""
-        """`owner`: what the users of the lock in this process have agreed on, if there are any."""
+        self.path, self._descriptor = path, -1
         self.forget()
 
     def forget(self) -> None:
         """Has a child that was forked close its descriptor: it would keep the lock of a parent that has ended."""
         self.close()
+        self.owner = ""
+        """What the users of the lock in this process have agreed on, if there are any."""
         self.writing = threading.RLock()
         """For the thread of this process that changes what is beside the file."""
 

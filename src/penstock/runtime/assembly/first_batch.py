@@ -32,7 +32,7 @@ from penstock.capturing.read_names import FunctionModule, modules_read
 from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.sequential import is_plain_sequential
 from penstock.capturing.work_estimates import estimate_seconds
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, PenstockError
 from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.partial_models import old_numbers
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
@@ -108,6 +108,9 @@ class FirstBatch:
             verdict = self._verdict(microbatches) if world.rank == judge else (level, "")
             level, text = world.gather(verdict, _CONTEXT)[judge]
         if level >= logging.ERROR:
+            # The report of an error must not overtake the verdict on another rank.
+            with suppress(PenstockError):
+                world.gather("", _CONTEXT)
             raise CaptureError(text)
         if text and world.rank == 0:
             logging.getLogger("penstock").log(level, text)
@@ -138,7 +141,11 @@ class FirstBatch:
 
         with ExitStack() as hooks:
             for optimizer in optimizers if expected else ():
-                hooks.callback(optimizer.register_step_pre_hook(note).remove)
+                try:
+                    hooks.callback(optimizer.register_step_pre_hook(note).remove)
+                except AttributeError:
+                    # Its class does not call super().__init__().
+                    expected.clear()
             loss = engine.train(microbatches)
         # Without gradients that are finite there is no update.
         wrong = _different(expected, found) if found else None

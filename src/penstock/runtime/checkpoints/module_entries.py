@@ -49,10 +49,11 @@ class ModuleEntries:
     def collect(self) -> dict[str, Any]:
         """What is no parameter and no buffer, or differs from it; not copies."""
         model = self._model
-        registered: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        registered.update(model.named_buffers(remove_duplicate=False))
         # Not of the instance: a model that is not whole in this process may refuse it.
         found: Mapping[str, Any] = type(model).state_dict(model, keep_vars=True)
+        # After it: fully sharded modules put their shards back in a hook of it.
+        registered: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        registered.update(model.named_buffers(remove_duplicate=False))
         own = {name: value for name, value in found.items() if registered.get(name) is not value and self.is_here(name)}
         return {name: tree_map_only(Tensor, Tensor.detach, value) for name, value in own.items()}
 

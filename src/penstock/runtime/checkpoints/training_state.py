@@ -109,7 +109,7 @@ class TrainingState:
         if self._computes_loss and self.loss is not None and (own := self.loss.state_dict()):
             found["/loss_fn"] = own
         for number, optimizer in enumerate(self.optimizers):
-            own = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
+            own = {key: value for key, value in _state_dict(optimizer).items() if key not in ("state", "param_groups")}
             shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
             if own or shared:
                 found[f"/optimizer/{number}"] = {"own": own, "state": shared}
@@ -193,7 +193,7 @@ class TrainingState:
             return pytree.tree_map_only(Tensor, lambda tensor: taken_apart(take(tensor), where), value)
 
         for optimizer, classes in zip(self.optimizers, self._classes, strict=True):
-            states = optimizer.state_dict()["state"]
+            states = _state_dict(optimizer)["state"]
             for place, (group, name, _) in enumerate(self._grouped(optimizer)):
                 if of is not None and name not in of:
                     continue
@@ -449,6 +449,17 @@ def loss_module(function: Any) -> nn.Module | None:
         function = function.func
     found = getattr(function, "__self__", function)
     return found if isinstance(found, nn.Module) else None
+
+
+def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's own; the states alone if its class does not call ``super().__init__()``, which it needs."""
+    try:
+        return optimizer.state_dict()
+    except AttributeError:
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            raise
+        every = enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
+        return {"state": {place: optimizer.state[each] for place, each in every if each in optimizer.state}}
 
 
 def _part(state: object, name: str) -> State:

@@ -326,17 +326,21 @@ def agreed(world: World, context: str) -> Iterator[None]:
         text = str(error) if own else "".join(traceback.format_exception(error))
         # The error says more than that of a rank which does not come to read it.
         with suppress(TransportError):
-            world.gather((type(error).__name__, text), context)
+            kind = next((base for base in type(error).__mro__ if base in _errors()), type(error))
+            world.gather((kind.__name__, text), context)
         raise
     for rank, failure in enumerate(world.gather(None, context)):
         if failure is not None:
             _raise(world, context, rank, *failure)
 
 
+def _errors() -> list[type[PenstockError]]:
+    """Penstock's own errors: only these exist under the same name on every rank."""
+    return [PenstockError, *PenstockError.__subclasses__()]
+
+
 def _raise(world: World, context: str, rank: int, kind: str, text: str) -> NoReturn:
-    # Only Penstock's own errors exist under the same name on every rank.
-    kinds: list[type[PenstockError]] = [PenstockError, *PenstockError.__subclasses__()]
-    known = {each.__name__: each for each in kinds}
+    known = {each.__name__: each for each in _errors()}
     if kind in known:
         raise known[kind](f"rank {rank}, {context}: {text}")
     raise TransportError(
