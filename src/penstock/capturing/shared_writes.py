@@ -207,7 +207,8 @@ class _Uses:
                 kinds = [kind for kind in self._kinds if _has_method(kind, use.function)]
                 held = (_held_as(each, name) for kind in kinds for each in self._kinds[kind])
                 return bool(kinds) and all(
-                    each is not use.value and each is not _UNKNOWN and not hasattr(each, "__get__") for each in held
+                    each is not use.value and each is not _UNKNOWN and getattr(each, "__get__", None) is None
+                    for each in held
                 )
         return False
 
