@@ -1,9 +1,5 @@
 """Models that read images and text, whose code between the two counts and searches in Python, train unchanged."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -28,14 +24,6 @@ def test_two_processes_train_a_llava(pool: Pool) -> None:
 
 
 def test_a_llava_predicts_for_texts_of_any_length_with_and_without_padding() -> None:
-    # In a process of its own: a second capture of such a model in one process is refused.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def predict() -> None:
     pipe, whole = make_pipeline(Run("llava", "1f1b-flush", 2)), SUBJECTS["llava"].build().eval()
     for samples, length in ((2, 13), (1, 6), (2, 8)):
         inputs = SUBJECTS["llava"].inputs(samples, length)
@@ -46,7 +34,3 @@ def predict() -> None:
         assert torch.equal(expected.logits, found.logits)
         # What the code before the layers of text has made is not handed on.
         assert found.image_outputs.last_hidden_state is None
-
-
-if __name__ == "__main__":
-    predict()

@@ -34,7 +34,8 @@ def built_as(build: str, model: nn.Module) -> nn.Module:
 def _export_once(flat: nn.Module, tensors: tuple[Tensor, ...], **options: Any) -> ExportedProgram:
     # Capture has the model in a module that knows the form of its arguments.
     model = getattr(flat, "model", None)
-    if not hasattr(model, "built_as"):
+    # What an opening finds while it is traced is no part of the program.
+    if not hasattr(model, "built_as") or TRACING[-1].first is not None:
         return export(flat, tensors, **options)
     # The blocks of the model that is traced, a copy, list no weights.
     form, state = flat.form, _state(TRACING[-1].model)

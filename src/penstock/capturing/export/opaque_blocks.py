@@ -104,11 +104,7 @@ class OpaqueBlocks:
         found = self.traced[call]
         body = self.model.get_submodule(found.path)
         if not found.path:
-            if self.opening is None or self.copies is None or self.first is None:
-                raise CaptureError(
-                    f"{type(self.model).__name__}: the code before {self.first} was captured before in this process, "
-                    "and a second capture of it fails: expected one. Build the pipeline in a new process"
-                )
+            assert self.opening is not None and self.copies is not None and self.first is not None, "it was traced"
             read = {id(self.copies.own(each)) for each in self.opening.tensors()}
             tensors = {index for index, constant in enumerate(found.returns.constants) if constant is Tensor}
             body = Opening(self.model, self.first, self.later, read, tensors)
