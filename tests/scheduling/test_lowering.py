@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute, Receive, Send, format_programs, parse, parse_programs
 from penstock.scheduling.definitions import Drain, PipelineShape, Step
-from penstock.scheduling.lowering import longest_wait, lower
+from penstock.scheduling.lowering import lower
 from penstock.scheduling.orders import GPIPE, INTERLEAVED, PIPEDREAM, TWO_BW
 from penstock.scheduling.placements import Placement
 
@@ -93,16 +93,3 @@ def test_lowering_parts_is_lowering_the_whole(method) -> None:
 
     joined = tuple(tuple(action for piece in pieces for action in piece[rank]) for rank in range(3))
     assert lower(rows, shape.placement) == joined
-
-
-@pytest.mark.parametrize(
-    ("row", "place"),
-    [
-        ("1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1F1@0", 0),  # waits for the pipe to fill
-        ("0F0@0 0S0>1 0R0<1 0B0@0 0F1@0 0S1>1 0R1<1 0B1@0 0U1<0", 6),  # and for it to run empty
-        ("0F0@0 0B0@0 0U1<0", None),
-        ("", None),
-    ],
-)
-def test_where_a_rank_most_likely_waits(row: str, place: int | None) -> None:
-    assert longest_wait([parse(word) for word in row.split()]) == place

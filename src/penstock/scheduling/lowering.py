@@ -321,17 +321,6 @@ def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[
     return tuple(sorted({peer(action, rank, placement) for action in receives}))
 
 
-def longest_wait(row: Sequence[Action]) -> int | None:
-    """The index of the receive in `row` that most likely waits longest; None if there is no receive.
-
-    A rank that begins with a receive waits there while the pipe fills; any other rank waits at its last receive, while
-    the pipe drains.
-    """
-    if row and isinstance(row[0], Receive):
-        return 0
-    return next((place for place in reversed(range(len(row))) if isinstance(row[place], Receive)), None)
-
-
 def follow_sends(
     row: Iterable[Action], rank: int, placement: Placement, others: Mapping[int, Iterable[Action]]
 ) -> Iterator[Action]:

@@ -229,6 +229,11 @@ class Schedule:
         return tuple(tuple(action for segment in segments for action in segment[rank]) for rank in range(self.ranks))
 
     @property
+    def steps_alike(self) -> bool:
+        """Whether one step is like another one. A definition of a user may order each of them otherwise."""
+        return bool(self.definition.programs) or isinstance(identify(self.definition), str)
+
+    @property
     def follows_sends(self) -> bool:
         """Whether receives follow the order of the sends: where several stages of a rank share a queue in any order."""
         layout, written = self.definition.layout, self.definition.programs
@@ -239,9 +244,7 @@ class Schedule:
         if not self.follows_sends or not isinstance(segment, Step):
             return self.lower(rank, segment)
         row, minibatch = _lower_step(self, rank, segment.minibatch), segment.minibatch
-        # A definition of a user may order each step otherwise.
-        alike = bool(self.definition.programs) or isinstance(identify(self.definition), str)
-        order = _order_of_arrivals(self, rank, minibatch % self.placement.stride(0) if alike else minibatch)
+        order = _order_of_arrivals(self, rank, minibatch % self.placement.stride(0) if self.steps_alike else minibatch)
         return tuple(map(row.__getitem__, order))
 
     def rows(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:

@@ -15,7 +15,7 @@ Invariants of this file:
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, TypeAlias
 
@@ -28,8 +28,8 @@ from penstock.runtime.devices.accelerators import Accelerator, Event, Stream, ac
 class _HostStreams:
     """Ranks that compute on a CPU. The methods are those of `DeviceStreams`."""
 
-    def on(self, rank: int) -> AbstractContextManager[object]:
-        return nullcontext()
+    def within(self, rank: int, work: Callable[[], bool]) -> Callable[[], bool]:
+        return work
 
     def ordered_segment(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -51,6 +51,15 @@ class DeviceStreams:
     def on(self, rank: int) -> AbstractContextManager[object]:
         """Returns a context manager in which this thread computes for `rank`."""
         return self._accelerator.on(self._own[rank]) if self._own else nullcontext()
+
+    def within(self, rank: int, work: Callable[[], bool]) -> Callable[[], bool]:
+        """Returns what calls `work` while this thread computes for `rank`."""
+
+        def worked() -> bool:
+            with self.on(rank):
+                return work()
+
+        return worked
 
     @contextmanager
     def ordered_segment(self) -> Iterator[None]:

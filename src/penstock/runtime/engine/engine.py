@@ -23,7 +23,6 @@ from penstock.runtime.batches.results import ActionTiming, BatchRun, Loss, Resul
 from penstock.runtime.devices.host_copies import HostCopier
 from penstock.runtime.devices.host_stores import HostStore
 from penstock.runtime.devices.local_devices import DeviceContext
-from penstock.runtime.devices.streams import Streams
 from penstock.runtime.engine.call_agreement import CallAgreement
 from penstock.runtime.engine.coded_messages import CodedMessages
 from penstock.runtime.engine.flight_recorder import FlightRecorder
@@ -47,10 +46,9 @@ from penstock.runtime.parameters.shards import assign
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
-from penstock.scheduling.actions import Action
 from penstock.scheduling.definitions import Drain, Segment, Step
-from penstock.scheduling.lowering import longest_wait
 from penstock.scheduling.placements import Placement
+from penstock.scheduling.repeated_steps import RepeatedSteps
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.continuations import continue_run, steps_until_made
 from penstock.timelines.spans import Span
@@ -122,8 +120,8 @@ class Engine:
         """The run of the last snapshot, by the microbatches before it, and the minibatch in it by which all ranks have
         made the versions of the snapshot.
         """
-        self._prepared: tuple[Segment | None, Mapping[int, Sequence[Action]]] = None, {}
-        """The programs of a segment, made ahead of their use."""
+        self._steps = [RepeatedSteps(schedule, rank) for rank in self._ranks]
+        """The rows of the present run's steps, for each worker."""
 
     @property
     def trained(self) -> int:
@@ -222,7 +220,7 @@ class Engine:
         for worker in self._workers:
             worker.gradients.restart(self._schedule, norms, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
-        self._prepared = None, {}
+        self._steps = [RepeatedSteps(self._schedule, rank) for rank in self._ranks]
 
     def history_of(self, stage: int) -> dict[str, Any]:
         """What a run that continues from the newest version of `stage` needs beside the weights and the optimizer."""
@@ -409,73 +407,42 @@ class Engine:
         *,
         before_waiting: Callable[[], None] | None = None,
     ) -> list[ActionTiming]:
-        """Has the workers carry out `segment` of `schedule`; `microbatches` are numbered from `first`."""
-        prepared, programs = self._prepared
-        if schedule is not self._schedule or segment != prepared:
-            programs = self._programs(schedule, segment)
+        """Has the workers carry out `segment` of `schedule`; `microbatches` are numbered from `first`.
+
+        Several workers take turns: those that need not wait carry out one action each. `before_waiting` is called once,
+        for a single worker: when it has to wait for another rank, or at the end if it need not.
+        """
+        workers, streams = self._workers, self._context.streams
+        kind = "evaluation" if schedule is not self._schedule else "step" if isinstance(segment, Step) else "drain"
+        if isinstance(segment, Step) and kind == "step":
+            programs = [steps.row(segment.minibatch) for steps in self._steps]
+        else:
+            programs = [schedule.row(rank, segment) for rank in self._ranks]
         self._begun = self._newest_versions()
         numbered = dict(enumerate(microbatches, first))
-        for worker in self._workers:
-            worker.begin(batch, schedule, numbered, programs[worker.rank])
-        trains = schedule is self._schedule and isinstance(segment, Step)
-        kind = "step" if trains else "drain" if schedule is self._schedule else "evaluation"
-        self.recorder.begin(kind, schedule.placement, [worker.row for worker in self._workers])
-        streams, idle = self._context.streams, self._prepare if trains else None
+        for worker, program in zip(workers, programs, strict=True):
+            worker.begin(batch, schedule, numbered, program)
+        self.recorder.begin(kind, schedule.placement, [worker.row for worker in workers])
         with streams.ordered_segment():
             try:
-                run_cooperatively(self._workers, programs, streams, before_waiting=before_waiting, while_idle=idle)
+                if len(workers) == 1:
+                    (worker,) = workers
+                    while worker.left:
+                        if before_waiting is not None and not worker.ready():
+                            before_waiting()
+                            before_waiting = None
+                        worker.advance()
+                    if before_waiting is not None:
+                        before_waiting()
+                else:
+                    turns = [(worker, streams.within(worker.rank, worker.advance)) for worker in workers]
+                    while turns := [(worker, advance) for worker, advance in turns if worker.left]:
+                        progress = any([advance() for _, advance in turns])
+                        # The verifier has proved that some rank can always go on.
+                        assert progress, "deadlock in a verified schedule"
             finally:
-                timings = [timing for worker in self._workers for timing in worker.end()]
+                timings = [timing for worker in workers for timing in worker.end()]
         return timings
-
-    def _prepare(self) -> None:
-        """Makes the program of the step that most likely follows the present one."""
-        following = Step(self._minibatch + 1)
-        self._prepared = following, self._programs(self._schedule, following)
-
-    def _programs(self, schedule: Schedule, segment: Segment) -> Mapping[int, Sequence[Action]]:
-        return {rank: schedule.row(rank, segment) for rank in self._ranks}
-
-
-def run_cooperatively(
-    workers: Sequence[Worker],
-    programs: Mapping[int, Sequence[Action]],
-    streams: Streams,
-    *,
-    before_waiting: Callable[[], None] | None = None,
-    while_idle: Callable[[], None] | None = None,
-) -> None:
-    """Runs the program of every worker. Several workers take turns: those that need not wait run one action each, in
-    their streams.
-
-    Both callbacks are called once, for a single worker: `before_waiting` when it has to wait for another rank, or at
-    the end if it need not; `while_idle` where it is most likely to wait.
-    """
-    if len(workers) == 1:
-        (worker,) = workers
-        program = programs[worker.rank]
-        idle = longest_wait(program) if while_idle else None
-        for position, action in enumerate(program):
-            if before_waiting and not worker.ready(action):
-                before_waiting()
-                before_waiting = None
-            if while_idle and position == idle:
-                while_idle()
-            worker.execute(action)
-        if before_waiting:
-            before_waiting()
-        return
-    queues = [(worker, deque(programs[worker.rank])) for worker in workers]
-    while any(queue for _, queue in queues):
-        progress = False
-        for worker, queue in queues:
-            with streams.on(worker.rank):
-                # `ready` may compute, too: it sends a rank's gradients to be summed.
-                if queue and worker.ready(queue[0]):
-                    worker.execute(queue.popleft())
-                    progress = True
-        # The verifier has proved that some rank can always go on.
-        assert progress, "deadlock in a verified schedule"
 
 
 def parameters_of(stages: LocalStages) -> dict[str, nn.Parameter]:

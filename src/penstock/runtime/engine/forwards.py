@@ -19,7 +19,7 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.execution.offloading import Offloads
 from penstock.runtime.execution.recomputation import Recomputation
-from penstock.scheduling.actions import Action
+from penstock.scheduling.actions import Action, Offload
 from penstock.scheduling.direct_backwards import find_direct
 
 _Autocast: TypeAlias = Callable[[], torch.autocast]
@@ -55,9 +55,10 @@ class Forwards:
         """Finds the stages with layers that draw random numbers."""
         self._random = frozenset(index for index, stage in self._stages.items() if any(stage.weights.stage.random))
 
-    def begin(self, batch: BatchRun, program: Sequence[Action], offloaded: Collection[tuple[int, int]]) -> None:
-        """`offloaded`: the stages and microbatches that `program` offloads."""
-        self._batch, self._offloaded = batch, offloaded
+    def begin(self, batch: BatchRun, program: Sequence[Action]) -> None:
+        """Prepares for a segment that carries out `program`."""
+        self._batch = batch
+        self._offloaded = {(action.stage, action.microbatch) for action in program if isinstance(action, Offload)}
         for head in self._heads.values():
             head.begin(batch)
         self._direct = find_direct(program) if self._recomputations else frozenset()

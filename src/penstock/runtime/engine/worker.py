@@ -9,10 +9,11 @@ Laws of this file:
      reads norms from the device, with state on the host, or while a snapshot is copied; nowhere else.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import NoReturn, TypeAlias, assert_never, cast
+from typing import Any, NoReturn, TypeAlias, assert_never, cast
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -57,6 +58,12 @@ from penstock.scheduling.schedules import Schedule
 from penstock.timelines.spans import trace_label
 from penstock.torch_internals.autograd import is_profiling
 
+_COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
+_WAITING = (Receive, ReceiveTied, ReceiveNorms, Reduce)
+"""What may wait for another rank."""
+
+Lasted: TypeAlias = tuple[Timestamp, Timestamp]
+"""When something began and ended."""
 ActionHook: TypeAlias = Callable[[int, BatchRun, Action], None]
 """Is called with the rank, the batch and the action."""
 ACTION_HOOKS: list[ActionHook] = []
@@ -87,6 +94,8 @@ class Worker:
         self.snapshots = snapshots
         """Of all stages of the process; its workers share it."""
         self._weights = weights
+        self._takes_turns = len(weights) > len(stages)
+        """Whether other ranks of the process work while this one need not."""
         self._first = min(stages)
         self._batch, self._training = BatchRun(training=True), True
         self._labels = False
@@ -94,6 +103,8 @@ class Worker:
         self._timings: list[ActionTiming] = []
         self.row = FlightRow(rank, ())
         """How far the present program is."""
+        self.left: deque[Action] = deque()
+        """What is left of it."""
         self._microbatches: dict[int, Microbatch] = {}
         self._read_modules()
 
@@ -134,12 +145,11 @@ class Worker:
                 if self.rank in ranks:
                     index = ranks.index(self.rank)
                     self._microbatches[k] = take_slice(self._inputs, microbatch, index, len(ranks))
-        self.row = FlightRow(self.rank, program)
+        self.row, self.left = FlightRow(self.rank, program), deque(program)
         if self._training:
             for held in self.stages.values():
                 held.weights.begin()
-        offloaded = frozenset((action.stage, action.microbatch) for action in program if isinstance(action, Offload))
-        self._forwards.begin(batch, program, offloaded)
+        self._forwards.begin(batch, program)
         self.gradients.begin(batch)
         self._mailbox.begin(schedule, self._microbatches, program)
 
@@ -168,63 +178,42 @@ class Worker:
         for stage in self.stages.values():
             stage.discard()
 
-    def ready(self, action: Action) -> bool:
-        """Whether `execute` would return without blocking."""
+    def ready(self) -> bool:
+        """Whether the next action need not wait."""
+        action = self.left[0]
         if isinstance(action, Receive | ReceiveTied | ReceiveNorms):
             return self._mailbox.ready(action)
-        if not isinstance(action, Reduce):
-            return True
-        return self.gradients.start_reduce(action.stage, action.version).ready(action.version)
+        if isinstance(action, Reduce):
+            return self.gradients.start_reduce(action.stage, action.version).ready(action.version)
+        return True
 
-    def execute(self, action: Action) -> None:
-        """Carries out one action, under a label if a profiler is active."""
-        if self._labels:
-            with record_function(trace_label(str(action))):
-                self._carry_out(action)
-        else:
-            self._carry_out(action)
-
-    def _carry_out(self, action: Action) -> None:
-        start, update = self._now(), None
-        row = self.row
+    def advance(self) -> bool:
+        """Carries out the next action. Of several workers in a process, only if it need not wait. Returns whether it
+        did.
+        """
+        action, row = self.left[0], self.row
+        if self._takes_turns and isinstance(action, _WAITING) and not self.ready():
+            return False
+        self.left.popleft()
+        carry_out = _METHODS[type(action)]
+        start = self._now()
         row.starts.append(perf_counter())
         try:
-            self._begin_action(action)
-            match action:
-                case Forward():
-                    self._forward(action)
-                case Backward():
-                    self._backward(action)
-                case BackwardInput():
-                    self._backward_input(action)
-                case BackwardWeight():
-                    self._backward_weight(action)
-                case Update():
-                    update = self._update(action)
-                case Offload() | Reload() | Recompute():
-                    self._change_saved(action)
-                case Send():
-                    self._mailbox.send(action)
-                case Receive():
-                    self._mailbox.receive(action)
-                case SendTied(stage, version, target):
-                    self._mailbox.send_values(action, self.gradients.tied(stage, version, target))
-                case ReceiveTied(stage, version, source):
-                    self.gradients.add_tied(stage, version, source, self._mailbox.receive_values(action))
-                case SendNorms(stage, version, target):
-                    self._mailbox.send_values(action, self.gradients.norm_vectors(stage, version, target))
-                case ReceiveNorms(stage, version, source):
-                    self.gradients.add_norms(stage, version, source, self._mailbox.receive_values(action))
-                case Reduce(stage, version):
-                    # The sum runs beside the backward that makes the gradients: it began with the first bucket.
-                    start = self.gradients.began(stage, version) or start
-                    self.gradients.reduce(stage, version)
-                case _:
-                    assert_never(action)
+            if ACTION_HOOKS and self._training:
+                for hook in ACTION_HOOKS:
+                    hook(self.rank, self._batch, action)
+            if self._forwards.offloads.leaving and isinstance(action, _COMPUTATIONS):
+                self._forwards.offloads.begin_computation()
+            if self._labels:
+                with record_function(trace_label(str(action))):
+                    lasted = carry_out(self, action)
+            else:
+                lasted = carry_out(self, action)
         except BaseException as found:
             self._raise(found, action)
-        self._timings.append((self.rank, action, *(update or (start, self._now()))))
+        self._timings.append((self.rank, action, *(lasted or (start, self._now()))))
         row.stops.append(perf_counter())
+        return True
 
     def _change_saved(self, action: HostCopy | Recompute) -> None:
         """Moves, or computes again, what the forward of a microbatch saved for its backward."""
@@ -250,13 +239,6 @@ class Worker:
         if error is not found:
             raise error from found
         raise found
-
-    def _begin_action(self, action: Action) -> None:
-        if self._training:
-            for hook in ACTION_HOOKS:
-                hook(self.rank, self._batch, action)
-        if isinstance(action, Forward | InputGradients | BackwardWeight):
-            self._forwards.offloads.begin_computation()
 
     def _forward(self, action: Forward) -> None:
         index, k = action.stage, action.microbatch
@@ -325,8 +307,33 @@ class Worker:
         if action.stage == self._first:
             del self._microbatches[action.microbatch]
 
-    def _update(self, action: Update) -> tuple[Timestamp, Timestamp]:
-        """Returns when it began and ended."""
+    def _send(self, action: Send) -> None:
+        self._mailbox.send(action)
+
+    def _receive(self, action: Receive) -> None:
+        self._mailbox.receive(action)
+
+    def _send_tied(self, action: SendTied) -> None:
+        self._mailbox.send_values(action, self.gradients.tied(action.stage, action.version, action.target))
+
+    def _receive_tied(self, action: ReceiveTied) -> None:
+        received = self._mailbox.receive_values(action)
+        self.gradients.add_tied(action.stage, action.version, action.source, received)
+
+    def _send_norms(self, action: SendNorms) -> None:
+        self._mailbox.send_values(action, self.gradients.norm_vectors(action.stage, action.version, action.target))
+
+    def _receive_norms(self, action: ReceiveNorms) -> None:
+        received = self._mailbox.receive_values(action)
+        self.gradients.add_norms(action.stage, action.version, action.source, received)
+
+    def _reduce(self, action: Reduce) -> Lasted:
+        # The sum runs beside the backward that makes the gradients: it began with the first bucket.
+        start = self.gradients.began(action.stage, action.version) or self._now()
+        self.gradients.reduce(action.stage, action.version)
+        return start, self._now()
+
+    def _update(self, action: Update) -> Lasted:
         stage, version = action.stage, action.version
         weights, order = self.stages[stage].weights, self.stages[stage].order
         gradients, skipped = self.gradients.for_update(stage, version)
@@ -342,3 +349,23 @@ class Worker:
             stop = self._now()
         self.gradients.forget(stage, version)
         return start, stop
+
+
+_METHODS: dict[type[Action], Callable[[Worker, Any], Lasted | None]] = {
+    Forward: Worker._forward,
+    Backward: Worker._backward,
+    BackwardInput: Worker._backward_input,
+    BackwardWeight: Worker._backward_weight,
+    Update: Worker._update,
+    Offload: Worker._change_saved,
+    Reload: Worker._change_saved,
+    Recompute: Worker._change_saved,
+    Send: Worker._send,
+    Receive: Worker._receive,
+    SendTied: Worker._send_tied,
+    ReceiveTied: Worker._receive_tied,
+    SendNorms: Worker._send_norms,
+    ReceiveNorms: Worker._receive_norms,
+    Reduce: Worker._reduce,
+}
+"""What carries out an action. Returns when it began and ended, where that is not what its caller measures."""

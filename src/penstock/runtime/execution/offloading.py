@@ -111,31 +111,33 @@ class Offloads:
     store: HostStore
     device: torch.device = _CPU
     """The device whose memory is to get free."""
-    _leaving: list[_Leaving] = field(default_factory=list)
+    leaving: list[_Leaving] = field(default_factory=list)
     """The memory that is copied."""
     _begun: int = 0
     """The forwards and backwards that have begun."""
 
     def begin_computation(self) -> None:
-        """Drops what is free from this forward or backward on."""
+        """Drops what is free from this forward or backward on. Of those that begin while nothing is `leaving`, none
+        need be told.
+        """
         self._begun += 1
-        self._wait([each for each in self._leaving if each.until <= self._begun])
+        self._wait([each for each in self.leaving if each.until <= self._begun])
 
     def discard(self) -> None:
         """Drops all, when the copies have ended, whether or not they went well."""
-        while self._leaving:
+        while self.leaving:
             with suppress(PenstockError):
-                self._wait(self._leaving[:])
+                self._wait(self.leaving[:])
 
     def send(self, memories: Sequence[Tensor], behind: int) -> Sequence[Slot]:
         """Starts to copy `memories` to the store, and drops them for the forward or backward number `behind`."""
         slots, copying = self.store.put(memories)
-        self._leaving.append(_Leaving(memories, slots, copying, self._begun + behind))
+        self.leaving.append(_Leaving(memories, slots, copying, self._begun + behind))
         return slots
 
     def bring(self, slots: Sequence[Slot]) -> tuple[Sequence[Tensor], Copying]:
         """Starts to copy `slots` back. The copies to them have ended before."""
-        self._wait([each for each in self._leaving if each.slots is slots])
+        self._wait([each for each in self.leaving if each.slots is slots])
         return self.store.fetch(slots)
 
     def take(self, slots: Sequence[Slot], copying: Copying | None) -> None:
@@ -146,7 +148,7 @@ class Offloads:
 
     def _wait(self, leaving: Sequence[_Leaving]) -> None:
         for each in leaving:
-            self._leaving = [other for other in self._leaving if other is not each]
+            self.leaving = [other for other in self.leaving if other is not each]
             self.store.wait(each.copying)
 
 
