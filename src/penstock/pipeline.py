@@ -90,7 +90,6 @@ from penstock.values.profiles import Profile
 log = getLogger("penstock")
 
 
-@collective
 class Pipeline(Advised):
     """Trains `model` in pipeline stages, with the numbers of one device.
 
@@ -369,15 +368,16 @@ class Pipeline(Advised):
         backwards of this minibatch are left to the next step, or to `drain`. The learning rates are in ``result.lr``.
         What your own backwards have left in ``.grad`` of the parameters is dropped.
         """
-        if (change := self._chain.reads.change()) is not None:
-            self._follow(change)
-        with self._guarded("reading a batch", harmless=True):
-            self._conditions.check()
-            microbatches = self._splitter.for_step(inputs, target)
-        with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
-            loss = self._begin(microbatches) if self._begins else self._engine.train(microbatches)
-            result = StepResult(loss, self._updater.rates)
-        self._resumption.after_step(result.loss, self._engine.transport.check)
+        with self._guarded.calling("step()", self):
+            if (change := self._chain.reads.change()) is not None:
+                self._follow(change)
+            with self._guarded("reading a batch", harmless=True):
+                self._conditions.check()
+                microbatches = self._splitter.for_step(inputs, target)
+            with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
+                loss = self._begin(microbatches) if self._begins else self._engine.train(microbatches)
+                result = StepResult(loss, self._updater.rates)
+            self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
 
     def _follow(self, change: Change) -> None:
@@ -429,6 +429,7 @@ class Pipeline(Advised):
         if (change := self._chain.reads.without("training").change()) is not None:
             self._follow(change)
 
+    @collective
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
 
@@ -439,6 +440,7 @@ class Pipeline(Advised):
         with self._updater.interrupts:
             self._guarded.run("in a drain", self._engine.drain)
 
+    @collective
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
 
@@ -454,6 +456,7 @@ class Pipeline(Advised):
             with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
                 return StepResult(self._engine.evaluate(microbatches))
 
+    @collective
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode with the newest weights, on every rank, for a batch of any size.
 
@@ -480,6 +483,7 @@ class Pipeline(Advised):
         start = f"{prefix}." if prefix else ""
         return ((start + name, parameter) for name, parameter in self._parameters().items())
 
+    @collective
     def averages(self) -> dict[str, Tensor]:
         """The averages of this process's parameters, by name, that a `WeightAverage` in ``update_hooks`` keeps.
 
@@ -495,6 +499,7 @@ class Pipeline(Advised):
         with self._conditions.averaged(self._parts.leave), replaced_parameters(self._parameters(), averages):
             yield
 
+    @collective
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         self._guarded.check_open()
@@ -524,6 +529,7 @@ class Pipeline(Advised):
             all_ranks=all_ranks,
         )
 
+    @collective
     def stragglers(
         self, *, profile: Profile | None = None, tolerance: float = 1.25, layers: bool = False
     ) -> Stragglers:
@@ -533,6 +539,7 @@ class Pipeline(Advised):
         measure = self.measure if layers else None
         return self._stats_source.stragglers(self.timeline(8), profile, tolerance, measure)
 
+    @collective
     def replan(self, *, profile: Profile | None = None, apply: Place | None = None) -> Plan:
         """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
         says what is expected of it and how to apply it. `profile` as in `stragglers`.
@@ -575,6 +582,7 @@ class Pipeline(Advised):
         """How often the training went back to a checkpoint: ``on_nonfinite="rollback"``."""
         return self._resumption.rollbacks
 
+    @collective
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.
 
@@ -583,6 +591,7 @@ class Pipeline(Advised):
         self.drain()
         return self._checkpoints.training.copied()
 
+    @collective
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
@@ -612,6 +621,7 @@ class Pipeline(Advised):
     def save(
         self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ..., wait: Literal[False]
     ) -> BackgroundSave: ...
+    @collective
     def save(
         self, directory: Place, step: Count = None, *, keep: Count = None, keep_every: Count = None, wait: bool = True
     ) -> Path | BackgroundSave:
@@ -625,6 +635,7 @@ class Pipeline(Advised):
         self._conditions.check_weights("save")
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
+    @collective
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
@@ -634,6 +645,7 @@ class Pipeline(Advised):
         self._conditions.check_weights("load")
         self._checkpoints.load(directory, self._guarded)
 
+    @collective
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
     ) -> None:
@@ -650,6 +662,7 @@ class Pipeline(Advised):
         held = hold(self._chain, self._checkpoints.training.held, self._world)
         export_weights(self._options.model.model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
+    @collective
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
         """Copies of the whole model's ``state_dict()`` on the CPU of `rank`, or of all ranks if it is None.
 
@@ -659,6 +672,7 @@ class Pipeline(Advised):
         training, world = self._checkpoints.training, self._world
         return hold(self._chain, training.held, world).state_dict(rank) | training.gather_entries(world, rank)
 
+    @collective
     def gather_model(self) -> None:
         """Brings the newest weights and buffers of all processes into the model of each. Drains first. Collective.
 
@@ -669,6 +683,7 @@ class Pipeline(Advised):
         self._begins = True
         self._parts.gather(self._world, self._device)
 
+    @collective
     def close(self) -> None:
         """Drains if microbatches are in flight, unless an exception is on its way. Waits for a save, ends the
         transport's threads, and removes its hooks on the process and the model. A second call does nothing.

@@ -95,7 +95,7 @@ def fail_in_children() -> tuple[list[str], list[float], str]:
                 os._exit(5 + pipe._world._board.failed)
             if pipe.rank == 1:
                 ends.append(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-        reported = str(pipe._guarded.watch.failure)
+        reported = str(pipe._world.watch.failure)
     return ends, losses, reported
 
 

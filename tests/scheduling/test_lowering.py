@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Compute, Receive, Send, format_programs, parse, parse_programs
+from penstock.scheduling.actions import Compute, Receive, Send, format_programs, parse_programs
 from penstock.scheduling.definitions import Drain, PipelineShape, Step
 from penstock.scheduling.lowering import lower
 from penstock.scheduling.orders import GPIPE, INTERLEAVED, PIPEDREAM, TWO_BW

@@ -154,9 +154,6 @@ class StageModule(nn.Module):
         self._results = tuple(places[name] for name in self.sent)
         self._copied = tuple(places[name] for name in self.sent if name in self._volatile)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs) if runs_plainly(self) else super().__call__(*args, **kwargs)
-
     def forward(
         self,
         received: Sequence[Tensor],

@@ -130,13 +130,15 @@ class ModelInputs:
                 f"the model was captured with {_signature(len(captured_args), captured_kwargs)} and is now called with "
                 f"{_signature(len(args), kwargs)}: pass the same arguments as in sample=, or capture again{hint}"
             )
-        ordered = {name: kwargs[name] for name in captured_kwargs}
+        ordered = {name: kwargs[name] for name in captured_kwargs} if kwargs else {}
         names: Sequence[str] = [*captured_args, *captured_kwargs.values()]
         leaves, structure = [*args, *ordered.values()], self.structure
         # Nothing is nested in most calls, neither then nor now, and need not be looked through.
-        if not all(type(name) is str and isinstance(leaf, Tensor) for name, leaf in zip(names, leaves, strict=True)):
-            names = self.names
-            leaves, structure = pytree.tree_flatten((args, ordered))
+        for name, leaf in zip(names, leaves, strict=True):
+            if type(name) is not str or not isinstance(leaf, Tensor):
+                names = self.names
+                leaves, structure = pytree.tree_flatten((args, ordered))
+                break
         if structure != self.structure:
             raise CaptureError(
                 f"the arguments have another structure than the captured sample: expected {self.structure}, "

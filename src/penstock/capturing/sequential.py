@@ -123,12 +123,9 @@ class EagerLayer(nn.Module):
 
     def forward(self, *tensors: Any) -> tuple[Tensor, ...]:
         """`tensors`: those among its arguments; after them, the sizes there, and those that it must return."""
-        if self.gradients:
-            return self._run(tensors)
-        with torch.no_grad():
-            return self._run(tensors)
-
-    def _run(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+        if not self.gradients and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(*tensors)
         # Attributes that are modules are looked for last, and then in a slower way.
         body: Any = self._modules["body"]
         if self.by_forward:

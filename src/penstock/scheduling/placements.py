@@ -121,7 +121,8 @@ class Placement:
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """The rank that takes `microbatch` through `stage`; the first one if they share it."""
-        return self.ranks_for(stage, microbatch)[0]
+        ranks = self.stages[stage]
+        return ranks[0 if self.split else microbatch % len(ranks)]
 
     def ranks_for(self, stage: int, microbatch: int) -> tuple[int, ...]:
         """The ranks that take `microbatch` through `stage`."""

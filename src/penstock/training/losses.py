@@ -1,7 +1,7 @@
 """Losses: those that a user's `loss_fn` returns, those that the model computes itself, and what they are means over."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -110,7 +110,7 @@ def amounts_of(
     return [float(amount) for amount in amounts]
 
 
-def check_amounts(amounts: Sequence[float]) -> None:
+def check_amounts(amounts: Iterable[float]) -> None:
     """Raises `PenstockError` if a minibatch has no item that its loss could be the mean over."""
     if not sum(amounts):
         raise PenstockError(

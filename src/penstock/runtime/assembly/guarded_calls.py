@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,13 +33,11 @@ from penstock.runtime.parameters.model_claims import ModelClaim
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 
-C = TypeVar("C")
+M = TypeVar("M", bound=Callable[..., Any])
 
 _FINISH_SECONDS = 120.0
 """Longer than closing takes, where each wait has a limit of its own."""
 
-_COLLECTIVE = """step drain evaluate predict averages timeline stragglers replan state_dict load_state_dict save load
-    save_weights full_state_dict gather_model close"""
 _CALLS = {
     "backward": "step(x, y) computes the gradients and makes the update",
     "zero_grad": "step(x, y) begins with no gradients",
@@ -51,29 +49,15 @@ _CALLS = {
 }
 
 
-def collective(pipeline: type[C]) -> type[C]:
-    """Notes the calls of methods that all ranks must make, for the errors of a rank that waits in one for ranks that do
-    not make it.
-    """
-    for name in _COLLECTIVE.split():
-        setattr(pipeline, name, _noted(getattr(pipeline, name)))
-    return pipeline
+def collective(method: M) -> M:
+    """Marks a method of a pipeline that all ranks must call."""
 
-
-def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def noted(pipe: Any, *arguments: Any, **options: Any) -> Any:
-        watch = pipe._guarded.watch
-        if watch is None or watch.call:
+    def called(pipe: Any, *arguments: Any, **options: Any) -> Any:
+        with pipe._guarded.calling(f"{method.__name__}()", pipe):
             return method(pipe, *arguments, **options)
-        watch.call = f"{method.__name__}()"
-        watch.begun = watch.begun[0] + 1, watch.call
-        try:
-            return method(pipe, *arguments, **options)
-        finally:
-            watch.call, watch.done = "", f"after step {pipe.steps}"
 
-    return noted
+    return cast("M", called)
 
 
 class FailureGuard:
@@ -99,7 +83,6 @@ class FailureGuard:
         """Called with the reason on every process that refuses a call. Returns whether all of them do."""
         self.call: tuple[str, float, int] = "", time.perf_counter(), threading.get_ident()
         """Where the pipeline is called now, empty if it is not; since when; and the thread that called it last."""
-        self.watch = world.watch
 
     @property
     def failed(self) -> bool:
@@ -109,6 +92,22 @@ class FailureGuard:
     def forked(self) -> bool:
         """Whether this is a child of the process that is a rank, and has copies of its connections to other ranks."""
         return self._world.processes > 1 and os.getpid() != self._process
+
+    @contextmanager
+    def calling(self, name: str, pipe: Any) -> Iterator[None]:
+        """Notes a call of `name` of `pipe`, which all ranks must make, for the errors of a rank that waits in it for
+        ranks that do not make it.
+        """
+        watch = self._world.watch
+        if watch is None or watch.call:
+            yield
+            return
+        watch.call = name
+        watch.begun = watch.begun[0] + 1, name
+        try:
+            yield
+        finally:
+            watch.call, watch.done = "", f"after step {pipe.steps}"
 
     @contextmanager
     def closing(self, opened: ExitStack, hint: Callable[[], object]) -> Iterator[bool]:

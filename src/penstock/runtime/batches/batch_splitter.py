@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from penstock.training.losses import Microbatches, Weigh, amounts_of, check_amou
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan, Stage
 
+_AMOUNT = attrgetter("amount")
 _KINDS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What PyTorch's operators raise for arguments that do not fit."""
 
@@ -51,14 +53,17 @@ class RequiredInputs:
 
     def checked(self, microbatches: tuple[Microbatch, ...]) -> tuple[Microbatch, ...]:
         """Returns `microbatches`. Raises `PenstockError` if a tensor that is read is on the meta device."""
-        inputs, target = microbatches[0].inputs, microbatches[0].target
-        without = sorted(name for name in self.inputs if name in inputs and inputs[name].is_meta)
-        if self.target and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(target)):
-            without.append("the target")
+        inputs, target, without = microbatches[0].inputs, microbatches[0].target, set[str]()
+        for name in self.inputs:
+            if name in inputs and inputs[name].is_meta:
+                without.add(name)
+        for leaf in () if not self.target else (target,) if isinstance(target, Tensor) else pytree.tree_leaves(target):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                without.add("the target")
         if without:
             raise PenstockError(
-                f"{', '.join(without)}: on the meta device, and the stages of this process read the values. Pass the "
-                "batch itself where pipe.required_inputs names inputs or has target=True"
+                f"{', '.join(sorted(without))}: on the meta device, and the stages of this process read the values. "
+                "Pass the batch itself where pipe.required_inputs names inputs or has target=True"
             )
         return microbatches
 
@@ -114,9 +119,13 @@ class BatchSplitter:
                 f"build the Pipeline with microbatches={len(inputs.inputs)}"
             )
         made = self.required.checked(self._cut(self.chain, inputs, target, count, slices))
-        if any([tensor.requires_grad for microbatch in made for tensor in microbatch.tensors]):
+        computed = False
+        for microbatch in made:
+            self._largest = max(self._largest, microbatch.samples)
+            for tensor in microbatch.tensors:
+                computed |= tensor.requires_grad
+        if computed:
             self._check_leaves(inputs, target)
-        self._largest = max(self._largest, *(microbatch.samples for microbatch in made))
         # Their backwards come after the step, when the user may have written the next batch into the same memory.
         return made if self.schedule.flushes else tuple([self._kept(microbatch) for microbatch in made])
 
@@ -187,29 +196,34 @@ class BatchSplitter:
 
     def _cut(self, chain: LayerChain, inputs: Any, target: Any, count: int, slices: int = 1) -> tuple[Microbatch, ...]:
         given = _as_given(inputs, target)
-        if self.recipe.reads_model_loss and any(target is not None for _, target in given):
+        by_model, weigh, made = self.recipe.reads_model_loss, self._weigh, list[Microbatch]()
+        if by_model and any(target is not None for _, target in given):
             raise PenstockError(
                 "loss_fn=penstock.model_loss takes no target, since the model computes its loss from labels among its "
                 "inputs: call step(batch) with the labels in the batch, as in sample="
             )
-        weigh = self._weigh
-        own_target = self.recipe.reads_model_loss and weigh is not None
-        pairs = [(batch, _as_target(batch) if own_target else target) for batch, target in given]
-        made = tuple([part for pair in pairs for part in split(chain.inputs, *pair, count // len(pairs), slices)])
-        if weigh is not None or len(pairs) > 1:
-            made = weighed(made, weigh)
-        if self.recipe.loss_weight is None:
-            self._check_unweighed(chain, given, made, slices)
-        check_amounts([microbatch.amount for microbatch in made])
-        return made
+        for batch, own in given:
+            own = _as_target(batch) if by_model and weigh is not None else own
+            made += split(chain.inputs, batch, own, count // len(given), slices)
+        if weigh is not None or len(given) > 1:
+            made = [*weighed(made, weigh)]
+        counts = by_model and self.required.target
+        if self.recipe.loss_weight is None and (counts or len(given) > 1):
+            self._check_unweighed(chain, given, made, slices, counts)
+        check_amounts(map(_AMOUNT, made))
+        return tuple(made)
 
     def _check_unweighed(
-        self, chain: LayerChain, given: Sequence[tuple[Any, Any]], made: Sequence[Microbatch], slices: int
+        self,
+        chain: LayerChain,
+        given: Sequence[tuple[Any, Any]],
+        made: Sequence[Microbatch],
+        slices: int,
+        counts: bool,
     ) -> None:
-        """Raises `PenstockError` if the samples of `made` may not weigh the same, and no loss_weight says how much."""
-        counts = self.recipe.reads_model_loss and self.required.target
-        if len(given) == 1 and not counts:
-            return
+        """Raises `PenstockError` if the samples of `made` may not weigh the same, and no loss_weight says how much.
+        `counts`: whether a mean over labels would weigh them.
+        """
         tensors = [chain.inputs.read(batch) for batch, _ in given]
         batched = [name for name in tensors[0] if name in chain.inputs.batched]
         shapes = {name: sorted({tuple(each[name].shape[1:]) for each in tensors}) for name in batched}

@@ -65,8 +65,9 @@ class Microbatch:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors among the inputs and the target."""
         # Every step asks; looking through a tree takes longer than the rest.
-        targets = [self.target] if isinstance(self.target, Tensor) else pytree.tree_leaves(self.target)
-        return (*self.inputs.values(), *[leaf for leaf in targets if isinstance(leaf, Tensor)])
+        if isinstance(self.target, Tensor):
+            return (*self.inputs.values(), self.target)
+        return (*self.inputs.values(), *[leaf for leaf in pytree.tree_leaves(self.target) if isinstance(leaf, Tensor)])
 
 
 def split(spec: ModelInputs, inputs: Any, target: Any, count: int, slices: int = 1) -> tuple[Microbatch, ...]:
@@ -91,21 +92,25 @@ def split(spec: ModelInputs, inputs: Any, target: Any, count: int, slices: int =
             f"a stage cannot split: pass at least {count * slices} samples, or plan with fewer microbatches or replicas"
         )
     spans = even_spans(samples, count)
-    sizes = [len(span) for span in spans]
-    for size in {len(span) for whole in set(sizes) for span in even_spans(whole, slices)}:
-        spec.check_samples(size, tensors)
-    if count * slices > 1:
+    sizes = list(map(len, spans))
+    for whole in set(sizes):
+        for size in set(map(len, even_spans(whole, slices))):
+            spec.check_samples(size, tensors)
+    if spec.whole_rows and count * slices > 1:
         spec.check_whole(samples, tensors)
     form = read_target(target, samples, is_cut=count * slices > 1)
     targets = form.pieces(target, spans)
-    names = tuple(tensors)
-    columns = [rows_of(t, spans) if name in spec.batched else [t] * count for name, t in tensors.items()]
+    names, columns = tuple(tensors), list[Sequence[Tensor]]()
+    for name, tensor in tensors.items():
+        columns.append(rows_of(tensor, spans) if name in spec.batched else [tensor] * count)
     signatures: dict[int, Hashable] = {}
     made = []
     for size, target_piece, *cut in zip(sizes, targets, *columns, strict=True):
         signature = signatures.get(size)
         if signature is None:
-            described = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in zip(names, cut, strict=True))
+            described = []
+            for name, piece in zip(names, cut, strict=True):
+                described.append((name, tuple(piece.shape), piece.dtype))
             signature = signatures[size] = tuple(described)
         own = dict(zip(names, cut, strict=True))
         made.append(Microbatch(own, target_piece, size, size, samples, signature, size, size, form))
@@ -182,21 +187,23 @@ def _join_leaf(column: tuple[Any, ...], sizes: Sequence[int]) -> Any:
 
 
 def _samples(spec: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
-    for name in spec.batched:
-        check_dense(name, tensors[name])
-    counts = {name: tensors[name].shape[0] if tensors[name].ndim else 0 for name in tensors if name in spec.batched}
+    counts = {}
+    for name, tensor in tensors.items():
+        if name in spec.batched:
+            check_dense(name, tensor)
+            counts[name] = tensor.shape[0] if tensor.ndim else 0
     if not counts:
         raise PenstockError(
             "no input has a batch dimension: nothing in sample= has as its dimension 0 the number of samples. Pass "
             "inputs whose first dimension counts samples"
         )
+    samples = next(iter(counts.values()))
     if len(set(counts.values())) > 1:
         raise PenstockError(
             f"the inputs disagree on the number of samples (dimension 0): {counts}. Pass inputs of one batch size. "
             f"These tensors are taken to count samples because each had dimension 0 of {spec.microbatch_size} in "
             "sample=: if one does not, give sample= another number of samples"
         )
-    samples = next(iter(counts.values()))
     if samples == 0:
         raise PenstockError("the batch is empty (dimension 0 of its tensors is 0): pass at least one sample")
     return samples
@@ -268,7 +275,7 @@ def read_target(target: Any, samples: int, *, is_cut: bool) -> TargetForm:
 def rows_of(tensor: Tensor, spans: Sequence[range]) -> Sequence[Tensor]:
     """Views of the rows of `tensor` in each of `spans`, which are consecutive."""
     if not tensor.requires_grad and spans[0].start == 0 and spans[-1].stop == len(tensor):
-        return tensor.split_with_sizes([len(span) for span in spans])
+        return tensor.split_with_sizes(list(map(len, spans)))
     # Autograd forbids writing to a view that is one of several outputs of a call.
     return [tensor.narrow(0, span.start, len(span)) for span in spans]
 

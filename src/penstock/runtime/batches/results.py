@@ -3,7 +3,7 @@
 The ranks of the last stage send losses and outputs at once, each what it has computed itself. Only reading one waits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from math import isfinite
@@ -222,9 +222,8 @@ class ResultBroadcast:
             if not taken:
                 continue
             if last in self.local:
-                message = self._message(batch, [batch.results[last, k] for k in taken])
-                for edge in self._edges(last, placement):
-                    self.transport.send(edge, kind, (message,))
+                message = self._message(batch, last, taken)
+                self._send(last, placement, kind, (message,))
                 results.append(ReplicaResults(taken, self.staging.to_host([message])))
             else:
                 results.append(ReplicaResults(taken, self.transport.post(Edge(last, self.rank, Channel.REPORTS), kind)))
@@ -237,21 +236,24 @@ class ResultBroadcast:
             kind = ("output", microbatch.signature)
             last = placement.rank_of(len(placement.stages) - 1, k)
             if last in self.local:
-                for edge in self._edges(last, placement):
-                    self.transport.send(edge, kind, batch.outputs[k])
+                self._send(last, placement, kind, batch.outputs[k])
             else:
                 pending[k] = self.transport.post(Edge(last, self.rank, Channel.REPORTS), kind)
         messages = [pending[k].wait() if k in pending else batch.outputs[k] for k in range(len(microbatches))]
         return [[tensor.to(self.device) for tensor in message if tensor is not None] for message in messages]
 
-    def _edges(self, last: int, placement: Placement) -> list[Edge]:
-        return [Edge(last, rank, Channel.REPORTS) for rank in range(placement.ranks) if rank not in self.local]
+    def _send(self, last: int, placement: Placement, kind: Hashable, message: tuple[Tensor, ...]) -> None:
+        for rank in range(placement.ranks):
+            if rank not in self.local:
+                self.transport.send(Edge(last, rank, Channel.REPORTS), kind, message)
 
-    def _message(self, batch: BatchRun, results: Sequence[MicrobatchResult]) -> Tensor:
-        metric_names = self.metric_names.setdefault(batch.training, results[0].metric_names)
+    def _message(self, batch: BatchRun, last: int, microbatches: Sequence[int]) -> Tensor:
+        metric_names = self.metric_names.setdefault(batch.training, batch.results[last, microbatches[0]].metric_names)
         values: list[Tensor] = []
         weights: list[float] = []
-        for one in results:
+        alike = True
+        for k in microbatches:
+            one = batch.results[last, k]
             if one.metric_names != metric_names:
                 raise PenstockError(
                     f"loss_fn returned the metrics {metric_names} before and {one.metric_names} now: return the same "
@@ -259,8 +261,9 @@ class ResultBroadcast:
                 )
             values += one.values
             weights.append(one.weight)
+            for value in one.values:
+                alike &= value.dtype is values[0].dtype and value.shape == values[0].shape
         # Once for all microbatches of a step, when the last one is done.
-        alike = all([value.dtype is values[0].dtype and value.shape == values[0].shape for value in values])
         rows = torch.stack(values if alike else [value.double().reshape(()) for value in values])
         header, weight_of_each = _header_and_weights(metric_names, tuple(weights), rows.device)
         return torch.cat((header, rows.double().view(-1) * weight_of_each))

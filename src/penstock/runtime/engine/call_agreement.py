@@ -21,7 +21,8 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,9 @@ MOST_INPUTS = 15
 """The inputs that are described one by one; the rest are described together."""
 _LONGEST = 64
 """Characters of a shape's text."""
+_DIGEST_BYTES = 6
+_SAMPLES = attrgetter("samples")
+_FORM = attrgetter("samples", "signature")
 
 
 class TensorFacts(NamedTuple):
@@ -72,40 +76,45 @@ def describe_batch(microbatches: Sequence[Microbatch], *, full: bool) -> BatchFa
     """
     if not microbatches:
         return NO_BATCH
-    samples = sum([microbatch.samples for microbatch in microbatches])
     chosen = microbatches if full or len(microbatches) < 2 else (microbatches[0], microbatches[-1])
-    names = list(chosen[0].inputs)
-    groups = [[name] for name in names[:MOST_INPUTS]] + ([names[MOST_INPUTS:]] if len(names) > MOST_INPUTS else [])
-    inputs = [_facts([[each.inputs[name] for name in group] for each in chosen], full) for group in groups]
-    return BatchFacts(samples, tuple(inputs), _facts([_leaves(each.target) for each in chosen], full))
+    names, inputs = list(chosen[0].inputs), list[TensorFacts]()
+    for name in names[:MOST_INPUTS]:
+        inputs.append(_facts(chosen, [name], full))
+    if len(names) > MOST_INPUTS:
+        inputs.append(_facts(chosen, names[MOST_INPUTS:], full))
+    return BatchFacts(sum(map(_SAMPLES, microbatches)), tuple(inputs), _facts(chosen, (), full))
 
 
-def _leaves(target: Any) -> list[Any]:
-    return [target] if isinstance(target, Tensor) else flatten(target)[0]
-
-
-def _facts(values: Sequence[Sequence[Any]], full: bool) -> TensorFacts:
-    """The facts of one input, or of all leaves of the targets, by microbatch."""
-    tensors = [[value for value in each if isinstance(value, Tensor)] for each in values]
-    text = _text_of(tuple([(tensor.shape, tensor.dtype) for each in tensors for tensor in each]))
-    return TensorFacts(
-        text, digest_values([tensor for each in (tensors if full else tensors[:1]) for tensor in each], full)
-    )
+def _facts(microbatches: Sequence[Microbatch], names: Sequence[str], full: bool) -> TensorFacts:
+    """The facts of the inputs `names`, or without names of all leaves of the targets."""
+    forms, read = [], []
+    for number, each in enumerate(microbatches):
+        target: list[Any] = [each.target] if names or isinstance(each.target, Tensor) else flatten(each.target)[0]
+        for value in map(each.inputs.get, names) if names else target:
+            if isinstance(value, Tensor):
+                forms.append((value.shape, value.dtype))
+                if full or number == 0:
+                    read.append(value)
+    return TensorFacts(_text_of(tuple(forms)), digest_values(read, full))
 
 
 @lru_cache(maxsize=64)
 def _text_of(forms: tuple[tuple[torch.Size, torch.dtype], ...]) -> str:
     shapes = dict.fromkeys(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in forms)
     text = ", ".join(shapes)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 9]} {_hashed([text.encode()])[:8]}"
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 9]} {hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()[:8]}"
 
 
 def digest_values(tensors: Sequence[Tensor], full: bool) -> str:
     """The digest of the values of `tensors`; empty where one has none that can be read. `full`: not a probe's."""
-    if not tensors or not all([_is_readable(tensor, full) for tensor in tensors]):
-        return ""
-    most = (FULL_BYTES if full else PROBE_BYTES) // len(tensors)
-    return _hashed([_sample(tensor, most) for tensor in tensors])
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for tensor in tensors:
+        if not _is_readable(tensor, full):
+            return ""
+        found.update(_sample(tensor, (FULL_BYTES if full else PROBE_BYTES) // len(tensors)))
+    return found.hexdigest() if tensors else ""
 
 
 def _sample(tensor: Tensor, most: int) -> bytes:
@@ -126,13 +135,6 @@ def _is_readable(tensor: Tensor, full: bool) -> bool:
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
     strided = plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return strided and not tensor.is_meta and (full or tensor.is_cpu)
-
-
-def _hashed(pieces: Sequence[bytes]) -> str:
-    found = hashlib.blake2b(digest_size=6)
-    for piece in pieces:
-        found.update(piece)
-    return found.hexdigest()
 
 
 _FIRST_STEPS = 3
@@ -217,7 +219,8 @@ class CallAgreement:
     def __init__(self, transport: Transport, rank: int, ranks: int, comparing: int) -> None:
         self._transport, self._rank, self._comparing = transport, rank, comparing
         others = range(ranks) if rank == comparing else (comparing,)
-        self._peers = [peer for peer in others if peer != rank] if ranks > 1 else []
+        self.peers = [peer for peer in others if peer != rank] if ranks > 1 else []
+        """The ranks to which this one announces its calls."""
         self._inputs: list[str] = []
         """The names of the model's inputs in the last batch."""
         self._form: tuple[object, ...] = ()
@@ -237,7 +240,7 @@ class CallAgreement:
         Raises `TransportError` if another rank made another call, now or before, or passed another batch; so does what
         it returns.
         """
-        if not self._peers:
+        if not self.peers:
             return None
         steps = name == "step"
         if name == "drain" and self.watch is not None and self.watch.call not in ("", "step()"):
@@ -246,18 +249,12 @@ class CallAgreement:
         first = steps and self._steps < _FIRST_STEPS
         full = first or (steps and self._steps % _CHECKED_EVERY == 0)
         self._steps += steps
-        form = name, *[(each.samples, each.signature) for each in microbatches]
+        form = name, *map(_FORM, microbatches)
         waits, self._form = first or form != self._form, form
-
-        def exchange() -> None:
-            batch = describe_batch(microbatches, full=full)
-            if microbatches:
-                self._inputs = list(microbatches[0].inputs)
-            self._exchange(AnnouncedCall(name, trained, str(seed)[:24], batch), waits)
-
+        call = AnnouncedCall(name, trained, str(seed)[:24])
         if steps and not waits:
-            return exchange
-        exchange()
+            return partial(self._exchange, call, waits, microbatches, full)
+        self._exchange(call, waits, microbatches, full)
         return None
 
     @property
@@ -270,7 +267,7 @@ class CallAgreement:
         """Announces that this rank refused a call before it began, and waits for the others. Returns whether all of
         them did, so that all can go on.
         """
-        if not self._peers:
+        if not self.peers:
             return True
         self._form = ()
         line = " ".join(reason.split()).encode("ascii", "replace").decode()
@@ -280,16 +277,22 @@ class CallAgreement:
             return False
         return True
 
-    def _exchange(self, call: AnnouncedCall, waits: bool) -> None:
-        code = call.encode()
+    def _exchange(
+        self, call: AnnouncedCall, waits: bool, microbatches: Sequence[Microbatch] = (), full: bool = False
+    ) -> None:
+        if microbatches:
+            self._inputs = list(microbatches[0].inputs)
+            call = call._replace(batch=describe_batch(microbatches, full=full))
+        code, posted = call.encode(), dict[int, PendingMessage]()
         compares = self._rank == self._comparing
-        posted = {peer: self._transport.post(Edge(peer, self._rank, Channel.CALLS), _KIND) for peer in self._peers}
+        for peer in self.peers:
+            posted[peer] = self._transport.post(Edge(peer, self._rank, Channel.CALLS), _KIND)
         self._pending.append(_PendingCall(code, {self._rank: call}, posted))
         if compares and waits:
             # The others go on when they hear from this rank, which is when all agree.
             self._settle(waits=True)
         message = torch.frombuffer(bytearray(code), dtype=torch.uint8)
-        for peer in self._peers:
+        for peer in self.peers:
             self._transport.send(Edge(self._rank, peer, Channel.CALLS), _KIND, (message,))
         self._settle(waits=waits)
 

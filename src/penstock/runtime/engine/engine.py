@@ -136,14 +136,14 @@ class Engine:
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
         self.recorder.enter_step()
-        announce = self._announce("step", microbatches)
+        announce = self._announce("step", microbatches) if self.calls.peers else None
         if not self._minibatch:
             self._updater.read_rates()
         if self._late is not None:
             # A receive that a broken connection has ended leaves any numbers, which may make a loss that is not finite.
             self.transport.check()
             self._late.check()
-        compared = self._checksums if self._schedule.flushes and self.calls.compares_weights else ()
+        compared = self._checksums if self._checksums and self._compares_weights() else ()
         for checksums in compared:
             checksums.start()
         first = self._minibatch * self._schedule.microbatches
@@ -370,6 +370,9 @@ class Engine:
         """How fast the last steps of this process were, of those that have ended; None if none has. Does not wait."""
         return measure_speed(self._records, self._context.timer, self._ranks)
 
+    def _compares_weights(self) -> bool:
+        return self._schedule.flushes and self.calls.compares_weights
+
     def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> Callable[[], None] | None:
         return self.calls.announce(name, microbatches, self.trained, self.seed)
 
@@ -436,12 +439,18 @@ class Engine:
                         before_waiting()
                 else:
                     turns = [(worker, streams.within(worker.rank, worker.advance)) for worker in workers]
-                    while turns := [(worker, advance) for worker, advance in turns if worker.left]:
-                        progress = any([advance() for _, advance in turns])
-                        # The verifier has proved that some rank can always go on.
-                        assert progress, "deadlock in a verified schedule"
+                    progress = True
+                    while progress:
+                        progress = False
+                        for worker, advance in turns:
+                            if worker.left:
+                                progress |= advance()
+                    # The verifier has proved that some rank can always go on.
+                    assert not any([worker.left for worker in workers]), "deadlock in a verified schedule"
             finally:
-                timings = [timing for worker in workers for timing in worker.end()]
+                timings = list[ActionTiming]()
+                for worker in workers:
+                    timings += worker.end()
         return timings
 
 

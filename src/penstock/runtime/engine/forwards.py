@@ -17,10 +17,12 @@ from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
+from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.offloading import Offloads
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action, Offload
 from penstock.scheduling.direct_backwards import find_direct
+from penstock.torch_internals.modules import runs_plainly
 
 _Autocast: TypeAlias = Callable[[], torch.autocast]
 """Makes the context that forwards and losses are computed in."""
@@ -76,24 +78,22 @@ class Forwards:
         seed = self._batch.seed if index in self._random else None
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._batch.microbatches_before + k), microbatch.slice_index)
-        recomputation = None if (index, k) in self._direct else self._recomputations.get(index)
         layer_runner = context = None
-        if recomputation:
+        if self._recomputations and (index, k) not in self._direct and index in self._recomputations:
+            recomputation = self._recomputations[index]
             point = partial(stage.weights.point, version)
             layer_runner = recomputation.layer_runner(point)
             context = recomputation.context_for(point, module, (*received, *microbatch.tensors))
+        # A module of ours around the user's: one without hooks need not look for them.
+        run = module.forward if runs_plainly(module) else module
+        compute: Compute = partial(run, inputs=microbatch.inputs, seed=seed, layer_runner=layer_runner)
         metrics: dict[str, Tensor] = {}
-
-        def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, layer_runner)
-            if head is None:
-                return outputs
-            compute_loss = partial(head.compute, microbatch, metrics, module=module)
-            return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
-
-        within = compute if self._autocast is None else self._autocast()(compute)
+        if head is not None:
+            compute = partial(head.follow, compute, microbatch, metrics, module, layer_runner)
+        if self._autocast is not None:
+            compute = self._autocast()(compute)
         offloads = self.offloads if (index, k) in self._offloaded else None
-        outputs = stage.executor.forward(k, received, within, context, offloads=offloads)
+        outputs = stage.executor.forward(k, received, compute, context, offloads=offloads)
         if head is not None:
             head.end_forward(k, microbatch, outputs[0], metrics, received)
         return outputs

@@ -12,15 +12,17 @@ Laws of this file:
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.chain import LayerChain, LayerRunner, StageModule
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import BatchRun, Loss, MicrobatchResult
+from penstock.runtime.execution.executor import Compute
 from penstock.runtime.parameters.model_claims import is_claimed
 from penstock.runtime.parameters.shards import whole
 from penstock.torch_internals import pytrees as pytree
@@ -64,6 +66,20 @@ class LossHead:
     def discard(self) -> None:
         """Drops the gradients of losses whose backward will not come."""
         self._gradients.clear()
+
+    def follow(
+        self,
+        compute: Compute,
+        microbatch: Microbatch,
+        metrics: dict[str, Tensor],
+        module: StageModule,
+        layer_runner: LayerRunner | None,
+        received: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """The loss of what ``compute(received)`` returns. `layer_runner` runs it like a layer of `module`."""
+        outputs = compute(received)
+        compute_loss = partial(self.compute, microbatch, metrics, module=module)
+        return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
     def compute(
         self,

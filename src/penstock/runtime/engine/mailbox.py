@@ -39,25 +39,32 @@ class Mailbox:
 
     def __init__(self, rank: int, schedule: Schedule, transport: Transport, coded: CodedMessages | None) -> None:
         self.rank = rank
-        self._schedule, self._placement = schedule, schedule.placement
         self._transport, self._coded = transport, coded
         self._microbatches: Mapping[int, Microbatch] = {}
-        self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
-        """By stage and direction; looked up at every forward and backward."""
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._awaited: dict[Action, tuple[Edge, ...]] = {}
         """By receive, the edges that its pieces come on, in the order of their rows."""
         self._receives: dict[tuple[Action, Edge], PendingMessage] = {}
         self._arrived: dict[tuple[int, int, int], Message] = {}
-        self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
+        self._leaving: dict[tuple[int, int, int], tuple[Hashable, Mapping[int, Message]]] = {}
+        """By stage, microbatch and target: the kind of the message, and its pieces by the rank that receives them."""
+        self._use(schedule)
+
+    def _use(self, schedule: Schedule) -> None:
+        self._schedule, self._placement, self._trains = schedule, schedule.placement, schedule.guarantees.trains
+        self._nexts = {
+            (stage, later): nexts(stage, schedule.stages, schedule.skips, later=later)
+            for stage in schedule.stages_of(self.rank)
+            for later in (False, True)
+        }
+        """By stage and direction: the stages that it exchanges activations and gradients with."""
 
     def begin(self, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
         """Prepares for `program`, a segment of `schedule`, and posts its first receives. `microbatches`: this
         rank's.
         """
         if schedule is not self._schedule:
-            self._known_nexts.clear()
-        self._schedule, self._placement = schedule, schedule.placement
+            self._use(schedule)
         self._microbatches = microbatches
         self._transport.begin_segment()
         for action in program:
@@ -81,21 +88,20 @@ class Mailbox:
 
         The sources are `later` stages or earlier ones: the neighbour and those of skips.
         """
-        others = self._nexts(stage, later=later)
-        if len(others) == 1:
-            return self.take(stage, microbatch, others[0])
+        others = self._nexts[stage, later]
+        if len(others) < 2:
+            return self._arrived.pop((stage, microbatch, others[0])) if others else ()
         found = {other: iter(self.take(stage, microbatch, other)) for other in others}
-        return tuple(next(found[source]) for source in sources)
+        return tuple([next(found[source]) for source in sources])
 
     def deal(self, stage: int, microbatch: int, targets: Sequence[int], message: Message, *, later: bool) -> None:
         """Puts each tensor of `message` aside for one of `targets`, which are `later` stages or earlier ones."""
-        others = self._nexts(stage, later=later)
-        if len(others) == 1:
-            self.put(stage, microbatch, others[0], message)
-            return
+        others = self._nexts[stage, later]
         for other in others:
-            chosen = (tensor for tensor, target in zip(message, targets, strict=True) if target == other)
-            self.put(stage, microbatch, other, tuple(chosen))
+            chosen = message
+            if len(others) > 1:
+                chosen = tuple([each for each, target in zip(message, targets, strict=True) if target == other])
+            self.put(stage, microbatch, other, chosen)
 
     def take(self, stage: int, microbatch: int, source: int) -> Message:
         """Takes the message about `microbatch` from stage `source` for `stage`; it is empty before the first stage."""
@@ -112,19 +118,21 @@ class Mailbox:
             pieces = self._scatter(stage, microbatch, target, message)
         else:
             pieces = {self._placement.rank_of(target, microbatch): message}
-        self._leaving[stage, microbatch, target] = [
-            (Edge(self.rank, rank), kind, piece) for rank, piece in pieces.items()
-        ]
+        self._leaving[stage, microbatch, target] = kind, pieces
 
     def send(self, action: Send) -> None:
         """Sends the message that was put aside for it."""
-        for edge, kind, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
-            (self._coded or self._transport).send(edge, kind, message)
+        kind, pieces = self._leaving.pop((action.stage, action.microbatch, action.target))
+        for rank, message in pieces.items():
+            (self._coded or self._transport).send(Edge(self.rank, rank), kind, message)
 
     def receive(self, action: Receive) -> None:
         """Waits for a message, which `take` then returns."""
         edges = self._awaited.pop(action)
-        message = _gather([self._receives.pop((action, edge)).wait() for edge in edges], self._joins(action))
+        message = self._receives.pop((action, edges[0])).wait()
+        if self._placement.split:
+            others = [self._receives.pop((action, edge)).wait() for edge in edges[1:]]
+            message = _gather([message, *others], self._joins(action))
         self._arrived[action.stage, action.microbatch, action.source] = message
         for edge in edges:
             self._post(edge)
@@ -143,7 +151,9 @@ class Mailbox:
 
     def ready(self, action: Receive | ReceiveTied | ReceiveNorms) -> bool:
         """Whether the message has come."""
-        return all(self._receives[action, edge].ready() for edge in self._awaited[action])
+        edges = self._awaited[action]
+        ready = self._receives[action, edges[0]].ready()
+        return ready if len(edges) == 1 else all([self._receives[action, edge].ready() for edge in edges])
 
     def _post(self, edge: Edge) -> None:
         """Posts the next receive that is due on `edge`, if there is one."""
@@ -166,7 +176,7 @@ class Mailbox:
         return (Edge(peer(action, self.rank, self._placement), self.rank),)
 
     def _kind(self, source: int, target: int, microbatch: int) -> Hashable:
-        return (source, target, self._schedule.guarantees.trains, self._microbatches[microbatch].signature)
+        return (source, target, self._trains, self._microbatches[microbatch].signature)
 
     def _values_kind(self, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms) -> Hashable:
         match action:
@@ -179,22 +189,12 @@ class Mailbox:
             case _:
                 assert_never(action)
 
-    def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
-        known = self._known_nexts.get((stage, later))
-        if known is None:
-            known = self._known_nexts[stage, later] = nexts(
-                stage, self._schedule.stages, self._schedule.skips, later=later
-            )
-        return known
-
     def _joins(self, action: Receive) -> bool:
         """Whether the pieces of this message are joined on some replica, and then on all.
 
         Joined pieces lie in memory in the order of their dimensions, and what a layer computes may depend on that: the
         numbers must not depend on which rows happen to come in one piece.
         """
-        if not self._placement.split:
-            return False
         here, there = (self._placement.replicas(stage) for stage in (action.stage, action.source))
         return here != there and (there > 1 or action.source > action.stage)
 

@@ -8,6 +8,7 @@ each other, a step lasts from its start to the end of its last action.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import ActionTiming
@@ -15,6 +16,7 @@ from penstock.runtime.devices.timestamps import Timer, Timestamp
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
+_SAMPLES = attrgetter("samples")
 KEPT_MINIBATCHES = 8
 """The last minibatches whose timings are kept."""
 
@@ -36,7 +38,7 @@ class StepRecord:
         cls, start: Timestamp, timings: Sequence[ActionTiming], microbatches: Sequence[Microbatch], follows: bool
     ) -> "StepRecord":
         counted = microbatches[0].weigh is not None
-        samples = sum(microbatch.samples for microbatch in microbatches)
+        samples = sum(map(_SAMPLES, microbatches))
         return cls(start, timings, samples, microbatches[0].total if counted else None, follows)
 
 

@@ -10,10 +10,10 @@ Laws of this file:
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,19 +26,20 @@ from penstock.runtime.execution.split_backward import WeightBackward, run_input_
 from penstock.torch_internals.autograd import run_backward
 
 Compute: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-_Edges: TypeAlias = tuple[GradientEdge | None, ...]
+_Edges: TypeAlias = Sequence[GradientEdge | None]
 _LeafKind: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 """A place among what was received, a shape and strides."""
 
 
 class _SavedForward(NamedTuple):
-    """The tensors that a forward received (leaves of autograd), a function that returns the edges of its outputs, and
-    what autograd saved, where that is to be offloaded.
-    """
-
     received: tuple[Tensor, ...]
-    compute: Callable[[], _Edges]
+    """The tensors that a forward received: leaves of autograd."""
+    edges: _Edges
+    """Where the backward of each of its outputs starts."""
     tensors: SavedTensors | None = None
+    """What autograd saved, where that is to be offloaded."""
+    repeat: Callable[[], _Edges] | None = None
+    """Computes the forward again, and returns the edges; None where autograd's graph was kept."""
 
 
 @dataclass(slots=True)
@@ -66,26 +67,31 @@ class StageExecutor:
         autograd saves is kept, and `recompute` computes a second time, within ``recompute_context()``. `offloads`: of
         a microbatch that will be offloaded.
         """
-        leaves = tuple(received)
-        saved = None if offloads is None else SavedTensors(offloads)
-        if recompute_context is None:
-            with nullcontext() if saved is None else saved.recording():
+        leaves, repeat, saved = tuple(received), None, None
+        if offloads is None and recompute_context is None:
+            outputs = compute(leaves)
+        elif recompute_context is None:
+            saved = SavedTensors(cast("Offloads", offloads))
+            with saved.recording():
                 outputs = compute(leaves)
-            edges = _edges_of(outputs)
-            self.in_flight[microbatch] = _SavedForward(leaves, lambda: edges, saved)
         else:
             # With gradients, although they are not kept: PyTorch computes some operators differently without.
             with saved_tensors_hooks(_forget, _refuse):
                 outputs = compute(leaves)
-            self.in_flight[microbatch] = _SavedForward(leaves, lambda: _repeat(compute, leaves, recompute_context))
-        return tuple([output.detach().requires_grad_(output.requires_grad) for output in outputs])
+            repeat = partial(_repeat, compute, leaves, recompute_context)
+        edges, detached = [], []
+        for output in outputs:
+            # Edges do not keep the outputs in memory.
+            edges.append(get_gradient_edge(output) if output.requires_grad and repeat is None else None)
+            detached.append(output.detach().requires_grad_(output.requires_grad))
+        self.in_flight[microbatch] = _SavedForward(leaves, edges, saved, repeat)
+        return tuple(detached)
 
     def recompute(self, microbatch: int) -> None:
         """Computes the forward of `microbatch`, which had a `recompute_context`, again."""
         saved = self.in_flight[microbatch]
-        assert isinstance(saved, _SavedForward), "a recomputation comes before the backward"
-        edges = saved.compute()
-        self.in_flight[microbatch] = _SavedForward(saved.received, lambda: edges)
+        assert isinstance(saved, _SavedForward) and saved.repeat, "a recomputation comes before the backward"
+        self.in_flight[microbatch] = _SavedForward(saved.received, saved.repeat())
 
     def saved_tensors(self, microbatch: int) -> SavedTensors:
         """What autograd saved of `microbatch`, whose forward had `offloads` and whose backward has not begun."""
@@ -108,38 +114,40 @@ class StageExecutor:
         the loss does not depend on a tensor. A result is such a tensor where what was received requires a gradient:
         data may decide that there is none, and a message of this kind needs its size.
         """
-        saved = self._take(microbatch)
-        edges, given = _roots(saved, gradients)
+        saved, edges, given = self._begin_backward(microbatch, gradients)
         strided: dict[int, Tensor] = {}
         hooks: dict[_LeafKind, RemovableHandle] = {}
-        for index, leaf in enumerate(saved.received if edges else ()):
-            if leaf.requires_grad and (kind := (index, leaf.shape, leaf.stride())) not in self._laid_out_alike:
-                keep = partial(_keep_strides, strided, index, leaf.stride())
-                hooks[kind] = leaf.register_hook(keep)  # type: ignore[no-untyped-call]
         if edges:
+            for index, leaf in enumerate(saved.received):
+                if leaf.requires_grad and (kind := (index, leaf.shape, leaf.stride())) not in self._laid_out_alike:
+                    keep = partial(_keep_strides, strided, index, leaf.stride())
+                    hooks[kind] = leaf.register_hook(keep)  # type: ignore[no-untyped-call]
             try:
                 run_backward(edges, given)
             except RuntimeError as error:
                 _explain(error, microbatch)
                 raise
-        found = [strided.get(index, leaf.grad) for index, leaf in enumerate(saved.received)]
         for kind, hook in hooks.items():
             hook.remove()
-            if found[kind[0]] is not None and kind[0] not in strided:
+            if saved.received[kind[0]].grad is not None and kind[0] not in strided:
                 self._laid_out_alike.add(kind)
-        for leaf in saved.received:
+        found = []
+        for index, leaf in enumerate(saved.received):
+            own = strided.get(index, leaf.grad)
+            found.append(leaf.detach().to("meta") if own is None and leaf.requires_grad else own)
             leaf.grad = None
-        return _mark_missing(saved.received, found)
+        return tuple(found)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Like `backward`, but leaves the gradients of the weights to `backward_weight`."""
-        saved = self._take(microbatch)
+        saved, edges, given = self._begin_backward(microbatch, gradients)
         try:
-            found, self.in_flight[microbatch] = run_input_backward(*_roots(saved, gradients), saved.received)
+            found, self.in_flight[microbatch] = run_input_backward(edges, given, saved.received)
         except RuntimeError as error:
             _explain(error, microbatch)
             raise
-        return _mark_missing(saved.received, found)
+        pairs = zip(saved.received, found, strict=True)
+        return tuple([leaf.detach().to("meta") if own is None and leaf.requires_grad else own for leaf, own in pairs])
 
     def backward_weight(self, microbatch: int) -> None:
         """Adds the gradients that `backward_input` left to the weights' ``.grad``."""
@@ -147,12 +155,27 @@ class StageExecutor:
         assert isinstance(pending, WeightBackward), "a weight backward comes after its input backward"
         pending.run()
 
-    def _take(self, microbatch: int) -> _SavedForward:
+    def _begin_backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[_SavedForward, list[GradientEdge], list[Tensor]]:
+        """What is kept of `microbatch`, the edges that its backward starts from, and the gradients there."""
         saved = self.in_flight.pop(microbatch)
         assert isinstance(saved, _SavedForward), "an input backward comes once, and instead of a whole backward"
         if saved.tensors is not None:
             saved.tensors.finish()
-        return saved
+        edges: _Edges | None = saved.edges if saved.repeat is None else None
+        roots: list[GradientEdge] = []
+        given: list[Tensor] = []
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and not gradient.is_meta:
+                if edges is None:
+                    # Not before: without a gradient nothing is computed again.
+                    edges = cast("Callable[[], _Edges]", saved.repeat)()
+                edge = edges[index]
+                if edge is not None:
+                    roots.append(edge)
+                    given.append(gradient)
+        return saved, roots, given
 
 
 def _keep_strides(strided: dict[int, Tensor], index: int, strides: tuple[int, ...], gradient: Tensor) -> None:
@@ -190,37 +213,11 @@ def _explain(error: RuntimeError, microbatch: int) -> None:
     ) from error
 
 
-def _edges_of(outputs: Sequence[Tensor]) -> _Edges:
-    """Where the backward of each output starts, if it has one. Edges do not keep the outputs in memory."""
-    return tuple([get_gradient_edge(output) if output.requires_grad else None for output in outputs])
-
-
-def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The edges that a backward starts from, and the gradients there."""
-    edges: list[GradientEdge] = []
-    given: list[Tensor] = []
-    there = [gradient is not None and not gradient.is_meta for gradient in gradients]
-    if any(there):
-        for edge, gradient, exists in zip(saved.compute(), gradients, there, strict=True):
-            if exists and gradient is not None and edge is not None:
-                edges.append(edge)
-                given.append(gradient)
-    return edges, given
-
-
-def _mark_missing(received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """`gradients` of `received`, with a tensor on the meta device in place of each that could exist and does not."""
-    if all([own is not None for own in gradients]):
-        return tuple(gradients)
-    pairs = zip(received, gradients, strict=True)
-    return tuple([leaf.detach().to("meta") if own is None and leaf.requires_grad else own for leaf, own in pairs])
-
-
 def _repeat(
     compute: Compute, received: Sequence[Tensor], recompute_context: Callable[[], AbstractContextManager[None]]
 ) -> _Edges:
     with recompute_context():
-        return _edges_of(compute(received))
+        return [get_gradient_edge(output) if output.requires_grad else None for output in compute(received)]
 
 
 def _forget(tensor: Tensor) -> None:

@@ -134,8 +134,11 @@ class SentKinds:
             header = write_specs(specs, self.edge)
             self._agreed[kind] = specs
         _require_fit(specs, message, self.edge)
-        pairs = zip(specs, message, strict=True)
-        return header, [spec.flatten(tensor) for spec, tensor in pairs if spec is not None and tensor is not None]
+        tensors = []
+        for spec, tensor in zip(specs, message, strict=True):
+            if spec is not None and tensor is not None:
+                tensors.append(spec.flatten(tensor))
+        return header, tensors
 
 
 class ReceivedKinds:
@@ -216,7 +219,10 @@ class Awaited(Generic[T]):
 
 def _require_fit(specs: Specs, message: Sequence[Tensor | None], edge: Edge) -> None:
     """Raises `TransportError` if the tensors of `message` are not those of `specs`."""
-    if len(specs) == len(message) and all(map(_fits, specs, message)):
+    fits = len(specs) == len(message)
+    for spec, tensor in zip(specs, message, strict=False):
+        fits &= tensor is None if spec is None else tensor is not None and spec.fits(tensor)
+    if fits:
         return
     now = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
     raise TransportError(
@@ -225,10 +231,6 @@ def _require_fit(specs: Specs, message: Sequence[Tensor | None], edge: Edge) -> 
         "depend on the input shapes only. If data decide which values have a gradient, pass a sample= for which they "
         "have one"
     )
-
-
-def _fits(spec: Spec | None, tensor: Tensor | None) -> bool:
-    return tensor is None if spec is None else tensor is not None and spec.fits(tensor)
 
 
 def write_specs(specs: Specs, edge: Edge) -> bytes:

@@ -118,8 +118,8 @@ class _LoopbackMessage(NamedTuple):
     """A message that has been sent."""
 
     message: Message
-    staged: Staged
-    """Its tensors without the Nones, in their order."""
+    staged: Staged | None
+    """Its tensors without the Nones, in their order. None on the host, where nothing is waited for."""
 
 
 @dataclass(slots=True)
@@ -135,7 +135,8 @@ class _LoopbackReceive:
 
     def wait(self) -> Message:
         message, staged = self.arrived.pop(self.number)
-        self.staging.wait_for(staged)
+        if staged is not None:
+            self.staging.wait_for(staged)
         return message
 
 
@@ -186,11 +187,13 @@ class LoopbackTransport:
 
     def send(self, edge: Edge, kind: Hashable, message: Sequence[Tensor | None]) -> None:
         queue = self._queues[edge]
-        sent = tuple(
-            None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message
-        )
-        staged = self._staging.in_place([tensor for tensor in sent if tensor is not None and not tensor.is_meta])
-        queue.arrived[queue.sent] = _LoopbackMessage(sent, staged)
+        made = [
+            tensor if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message
+        ]
+        staged = None
+        if self._staging.separate_memory:
+            staged = self._staging.in_place([tensor for tensor in made if tensor is not None and not tensor.is_meta])
+        queue.arrived[queue.sent] = _LoopbackMessage(tuple(made), staged)
         queue.sent += 1
 
     def post(self, edge: Edge, kind: Hashable) -> PendingMessage:

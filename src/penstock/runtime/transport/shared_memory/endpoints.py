@@ -27,7 +27,7 @@ from torch import Tensor
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, assemble
 from penstock.runtime.transport.pending_receives import PostedReceive
 from penstock.runtime.transport.shared_memory.local_peers import LocalPeers
-from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, RingWriter
+from penstock.runtime.transport.shared_memory.ring_buffers import Piece, RingReader, RingWriter
 from penstock.runtime.transport.timeouts import POLL_SECONDS, SpinPolicy, Timeout
 from penstock.runtime.transport.transport import PendingMessage
 
@@ -245,8 +245,14 @@ class SharedInbox:
             while not self._ring.filled():
                 self._wait()
         # Before memory for them is allocated.
-        self._ring.expect(sum([spec.nbytes for spec in specs if spec is not None]))
-        tensors = [spec.empty() for spec in specs if spec is not None]
-        self._ring.read([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+        expected, tensors, pieces = 0, list[Tensor](), list[Piece]()
+        for spec in specs:
+            expected += 0 if spec is None else spec.nbytes
+        self._ring.expect(expected)
+        for spec in specs:
+            if spec is not None:
+                tensors.append(tensor := spec.empty())
+                pieces.append((tensor.data_ptr(), spec.nbytes))
+        self._ring.read(pieces)
         receive.message = assemble(specs, tensors)
         self._receives.popleft()

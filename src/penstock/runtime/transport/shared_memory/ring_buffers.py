@@ -201,8 +201,10 @@ class RingReader:
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Reads the next frame, which must be there, into `pieces`. `TransportError` if the sizes differ."""
-        self.expect(sum([length for _, length in pieces]))
-        count = self._read + _WORD
+        count, total = self._read + _WORD, 0
+        for _, size in pieces:
+            total += size
+        self.expect(total)
         for piece in pieces:
             self._segment.get(count, piece)
             count += _padded(piece[1])
