@@ -127,8 +127,8 @@ class Pipeline(Advised):
             underflow in float16: a number, or ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are
             not finite and then lower the scale.
         clip_grad_norm: gradients are scaled down before an update so that their norm over all stages is at most this,
-            with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``pipedream`` an update does not
-            wait for the stages before its own; it uses the latest norms that have come from them.
+            with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. This, `loss_scale` and
+            ``on_nonfinite="skip"`` need all gradients for an update, and ``pipedream`` refuses them.
         lr_scheduler: called with each optimizer; returns a scheduler of ``torch.optim.lr_scheduler``, which steps with
             every update of a stage. Do not step it yourself.
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards

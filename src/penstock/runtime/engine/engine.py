@@ -210,17 +210,12 @@ class Engine:
         part = history or {}
         by_stage = part.get("stages", {})
         self._schedule = continue_run(self.schedule) if by_stage else self.schedule
-        norms = {
-            (int(stage), int(version)): vector
-            for stage, kept in by_stage.items()
-            for version, vector in kept.get("norms", {}).items()
-        }
         scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
         for stages in self.stages.values():
             for stage in stages.values():
                 stage.weights.restart(part.get("weights", {}))
         for worker in self._workers:
-            worker.gradients.restart(self._schedule, norms, scales)
+            worker.gradients.restart(self._schedule, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
         self._prepared = None, {}
 
@@ -229,8 +224,6 @@ class Engine:
         worker = next(worker for worker in self._workers if stage in worker.stages)
         weights, gradients = worker.stages[stage].weights, worker.gradients
         kept: dict[str, Any] = {}
-        if gradients.norms is not None:
-            kept["norms"] = gradients.norms.history(stage, weights.newest)
         if gradients.scaler is not None and stage == self._schedule.stages - 1:
             kept["scales"] = gradients.scaler.history(weights.newest)
         return {"weights": weights.history(self._schedule.guarantees.delays[stage]), "stages": {str(stage): kept}}
@@ -502,7 +495,7 @@ def make_workers(
     host = None if schedule.flushes else updater.host
     snapshots = Snapshots(HostCopier(context.staging, context.device), host)
     for rank, own in stages.items():
-        norms = GradientNorms(schedule, counted, chain.parameters, recipe.clip_grad_norm, context.device)
+        norms = GradientNorms(counted, chain.parameters, recipe.clip_grad_norm, context.device)
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None
         gradients = Gradients(rank, schedule, own, norms if schedule.norms else None, scaler)
         heads = {
