@@ -319,7 +319,6 @@ class Pipeline(Advised):
         self._parts, self._begins = ModelParts(model.model, self._chain, checkpoints.training.stages), True
         guarded.after_load = partial(self._parts.leave, loaded=True)
         guarded.all_refuse = engine.calls.refuse
-        guarded.undo_with(engine.discard, self.schedule)
         self._splitter = BatchSplitter(
             self._chain, self.schedule, self.required_inputs, self._options.recipe, self._own_stages.in_step
         )
@@ -374,7 +373,7 @@ class Pipeline(Advised):
         with self._guarded("reading a batch", harmless=True):
             self._conditions.check()
             microbatches = self._splitter.for_step(inputs, target)
-        with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
+        with self._guarded("in a step"), self._explained("step", inputs, target):
             loss = self._begin(microbatches) if self._begins else self._engine.train(microbatches)
             result = StepResult(loss, self._updater.rates)
         self._resumption.after_step(result.loss, self._engine.transport.check)
@@ -436,8 +435,7 @@ class Pipeline(Advised):
         the buffers of the first one (each has seen only its own microbatches, for BatchNorm's statistics). All messages
         of this rank have been sent when this returns, so that its process may leave the process group.
         """
-        with self._updater.interrupts:
-            self._guarded.run("in a drain", self._engine.drain)
+        self._guarded.run("in a drain", self._engine.drain)
 
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
@@ -589,9 +587,10 @@ class Pipeline(Advised):
         Raises `CheckpointError`, before anything is changed, if `state` is not whole or of another training.
         """
         self._conditions.check_weights("load_state_dict")
-        with self._guarded.loading(self.drain):
-            self._checkpoints.training.check(state)
-            self._checkpoints.training.restore(state)
+        self.drain()
+        self._checkpoints.training.check(state)
+        self._checkpoints.training.restore(state)
+        self._guarded.after_load()
 
     @property
     def steps(self) -> int:

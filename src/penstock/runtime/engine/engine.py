@@ -116,8 +116,6 @@ class Engine:
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
-        self._begun: Mapping[int, int] | None = None
-        """While a segment runs: by stage of this process, the newest version of the weights when it began."""
         self._cut = 0, 0
         """The run of the last snapshot, by the microbatches before it, and the minibatch in it by which all ranks have
         made the versions of the snapshot.
@@ -158,7 +156,6 @@ class Engine:
         self._follows = True
         self._minibatch += 1
         self.steps += 1
-        self._begun = None
         loss = self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
         if self._late is not None:
             self._late.add(self._microbatches_before + first, loss)
@@ -178,7 +175,6 @@ class Engine:
             # A new run may write the memory of the newest version.
             self.snapshots.settle()
             self.restart(self._microbatches_before + microbatches)
-            self._begun = None
             # Before a drain the updates of replicas may lie in different steps.
             for checksums in self._checksums:
                 checksums.start()
@@ -267,31 +263,10 @@ class Engine:
         """The microbatches of the present run."""
         return self._minibatch * self._schedule.microbatches
 
-    def discard(self) -> bool:
-        """Drops what a call that failed has left behind: messages, microbatches in flight, gradients. Returns whether
-        the weights are those before the call, and no microbatch of an earlier call was dropped.
-
-        For an engine that runs all ranks, since no other process is asked.
-        """
-        begun, self._begun = self._begun, None
-        if begun is None:
-            # The call failed before its first action, or after its last one.
-            return True
-        intact = begun == self._newest_versions() and (self._schedule.flushes or self._minibatch == 0)
-        for worker in self._workers:
-            worker.discard()
-        self.transport.close()
-        self._follows = False
-        self.restart(self.trained)
-        return intact
-
     def use_chain(self, chain: LayerChain) -> None:
         """Runs the stages, whose modules are of `chain` by now, and ends them as it does."""
         for worker in self._workers:
             worker.use_chain(chain)
-
-    def _newest_versions(self) -> dict[int, int]:
-        return {index: stage.weights.newest for own in self.stages.values() for index, stage in own.items()}
 
     def share_buffers(self) -> None:
         share_buffers(self.stages, self._schedule.placement, self.transport)
@@ -384,7 +359,6 @@ class Engine:
         made = self._schedule
         forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._round_robin)
         self._run(batch, microbatches, 0, forwards, Step(0))
-        self._begun = None
         return batch
 
     @property
@@ -406,7 +380,6 @@ class Engine:
         prepared, programs = self._prepared
         if schedule is not self._schedule or segment != prepared:
             programs = self._programs(schedule, segment)
-        self._begun = self._newest_versions()
         numbered = dict(enumerate(microbatches, first))
         for worker in self._workers:
             worker.begin(batch, schedule, numbered, programs[worker.rank])

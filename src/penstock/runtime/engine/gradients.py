@@ -77,11 +77,6 @@ class Gradients:
         if self.scaler is not None:
             self.scaler.restart(scales)
 
-    def discard(self) -> None:
-        """Drops all gradients of updates that were not made."""
-        for kept in (self._own, self._lasts, self._tied, self._sums, self._means):
-            kept.clear()
-
     def loss_weight(self, k: int, microbatch: Microbatch) -> float:
         """d(loss of the update) / d(loss of microbatch `k`), times the loss scale.
 

@@ -61,10 +61,6 @@ class LossHead:
     def begin(self, batch: BatchRun) -> None:
         self._batch = batch
 
-    def discard(self) -> None:
-        """Drops the gradients of losses whose backward will not come."""
-        self._gradients.clear()
-
     def compute(
         self,
         microbatch: Microbatch,

@@ -69,12 +69,6 @@ class Mailbox:
                 for _ in range(min(len(due), self._transport.ahead(edge))):
                     self._post(edge)
 
-    def discard(self) -> None:
-        for kept in (self._due, self._awaited, self._receives, self._arrived, self._leaving):
-            kept.clear()
-        if self._coded is not None:
-            self._coded.discard()
-
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
         """Takes the tensors of `microbatch` that came for `stage`, one from each of `sources`, in their order.
 
