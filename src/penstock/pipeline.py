@@ -126,8 +126,8 @@ class Pipeline(Advised):
             underflow in float16: a number, or ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are
             not finite and then lower the scale.
         clip_grad_norm: gradients are scaled down before an update so that their norm over all stages is at most this,
-            with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``pipedream`` an update does not
-            wait for the stages before its own; it uses the latest norms that have come from them.
+            with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. This, `loss_scale` and
+            ``on_nonfinite="skip"`` need all gradients for an update, and ``pipedream`` refuses them.
         lr_scheduler: called with each optimizer; returns a scheduler of ``torch.optim.lr_scheduler``, which steps with
             every update of a stage. Do not step it yourself.
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
@@ -318,7 +318,6 @@ class Pipeline(Advised):
         self._parts, self._begins = ModelParts(model.model, self._chain, checkpoints.training.stages), True
         guarded.after_load = partial(self._parts.leave, loaded=True)
         guarded.all_refuse = engine.calls.refuse
-        guarded.undo_with(engine.discard, self.schedule)
         self._splitter = BatchSplitter(
             self._chain, self.schedule, self.required_inputs, self._options.recipe, self._own_stages.in_step
         )
@@ -374,7 +373,7 @@ class Pipeline(Advised):
             with self._guarded("reading a batch", harmless=True):
                 self._conditions.check()
                 microbatches = self._splitter.for_step(inputs, target)
-            with self._updater.interrupts, self._guarded("in a step"), self._explained("step", inputs, target):
+            with self._guarded("in a step"), self._explained("step", inputs, target):
                 loss = self._begin(microbatches) if self._begins else self._engine.train(microbatches)
                 result = StepResult(loss, self._updater.rates)
             self._resumption.after_step(result.loss, self._engine.transport.check)
@@ -437,8 +436,7 @@ class Pipeline(Advised):
         the buffers of the first one (each has seen only its own microbatches, for BatchNorm's statistics). All messages
         of this rank have been sent when this returns, so that its process may leave the process group.
         """
-        with self._updater.interrupts:
-            self._guarded.run("in a drain", self._engine.drain)
+        self._guarded.run("in a drain", self._engine.drain)
 
     @collective
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
@@ -598,9 +596,10 @@ class Pipeline(Advised):
         Raises `CheckpointError`, before anything is changed, if `state` is not whole or of another training.
         """
         self._conditions.check_weights("load_state_dict")
-        with self._guarded.loading(self.drain):
-            self._checkpoints.training.check(state)
-            self._checkpoints.training.restore(state)
+        self.drain()
+        self._checkpoints.training.check(state)
+        self._checkpoints.training.restore(state)
+        self._guarded.after_load()
 
     @property
     def steps(self) -> int:

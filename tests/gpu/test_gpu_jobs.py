@@ -65,7 +65,7 @@ def test_what_rounding_becomes_in_a_training_is_close() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"autocast": torch.bfloat16}], ids=str)
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "vertical", "2bw"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe", "2bw"])
 def test_steps_of_one_process(schedule: str, options: dict[str, Any]) -> None:
     run_without_waiting(replace(CASE, schedule=schedule, stages_per_rank=stages_on_a_rank(schedule)), options)
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm over all stages: PyTorch's own number where an update can wait, the latest known where not."""
+"""Clipping by the norm over all stages: PyTorch's own number."""
 
 import copy
 from dataclasses import replace
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.parameters.gradient_norms import drop_absent
-from penstock.scheduling import Update
-from penstock.scheduling.norms import known_norms
-from penstock.values.plans import schedule
 from support import models
 from support.processes import Pool
 from support.training import (
@@ -34,20 +31,14 @@ from support.training import (
 CASES = [
     *(
         Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
-        for schedule in (*FLUSHING, "pipedream", "vertical", "2bw")
+        for schedule in (*FLUSHING, "2bw")
         for ranks in (1, 2, 4)
     ),
-    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1, 2)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
+    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1, 2)) for schedule in ("1f1b-flush", "2bw")),
     *(Case("layered", schedule, 2, 6, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "2bw")),
-    *(
-        Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,))
-        for schedule in ("1f1b-flush", "pipedream", "2bw")
-    ),
-    *(
-        Case("layered", schedule, 2, 4, replicas=(1, 2), split=True)
-        for schedule in ("spp", "zb-h1", "pipedream", "2bw")
-    ),
-    Case("layered", "pipedream", 2, 3, replicas=(2, 2), drain_after=(0, 1)),
+    *(Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,)) for schedule in ("1f1b-flush", "2bw")),
+    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "zb-h1", "2bw")),
+    Case("layered", "2bw", 2, 5, replicas=(2, 2), drain_after=(0, 1)),
 ]
 
 
@@ -77,10 +68,10 @@ def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
     cases = {
         2: [
             *(Case("layered", schedule, 2, 4, stages_per_rank=2) for schedule in ("interleaved", "zb-v")),
-            Case("skipping", "pipedream", 2, 4),
+            Case("skipping", "2bw", 2, 4),
         ],
-        3: [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "pipedream", "2bw")],
-        4: [Case("layered", schedule, 2, 4, replicas=(2, 2)) for schedule in ("1f1b-flush", "pipedream", "2bw")],
+        3: [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "2bw")],
+        4: [Case("layered", schedule, 2, 4, replicas=(2, 2)) for schedule in ("1f1b-flush", "2bw")],
     }
     for case in cases[ranks]:
         for outcome in pool.run(ranks, run_clipped, case):
@@ -139,20 +130,33 @@ def test_large_norms_change_nothing() -> None:
     assert_equal(run_reference(case), run_clipped(case, 1e9))
 
 
-def test_under_1f1b_earlier_stages_are_known_with_a_lag() -> None:
-    made = replace(schedule(penstock.Plan.uniform(8, 4, schedule="pipedream", microbatches=1)), norms=True)
-
-    assert known_norms(made, 0, 9) == ((0, 9), (1, 9), (2, 9), (3, 9))
-    assert known_norms(made, 2, 9) == ((0, 5), (1, 7), (2, 9), (3, 9))
-    assert known_norms(made, 3, 3) == ((2, 1), (3, 3))
-    updates = [action for row in made.program(12) for action in row if isinstance(action, Update)]
-    assert len(updates) == 4 * 12
-
-
-def test_unequal_replicas_under_1f1b_are_refused() -> None:
-    case = Case("layered", "pipedream", 2, 4, replicas=(2, 1))
-    with pytest.raises(penstock.ScheduleError, match="norms need equally many replicas of every stage"):
-        run_clipped(case)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_grad_norm": 1.0},
+        {"loss_scale": "dynamic"},
+        {"loss_scale": 8.0},
+        {"on_nonfinite": "skip"},
+        {"on_nonfinite": "rollback", "resume": "runs/rollback"},
+    ],
+    ids=str,
+)
+def test_schedules_whose_stages_update_at_their_own_times_are_refused(options: dict[str, Any]) -> None:
+    """Where a plan, a name, or a function says it; by the oracle; and by `rehearse`."""
+    case = Case("perceptron", "pipedream", 2, 4)
+    named = {**case.options, "plan": None, "schedule": "pipedream", "microbatches": 4, "vertical_sync": True}
+    planned = {**case.options, "plan": lambda processes: case.options["plan"]}
+    refused = pytest.raises(
+        penstock.ScheduleError, match=r"'pipedream': clip_grad_norm=, loss_scale= and .*choose '2bw' or a flushing"
+    )
+    for given in (case.options, named, planned):
+        with refused:
+            penstock.Pipeline(case.build(), **given, **options)
+    with refused:
+        penstock.rehearse(case.build(), case.batches, **case.options, **options)
+    options.pop("resume", None)
+    with refused:
+        penstock.reference_train(case.build(), case.batches, **case.options, **options)
 
 
 def test_the_norm_can_be_read() -> None:

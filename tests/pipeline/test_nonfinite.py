@@ -22,7 +22,7 @@ from support.training import Case, Outcome, assert_equal, stages_on_a_rank, trai
 CASES = [
     *(
         Case("perceptron", schedule, 2, 4, stages_per_rank=stages_on_a_rank(schedule))
-        for schedule in ("1f1b-flush", "interleaved", "zb-h1", "pipedream", "vertical")
+        for schedule in ("1f1b-flush", "interleaved", "zb-h1", "2bw")
     ),
     Case("perceptron", "2bw", 3, 4, "adamw", drain_after=(3,)),
     Case("perceptron", "1f1b-flush", 2, 4, replicas=(2, 2)),
@@ -184,8 +184,8 @@ JOBS = [
         for schedule in ("gpipe", "interleaved", "zb-h1")
     ),
     # The statistics of the bad batch are forgotten, too.
-    *(Rollback(Case("normalized", schedule, 3, 3), wait=False) for schedule in ("1f1b-flush", "2bw", "pipedream")),
-    Rollback(Case("normalized", "vertical", 3, 3), saved=1, wait=False),
+    *(Rollback(Case("normalized", schedule, 3, 3), wait=False) for schedule in ("1f1b-flush", "2bw")),
+    Rollback(Case("normalized", "2bw", 3, 3), saved=1, wait=False),
     Rollback(Case("layered", "2bw", 2, 4, replicas=(2, 1)), saved=1, wait=False),
 ]
 APART = {

@@ -278,7 +278,7 @@ def test_a_loss_that_is_no_number() -> None:
         pipe.step(*SUBJECT.batches[0])
 
     assert "penstock: this was action 1F0@0 of rank 1" in caught.value.__notes__[0]
-    assert "penstock: this call has changed no weight" in caught.value.__notes__[1]
+    assert "penstock: the pipeline has failed" in caught.value.__notes__[1]
 
 
 def test_the_timeline_holds_what_was_run() -> None:

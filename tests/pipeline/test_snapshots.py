@@ -27,13 +27,13 @@ CUTS = [
     *(Cut(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True), 2) for schedule in ("pipedream", "2bw")),
 ]
 RECIPES = [
-    *(Cut(Case("layered", "pipedream", 4, 1), 5, recipe) for recipe in ("clipped", "scheduled and scaled", "several")),
-    *(Cut(Case("layered", "2bw", 3, 4), 3, recipe) for recipe in ("scaled and clipped", "scheduled", "own")),
+    *(Cut(Case("layered", "pipedream", 4, 1), 5, recipe) for recipe in ("scheduled", "several")),
+    *(Cut(Case("layered", "2bw", 3, 4), 3, recipe) for recipe in ("scaled and clipped", "scheduled and scaled", "own")),
     Cut(Case("layered", "vertical", 3, 2), 2, "several"),
     Cut(Case("layered", "1f1b-flush", 3, 4), 3, "own"),
     Cut(Case("layered", "1f1b-flush", 2, 4), 3, "scheduled and scaled"),
-    *(Cut(Case("layered", "pipedream", 4, 1), 1, recipe) for recipe in ("clipped", "hooked and clipped")),
-    *(Cut(Case("layered", schedule, 2, 4, replicas=(2, 2)), 3, "clipped") for schedule in ("pipedream", "2bw")),
+    *(Cut(Case("layered", "2bw", 4, 4), 1, recipe) for recipe in ("clipped", "hooked and clipped")),
+    Cut(Case("layered", "2bw", 2, 4, replicas=(2, 2)), 3, "clipped"),
 ]
 APART = {
     2: [Cut(Case("layered", "1f1b-flush", 2, 4, "adamw"), 3), Cut(Case("normalized", "2bw", 2, 4), 3, "clipped")],

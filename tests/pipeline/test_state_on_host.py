@@ -58,8 +58,9 @@ def test_processes_equal_the_oracle(pool: Pool, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize(
+    ("schedule", "name"), [*(("2bw", name) for name in OPTIONS), ("pipedream", "recomputed"), ("pipedream", "several")]
+)
 def test_options_equal_the_oracle(schedule: str, name: str, tmp_path: Path) -> None:
     case, options = Case("layered", schedule, 3, 4, "adamw"), OPTIONS[name]
     expected = run_reference(case, **{key: value for key, value in options.items() if key != "recompute"})

@@ -49,7 +49,7 @@ def rehearsed(**changes: Any) -> Rehearsal:
 def test_equal_trainings_are_equal(schedule: str) -> None:
     found = rehearsed(
         schedule=schedule,
-        clip_grad_norm=0.5,
+        clip_grad_norm=None if schedule == "pipedream" else 0.5,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     )
 

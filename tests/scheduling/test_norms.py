@@ -1,7 +1,6 @@
 """Norms of gradients that stages tell each other: what is known at an update, the programs, and that nothing stalls."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.rendering import render
-from penstock.scheduling.actions import ReceiveNorms, SendNorms, format_programs, parse_programs
-from penstock.scheduling.norms import carried_norms, known_norms
+from penstock.scheduling.actions import ReceiveNorms, format_programs, parse_programs
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.verifier import verify, verify_programs
@@ -21,17 +19,11 @@ from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile
 from support.schedule_strategies import replicated_schedules, schedules
 
-LAGGED = Schedule("pipedream", 3, 1, norms=True)
+TWO_BW = Schedule("2bw", 3, 3, norms=True)
 
 
-def normed(schedule: Schedule) -> Schedule | None:
-    """`schedule` with norms; None where no stage could receive them in time."""
-    try:
-        return replace(schedule, norms=True)
-    except ScheduleError:
-        assert schedule.method == "pipedream"
-        assert not schedule.placement.equal(range(schedule.stages))
-        return None
+def synchronizes(schedule: Schedule) -> bool:
+    return schedule.definition.synchronizes_updates
 
 
 def test_flush_two_and_three_stages() -> None:
@@ -78,56 +70,6 @@ def test_two_bw_sends_behind_the_last_backward_and_receives_before_the_next_forw
     )
 
 
-def test_one_f_one_b_receives_from_later_stages_now_and_from_earlier_ones_two_updates_late() -> None:
-    assert format_programs(Schedule("pipedream", 2, 1, norms=True).program(3)) == (
-        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0N1<1 0N1>1 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0N2<1 0N2>1 0U2<0 "
-        "0R2<1 0B2@1 0N3<1 0N3>1 0U3<1\n"
-        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1N1>0 1U1<0 1R1<0 1F1@1 1B1@1 1S1>0 1N2>0 1U2<1 1N1<0 1R2<0 1F2@2 1B2@2 "
-        "1S2>0 1N3>0 1U3<2 1N2<0 1N3<0"
-    )
-    assert format_programs(LAGGED.program(4)) == (
-        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0F2@0 0S2>1 0R0<1 0B0@0 0N1<1 0N1>1 0U1<0 0F3@1 0S3>1 0R1<1 0B1@0 0N2<1 "
-        "0N2>1 0U2<0 0R2<1 0B2@0 0N3<1 0N3>1 0U3<0 0R3<1 0B3@1 0N4<1 0N4>1 0U4<1\n"
-        "rank 1: 1R0<0 1F0@0 1S0>2 1R1<0 1F1@0 1S1>2 1R0<2 1B0@0 1S0>0 1N1<2 1N1>0 1N1>2 1U1<0 1R2<0 1F2@1 1S2>2 "
-        "1R1<2 1B1@0 1S1>0 1N2<2 1N2>0 1N2>2 1U2<0 1N1<0 1R3<0 1F3@2 1S3>2 1R2<2 1B2@1 1S2>0 1N3<2 1N3>0 1N3>2 1U3<1 "
-        "1N2<0 1R3<2 1B3@2 1S3>0 1N4<2 1N4>0 1N4>2 1U4<2 1N3<0 1N4<0\n"
-        "rank 2: 2R0<1 2F0@0 2B0@0 2S0>1 2N1>1 2U1<0 2R1<1 2F1@1 2B1@1 2S1>1 2N2>1 2U2<1 2N1<1 2R2<1 2F2@2 2B2@2 "
-        "2S2>1 2N3>1 2U3<2 2N2<1 2R3<1 2F3@3 2B3@3 2S3>1 2N4>1 2U4<3 2N3<1 2N4<1"
-    )
-
-
-def test_a_drain_receives_what_no_update_reads() -> None:
-    assert format_programs(LAGGED.drain(4)) == (
-        "rank 0: 0R2<1 0B2@0 0N3<1 0N3>1 0U3<0 0R3<1 0B3@1 0N4<1 0N4>1 0U4<1\n"
-        "rank 1: 1R3<2 1B3@2 1S3>0 1N4<2 1N4>0 1N4>2 1U4<2 1N3<0 1N4<0\n"
-        "rank 2: 2N4<1"
-    )
-    assert LAGGED.drain(0) == ((), (), ())
-
-
-def test_what_is_known() -> None:
-    assert known_norms(Schedule("gpipe", 3, 1, norms=True), 1, 4) == ((0, 4), (1, 4), (2, 4))
-    assert known_norms(Schedule("2bw", 3, 3, norms=True), 2, 4) == ((0, 4), (1, 4), (2, 4))
-    assert known_norms(Schedule("pipedream", 3, 3), 2, 4) == ()
-    assert [known_norms(LAGGED, 2, version) for version in (1, 2, 3, 4, 5)] == [
-        ((2, 1),),
-        ((2, 2),),
-        ((1, 1), (2, 3)),
-        ((1, 2), (2, 4)),
-        ((0, 1), (1, 3), (2, 5)),
-    ]
-    assert known_norms(LAGGED, 0, 1) == ((0, 1), (1, 1), (2, 1))
-    assert known_norms(LAGGED, 1, 9) == ((0, 7), (1, 9), (2, 9))
-
-
-def test_what_a_message_carries() -> None:
-    assert carried_norms(LAGGED, 1, 7, 0) == ((1, 7), (2, 7))
-    assert carried_norms(LAGGED, 1, 7, 2) == ((0, 5), (1, 7))
-    flush = Schedule("gpipe", 3, 1, norms=True)
-    assert carried_norms(flush, 1, 7, 0) == ((1, 7), (2, 7))
-    assert carried_norms(flush, 1, 7, 2) == ((0, 7), (1, 7))
-
-
 @pytest.mark.parametrize("method", ["gpipe", "2bw"])
 def test_every_replica_receives_once_from_the_one_beside_it(method: str) -> None:
     """Replica i receives from replica i mod r of a stage of r; the others of that stage send nothing."""
@@ -144,14 +86,13 @@ def test_every_replica_receives_once_from_the_one_beside_it(method: str) -> None
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.one_of(schedules(5, 8), replicated_schedules(4, 3, 8)), st.integers(1, 4))
+@given(st.one_of(schedules(5, 8), replicated_schedules(4, 3, 8)).filter(synchronizes), st.integers(1, 4))
 def test_every_schedule_verifies_with_norms(schedule: Schedule, minibatches: int) -> None:
-    if made := normed(schedule):
-        verify(made, minibatches)
+    verify(replace(schedule, norms=True), minibatches)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), schedules(4, 6))
+@given(st.data(), schedules(4, 6).filter(synchronizes))
 def test_norms_add_no_stall(data: st.DataObject, schedule: Schedule) -> None:
     """Whatever computations take: in every step each forward and backward starts when it does without norms."""
     made, stages = replace(schedule, norms=True), schedule.stages
@@ -171,18 +112,14 @@ def test_norms_add_no_stall(data: st.DataObject, schedule: Schedule) -> None:
         }
 
     assert starts(made) == starts(schedule)
-    if schedule.method == "pipedream":
-        seconds_of = [execute(tried.program(steps), tried.placement, costs).seconds for tried in (made, schedule)]
-        assert seconds_of[0] == seconds_of[1]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(["pipedream", "2bw"]), st.integers(2, 4), st.integers(2, 3))
-def test_norms_of_parallel_pipelines_add_no_stall(data: st.DataObject, method: str, stages: int, replicas: int) -> None:
+@given(st.data(), st.integers(2, 4), st.integers(2, 3))
+def test_norms_of_parallel_pipelines_add_no_stall(data: st.DataObject, stages: int, replicas: int) -> None:
     ranks = stages * replicas
     placement = Placement(tuple(tuple(range(first, first + replicas)) for first in range(0, ranks, replicas)))
-    least = ranks if method == "2bw" else 1
-    bare = Schedule.placed(method, placement, data.draw(st.integers(least, least + 4)))
+    bare = Schedule.placed("2bw", placement, data.draw(st.integers(ranks, ranks + 4)))
     seconds = st.tuples(*[st.integers(1, 9).map(float)] * stages)
     costs = Costs(data.draw(seconds), data.draw(seconds))
     minibatches = data.draw(st.integers(1, 5))
@@ -217,7 +154,7 @@ def test_replicas_are_simulated(replicas: tuple[tuple[int, ...], ...], split: bo
 
 
 def test_pictures_show_them_like_other_messages() -> None:
-    made = replace(LAGGED, microbatches=2)
+    made = Schedule("1f1b-flush", 3, 2, norms=True)
     timeline = execute(made.program(2), made.placement, Costs.unit(3))
     words = {span.action: (span.kind, span.words, span.details) for span in timeline.spans}
 
@@ -227,64 +164,50 @@ def test_pictures_show_them_like_other_messages() -> None:
         {"action": "1N2>0", "stage": 1, "version": 2, "target": 0},
     )
     assert words["1N1<0"][:2] == ("receive", "receive norms for version 1 from stage 0")
-    assert render(made).splitlines()[2:] == render(replace(made, norms=False)).splitlines()[2:]
+    assert "N" not in "".join(render(made).splitlines()[2:])
+
+
+ORDER = "messages are received in the order in which they were sent, on each edge between two ranks"
+NEEDS = "an action comes after what it needs"
+NEIGHBORS = "messages pass only between neighbors or stages that share weights or a skip, on different ranks"
 
 
 @pytest.mark.parametrize(
     ("schedule", "old", "new", "law", "expected"),
     [
         (
-            LAGGED,
-            "2U2<1 2N1<1 2R2<1 2F2@2 2B2@2",
-            "2U2<1 2R2<1 2F2@2 2N1<1 2B2@2",
-            "messages are received in the order in which they were sent, on each edge between two ranks",
+            TWO_BW,
+            "2N1<1 2U1<0 2R6<1",
+            "2R6<1 2N1<1 2U1<0",
+            ORDER,
             "2N1<1, since 1N1>2 is what rank 1 sends next to rank 2",
         ),
+        (TWO_BW, "1S8>0 1N3<2 1N3>0", "1S8>0 1N3>0 1N3<2", NEEDS, "the norm for version 3 on stage 2 before 1N3>0"),
         (
-            LAGGED,
-            "1B3@2 1S3>0 1N4<2 1N4>0",
-            "1B3@2 1S3>0 1N4>0 1N4<2",
-            "an action comes after what it needs",
-            "the norm for version 4 on stage 2 before 1N4>0",
-        ),
-        (
-            LAGGED,
-            "0R2<1 0B2@0 0N3<1",
-            "0N3<1 0R2<1 0B2@0",
-            "messages are received in the order in which they were sent, on each edge between two ranks",
+            TWO_BW,
+            "0R2<1 0B2@0 0N1<1",
+            "0N1<1 0R2<1 0B2@0",
+            ORDER,
             "0R2<1, since 1S2>0 is what rank 1 sends next to rank 0",
         ),
-        (
-            LAGGED,
-            "0N4<1 0N4>1 0U4<1",
-            "0N4>1 0U4<1 0N4<1",
-            "an action comes after what it needs",
-            "the norm for version 4 on stage 1 before 0U4<1",
-        ),
-        (
-            LAGGED,
-            "1N3<0 1N4<0",
-            "1N3<0",
-            "every message is sent once and received once; none is left over after the drain",
-            "1N4<0 on rank 1",
-        ),
+        (TWO_BW, "2N3<1 2U2<0 2U3<1", "2U2<0 2U3<1 2N3<1", NEEDS, "the norm for version 3 on stage 0 before 2U3<1"),
         (
             Schedule("pipedream", 3, 1),
-            "0B3@1 0U4<1",
-            "0B3@1 0N4>1 0U4<1",
-            "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
+            "0B2@0 0U3<0",
+            "0B2@0 0N3>1 0U3<0",
+            NEIGHBORS,
             "a neighbor of stage 0 on another rank, and a schedule with norms",
         ),
     ],
 )
 def test_a_broken_exchange_is_caught(schedule: Schedule, old: str, new: str, law: str, expected: str) -> None:
-    text = format_programs(schedule.program(4))
+    text = format_programs(schedule.program(3))
     assert text.count(old) == 1
     with pytest.raises(ScheduleError) as caught:
-        verify_programs(parse_programs(text.replace(old, new)), schedule, 4)
+        verify_programs(parse_programs(text.replace(old, new)), schedule, 3)
 
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"schedule 'pipedream' violates an invariant: {law}"
+    assert lines[0] == f"schedule {schedule.name!r} violates an invariant: {law}"
     assert lines[2] == f"  expected: {expected}"
 
 
@@ -303,17 +226,10 @@ def test_a_rank_that_sends_too_soon_or_waits_for_an_earlier_stage_is_found(there
         verify_programs(parse_programs(text.replace("1N1<2 1N1>0 1N1<0 1N1>2", there)), flush, 1)
 
 
-def test_stages_of_unequal_replicas_cannot_know_in_time() -> None:
-    placement = Placement(((0, 1), (2,)))
-    with pytest.raises(ScheduleError) as caught:
-        Schedule.placed("pipedream", placement, 2, norms=True)
-
-    assert str(caught.value) == (
-        "schedule 'pipedream': norms need equally many replicas of every stage, got 2-1: stages that update after "
-        "different numbers of microbatches have no common update; give them equal numbers, let replicas split "
-        "microbatches, drop norms, or choose another schedule"
-    )
-    verify(Schedule.placed("pipedream", replace(placement, split=True), 2, norms=True))
+@pytest.mark.parametrize("sync", [False, True])
+def test_stages_that_update_at_their_own_times_have_no_norms(sync: bool) -> None:
+    with pytest.raises(ScheduleError, match=r"'pipedream': clip_grad_norm=.*choose '2bw' or a flushing .*1f1b-flush"):
+        Schedule("pipedream", 3, 1, vertical_sync=sync, norms=True)
 
 
 def test_tied_gradients_of_replicas_are_whole_too_late_for_norms() -> None:
@@ -325,12 +241,3 @@ def test_tied_gradients_of_replicas_are_whole_too_late_for_norms() -> None:
 
     verify(Schedule.placed("gpipe", placement, 4, ties=((0, 1),), norms=True))
     verify(Schedule("2bw", 4, 4, ties=((0, 3), (1, 2)), norms=True))
-
-
-def test_sends_leave_before_the_update() -> None:
-    for row in LAGGED.program(3):
-        for action, after in pairwise(row):
-            if isinstance(action, SendNorms):
-                assert (
-                    str(after).split("<")[0].endswith((f"U{action.version}", f"N{action.version}>{action.stage + 1}"))
-                )

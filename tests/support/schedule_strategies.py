@@ -29,9 +29,8 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
 @st.composite
 def waiting_schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
     """Schedules without replicas whose updates need what other stages know: tied gradients, or norms."""
-    made = draw(schedules(most_ranks, most_microbatches))
-    norms = made.method == "pipedream" or draw(st.booleans())
-    return replace(made, norms=norms, ties=() if made.method == "pipedream" else draw(_ties(range(made.stages))))
+    made = draw(schedules(most_ranks, most_microbatches).filter(lambda each: each.definition.synchronizes_updates))
+    return replace(made, norms=draw(st.booleans()), ties=draw(_ties(range(made.stages))))
 
 
 def _ties(stages: Sequence[int]) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:

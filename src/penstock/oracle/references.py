@@ -25,6 +25,7 @@ from penstock.errors import PenstockError, PlanError
 from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
+from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
 from penstock.scheduling.verification.continuations import require_constant_delays
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
@@ -108,15 +109,11 @@ def reference_train(
     replicas' shares are computed one by one. In both cases the gradients of replicas are summed in their order.
     Replicas have buffers of their own; what blocks keep in Python is one for all of them here, and not in a pipeline.
 
-    `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `pipedream` stage s uses the
-    gradients that have reached it by then: those of update k from the stages from s on, and those of update k-2i from
-    stage s-i.
-
-    With `loss_scale`, losses are multiplied by a scale and the gradients divided by it. Stage s skips an update if a
-    gradient for it is not finite: in any stage, or under `pipedream` in the stages from s on. The last stage then
-    lowers the scale, unless it has done so since the losses of that update were scaled. Norms of skipped updates are
-    not used. The scale of minibatch t follows from the updates of the minibatches before it; under `2bw` on several
-    stages, of those before t-1; under `pipedream`, from the updates that have reached the last stage.
+    `clip_grad_norm` clips the gradients of an update by the norm over all stages. With `loss_scale`, losses are
+    multiplied by a scale and the gradients divided by it. All stages skip an update if a gradient for it is not finite,
+    and lower the scale, unless that has been done since the losses of that update were scaled. The scale of minibatch t
+    follows from the updates of the minibatches before it; under `2bw` on several stages, of those before t-1. Schedules
+    in which each stage updates at its own time have neither.
 
     ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss,
     and with ``"rollback"`` it has no checkpoint to go back to: leave such batches out of `batches`.
@@ -178,6 +175,8 @@ def reference_train(
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
+    if recipe.needs_norms:
+        require_common_updates(definition)
     guarantees = definition.guarantees(PipelineShape(plan.placement, plan.microbatches, plan.vertical_sync))
     if definition not in METHODS:
         require_constant_delays(schedule_of(plan))

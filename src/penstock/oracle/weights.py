@@ -56,9 +56,6 @@ class _Stage:
     versions: list[list[Weights]] = field(default_factory=list)
     """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
 
-    norms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """By update, the norms of the gradients by parameter name."""
-
     def step(self) -> dict[str, Tensor]:
         """One update; what forwards read of it where that is not `newest`."""
         before = {name: p.detach().clone() for name, p in self.stepped.items() if p.grad is not None}
@@ -116,8 +113,8 @@ class Training:
         """`hooks_on`: the user's hooks by parameter name."""
         sizes = guarantees.microbatches_per_update
         self._clip, self._codec = recipe.clip_grad_norm, recipe.codec
-        self._overflown: list[list[int]] = []
-        """Of each update of the last stage that the loss scale has not settled: which gradients it saw overflow."""
+        self._overflown: list[tuple[int, bool]] = []
+        """The updates of the last stage that the loss scale has not settled, and whether each was skipped."""
         self.scales = None if recipe.scaling is None else LossScaler(recipe.scaling)
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
@@ -259,11 +256,11 @@ class Training:
             if bool(rest) == last:
                 due.setdefault(rest or stage.size, {})[index] = versions[index]
         for count, together in due.items():
-            self.update(together, count, apart=True)
+            self.update(together, count)
 
-    def update(self, versions: Mapping[int, int], count: int = 1, apart: bool = False) -> None:
+    def update(self, versions: Mapping[int, int], count: int = 1) -> None:
         """One optimizer step of the stages in `versions` on their newest weights, with the gradients accumulated there
-        divided by `count`. `apart`: in the pipeline, stages come to it one after the other.
+        divided by `count`.
         """
         gradients: dict[str, Tensor] = {}
         replicas = max(self._stages[index].replicas for index in versions)
@@ -281,60 +278,34 @@ class Training:
             scale = 1.0 if self.scales is None else self.scales.scale_of(len(self._stages[index].versions))
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
-        self._note_norms(versions)
+        norms = self._norms(versions)
+        overflow = self.scales is not None and not all(norm.isfinite() for norm in norms)
         readings: dict[str, Tensor] = {}
         for index in versions:
             stage = self._stages[index]
-            known = self._known(index, apart)
-            update = len(stage.versions)
-            overflown = []
-            if self.scales is not None:
-                bad = [at for at, norms in known.items() if not all(norm.isfinite() for norm in norms.values())]
-                overflown = [of for _, of in bad]
-                known = {at: norms for at, norms in known.items() if at not in bad}
             if self._clip is not None:
                 trained = [parameter for parameter in stage.stepped.values() if parameter.grad is not None]
-                clip_grads_with_norm_(trained, self._clip, self._norm(known.values()))
-            if self.scales is None or update not in overflown:
+                total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+                clip_grads_with_norm_(trained, self._clip, total)
+            if not overflow:
                 readings |= stage.step()
             if self.scales is not None and index == len(self._stages) - 1:
-                self._overflown.append(overflown)
+                self._overflown.append((len(stage.versions), overflow))
         for index, version in versions.items():
             self._stages[index].end_update(version, readings)
 
-    def _note_norms(self, indices: Iterable[int]) -> None:
+    def _norms(self, indices: Iterable[int]) -> list[Tensor]:
+        """The norms of the gradients of the stages `indices`, in the order of the model's parameters."""
         if self._clip is None and self.scales is None:
-            return
-        for index in indices:
-            found = {
-                name: torch.linalg.vector_norm(parameter.grad)
-                for name, parameter in self._stages[index].newest.items()
-                if parameter.grad is not None
-            }
-            self._stages[index].norms[len(self._stages[index].versions)] = found
-
-    def _known(self, index: int, apart: bool) -> dict[tuple[int, int], dict[str, Tensor]]:
-        """The norms that the stage `index` has at its next update, by stage and update.
-
-        Of the stages before it, where updates are `apart`, what has come to it: stage s - i's of the update 2i earlier.
-        """
-        known = {}
-        for other, stage in enumerate(self._stages):
-            update = len(self._stages[index].versions) - (2 * (index - other) if apart and other < index else 0)
-            if update in stage.norms:
-                known[other, update] = stage.norms[update]
-        return known
-
-    def _norm(self, known: Iterable[Mapping[str, Tensor]]) -> Tensor:
-        """The norm of all these gradients, in the order of the model's parameters."""
-        norms = {name: norm for each in known for name, norm in each.items()}
-        ordered = [norms[name] for name in self._chain.parameters if name in norms]
-        return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
+            return []
+        newest = {name: p for index in indices for name, p in self._stages[index].newest.items()}
+        ordered = (newest[name].grad for name in self._chain.parameters if name in newest)
+        return [torch.linalg.vector_norm(gradient) for gradient in ordered if gradient is not None]
 
     def settle_scale(self, wait: int = 0) -> None:
         """Lowers or raises the scale by the updates so far, except the last `wait`."""
         while self.scales is not None and len(self._overflown) > wait:
-            self.scales.update(self._overflown.pop(0), keep=0)
+            self.scales.update(*self._overflown.pop(0))
 
     def share_buffers(self) -> None:
         """Replicas take over the buffers of the first one."""
@@ -346,7 +317,6 @@ class Training:
         for stage in self._stages:
             stage.versions.clear()
             stage.publish()
-            stage.norms.clear()
         self.settle_scale()
         if self.scales is not None:
             self.scales.restart()

@@ -104,15 +104,7 @@ class Summed:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class LastUpdate:
-    """Marks that `stage` has made its last update, the one to `version`; other stages may still drain."""
-
-    stage: int
-    version: int
-
-
-Entry: TypeAlias = Compute | HostCopy | Summed | LastUpdate
+Entry: TypeAlias = Compute | HostCopy | Summed
 """An action or a mark: the type that an order yields."""
 Order: TypeAlias = Callable[[PipelineShape, int, Segment], Iterator[Entry]]
 """Yields what a rank computes in a segment."""
@@ -136,14 +128,6 @@ class VersionRule(Enum):
     NEWEST = "the newest version of its stage at that moment"
     INPUT_STAGE = "the version that the input stage read for this microbatch"
     INITIAL = "version 0, since nothing is trained"
-
-
-class NormRule(Enum):
-    """Says which norms of gradients a stage has at an update; see `known_norms`."""
-
-    NONE = "no norms"
-    ALL = "the norms of all stages for this update"
-    LAGGED = "the norms of all later stages for this update, and of the stage i before it for the update 2i earlier"
 
 
 @dataclass(frozen=True, slots=True)

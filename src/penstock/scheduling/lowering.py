@@ -50,7 +50,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
+from penstock.scheduling.definitions import Entry, Summed
 from penstock.scheduling.placements import Placement, Skip
 
 
@@ -59,15 +59,15 @@ def lower(
     placement: Placement,
     *,
     ties: Sequence[Sequence[int]] = (),
-    norms: NormRule = NormRule.NONE,
+    norms: bool = False,
     deferred: frozenset[int] = frozenset(),
     skips: Sequence[Skip] = (),
     recomputed: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs (one row of actions per rank) with their messages.
 
-    `ties`: groups of stages that share weights. `norms`: the norms of gradients that an update needs. `deferred`: the
-    stages whose updates come later than their gradients; a mark shows when the gradients are complete. `skips`: the
+    `ties`: groups of stages that share weights. `norms`: whether an update needs the norms of all stages. `deferred`:
+    the stages whose updates come later than their gradients; a mark shows when the gradients are complete. `skips`: the
     pairs of stages that are not adjacent and exchange activations and gradients directly. `recomputed`: the stages that
     keep nothing but their input.
     """
@@ -146,7 +146,7 @@ class Lowering:
     rank: int
     placement: Placement
     ties: Sequence[Sequence[int]]
-    norms: NormRule
+    norms: bool
     deferred: frozenset[int]
     skips: Sequence[Skip]
     recomputed: frozenset[int]
@@ -186,8 +186,6 @@ class Lowering:
                     updates.append(entry)
                 case Summed(stage, version):
                     made.extend(self._leave(stage, version))
-                case LastUpdate(stage, version):
-                    made.extend(self._receive_norms(stage, version))
                 case _:
                     assert_never(entry)
         if updates:
@@ -212,7 +210,7 @@ class Lowering:
         return sources[::-1], targets
 
     def _lower_updates(self, updates: Sequence[Update]) -> Iterator[Action]:
-        """A run of updates with their messages; if every update needs all norms, all messages come before them."""
+        """A run of updates with their messages; if updates need norms, all messages come before them."""
         targets = sorted(
             (target, update.stage, update.version)
             for update in updates
@@ -221,10 +219,10 @@ class Lowering:
         )
         for target, stage, version in targets:
             yield SendTied(stage, version, target)
-        if self.norms is not NormRule.ALL:
+        if not self.norms:
             for update in updates:
                 yield from self._settle(update)
-                yield from self._exchange(update)
+                yield update
             return
         for update in updates:
             yield from self._settle(update)
@@ -238,16 +236,6 @@ class Lowering:
             yield from self._send_norms(update.stage, update.version, update.stage + 1)
         yield from updates
 
-    def _exchange(self, update: Update) -> Iterator[Action]:
-        """The update and its norms; those of earlier stages come after it, so that no earlier stage delays it."""
-        stage, version = update.stage, update.version
-        if self.norms is NormRule.LAGGED:
-            yield from self._send_norms_back(stage, version)
-            yield from self._send_norms(stage, version, stage + 1)
-        yield update
-        if self.norms is NormRule.LAGGED:
-            yield from self._receive_norms(stage, version - 1)
-
     def _leave(self, stage: int, version: int) -> Iterator[Action]:
         """The messages of a deferred update that can pass as soon as the gradients of `stage` are complete."""
         others = self._partners(stage)
@@ -259,7 +247,7 @@ class Lowering:
                 yield ReceiveTied(stage, version, source)
         if not others and self.placement.replicas(stage) > 1:
             yield Reduce(stage, version)
-        if self.norms is NormRule.ALL:
+        if self.norms:
             yield from self._send_norms_back(stage, version)
 
     def _settle(self, update: Update) -> Iterator[Action]:
@@ -281,7 +269,7 @@ class Lowering:
 
         It does if `source` also sends its gradients to `stage`, or if the norm to send includes those of `source`.
         """
-        return source in self._nexts(stage, later=True) or (source > stage and self.norms is NormRule.ALL)
+        return source in self._nexts(stage, later=True) or (source > stage and self.norms)
 
     def _send_norms_back(self, stage: int, version: int) -> Iterator[Action]:
         """Receives the norms of later stages, and sends them with that of `stage` to the stage before it."""
@@ -292,14 +280,6 @@ class Lowering:
     def _send_norms(self, stage: int, version: int, target: int) -> Iterator[Action]:
         if self._is_apart(target):
             yield SendNorms(stage, version, target)
-
-    def _receive_norms(self, stage: int, version: int) -> Iterator[Action]:
-        """Receives the norms that the stage before had at its update to `version`.
-
-        They are sent before its next activation.
-        """
-        if version > 0 and self._is_apart(stage - 1):
-            yield ReceiveNorms(stage, version, stage - 1)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         return nexts(stage, len(self.placement.stages), self.skips, later=later)

@@ -32,13 +32,13 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import (
     Drain,
     Guarantees,
-    NormRule,
     PipelineShape,
     ScheduleDefinition,
     Segment,
     Step,
 )
 from penstock.scheduling.lowering import Lowering, follow_sends, sources_of
+from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, identify, names_of, schedule_hint
@@ -87,7 +87,8 @@ class Schedule:
     schedule's layout accepts. `vertical_sync`: whether all stages read one version, if the schedule supports it.
     `ties`: groups of stages that share weights; schedules in which each stage updates at its own time accept none.
     `replicated`: the ranks of the stages, if they differ from the schedule's layout; see `Schedule.placed`.
-    `norms`: whether stages send each other the norms of their gradients, see `known_norms`; an inference has none.
+    `norms`: whether every update has the norms of the gradients of all stages, which they send each other; schedules in
+    which each stage updates at its own time accept none.
     `skips`: pairs of stages that are not adjacent and send each other values directly; see `choose_skips`.
     `recomputed`: the stages that compute their forwards again before their backwards, as a whole.
     `continued`: whether the run goes on where another one was cut, and reads its last versions; see `continue_run`.
@@ -179,13 +180,6 @@ class Schedule:
         return self.shape.waiting if self.definition.defers_updates else frozenset()
 
     @property
-    def norm_rule(self) -> NormRule:
-        """The norms of gradients that a stage has at an update."""
-        if not self.norms or not self.guarantees.trains:
-            return NormRule.NONE
-        return NormRule.ALL if self.definition.synchronizes_updates else NormRule.LAGGED
-
-    @property
     def microbatches_per_update(self) -> int:
         """The number of microbatches that one update sums; the largest, if the stages differ."""
         return max(self.guarantees.microbatches_per_update)
@@ -262,7 +256,7 @@ class Schedule:
             rank,
             self.placement,
             ties=self.ties,
-            norms=self.norm_rule,
+            norms=self.norms,
             deferred=self.deferred,
             skips=self.skips,
             recomputed=self.recomputed,
@@ -422,19 +416,15 @@ def _check_ties(schedule: Schedule) -> None:
 
 def _check_norms(schedule: Schedule) -> None:
     """Rejects schedules in which a stage could not receive the norms before its update."""
-    placement = schedule.placement
-    if schedule.norm_rule is NormRule.LAGGED and not placement.split and not placement.equal(range(schedule.stages)):
-        raise ScheduleError(
-            f"schedule {schedule.name!r}: norms need equally many replicas of every stage, got {placement.text()}: "
-            "stages that update after different numbers of microbatches have no common update; give them equal "
-            "numbers, let replicas split microbatches, drop norms, or choose another schedule"
-        )
-    for stage in sorted({stage for group in schedule.ties for stage in group}):
-        if schedule.norm_rule is NormRule.ALL and stage in schedule.deferred and placement.replicas(stage) > 1:
+    if not schedule.norms:
+        return
+    require_common_updates(schedule.definition)
+    for stage in sorted({stage for group in schedule.ties for stage in group} & schedule.deferred):
+        if (replicas := schedule.placement.replicas(stage)) > 1:
             raise ScheduleError(
-                f"schedule {schedule.name!r}: stage {stage} shares weights and has {placement.replicas(stage)} "
-                "replicas, so that its gradients are whole only when all stages have theirs, too late for norms; "
-                "choose a flushing schedule, untie the weights, give the stage one rank, or drop norms"
+                f"schedule {schedule.name!r}: stage {stage} shares weights and has {replicas} replicas, so "
+                "that its gradients are whole only when all stages have theirs, too late for norms; choose a flushing "
+                "schedule, untie the weights, give the stage one rank, or drop norms"
             )
 
 

@@ -81,22 +81,18 @@ class LossScaler:
         """The scale of the losses for `update`, fixed by the first call for it."""
         return self._used.setdefault(update, self.scale)
 
-    def update(self, overflown: list[int], keep: int) -> None:
-        """Adapts the scale after an update, at which the updates `overflown` are known to have overflowed.
-
-        Forgets the updates before `keep`, which do not come up again.
-        """
-        if any(self._used.get(update) == self.scale for update in overflown):
+    def update(self, update: int, overflow: bool) -> None:
+        """Adapts the scale after `update`, which comes after those before it. `overflow`: whether it was skipped."""
+        if overflow and self._used.get(update) == self.scale:
             self.scale *= self._rule.backoff
             self.good = 0
-        elif not overflown:
+        elif not overflow:
             self.good += 1
             if self.good == self._rule.interval:
                 grown = self.scale * self._rule.growth
                 self.scale = grown if math.isfinite(grown) else self.scale
                 self.good = 0
-        for update in [update for update in self._used if update < keep]:
-            del self._used[update]
+        self._used = {of: scale for of, scale in self._used.items() if of >= update}
 
     def state(self) -> dict[str, float]:
         """The state for a checkpoint; {} if the scale never changes."""

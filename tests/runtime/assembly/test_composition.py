@@ -166,7 +166,7 @@ def test_split_layers_read_low_versions(pool: Pool) -> None:
 
 CLIPPED = (
     Run("split_columns_and_rows", tp=2, most=0.5),
-    Run("split_sequence", "pipedream", tp=2, most=0.5),
+    Run("split_sequence", "2bw", tp=2, most=0.5),
     Run("split_columns_and_rows", "2bw", tp=2, most=0.5, scales=True),
     Run("shard_blocks", replicas=2, most=0.5),
     Run("shard_some", "interleaved", stages=4, replicas=2, most=0.5, scales=True),

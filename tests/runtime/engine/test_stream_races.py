@@ -99,9 +99,7 @@ def test_state_on_host(name: str) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("clipped", "pipedream"), ("scaled", "pipedream")]
-)
+@pytest.mark.parametrize(("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("own", "pipedream")])
 def test_options(name: str, schedule: str) -> None:
     device = RacingDevice()
     with racing(device):

@@ -299,29 +299,7 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
 
     with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for {ROW} bytes there, found"):
         executor.saved_tensors(0).reload()
-    executor.discard()
     offloads.store.close()
-
-
-def test_what_is_discarded_leaves_its_slots_to_others() -> None:
-    class Counted(HostStaging):
-        made = 0
-
-        def host_memory(self, layout: Any) -> Tensor:
-            self.made += 1
-            return super().host_memory(layout)
-
-    staging = Counted()
-    offloads, executor = Offloads(MemoryStore(staging)), StageExecutor()
-    for turn in range(3):
-        executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-        executor.saved_tensors(0).offload(2)
-        if turn:
-            executor.saved_tensors(0).reload()
-        offloads.discard()
-        executor.discard()
-
-    assert (staging.made, executor.in_flight) == (1, {})
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.scheduling import Forward, Placement, Schedule, parse, verify, verify_programs
-from penstock.scheduling.norms import known_norms
 from penstock.scheduling.verification.continuations import continue_run, steps_until_made
 from support.own_schedules import LATE, ROLLING
 
@@ -14,7 +13,7 @@ SCHEDULES = {
     "vertical": Schedule("pipedream", 4, 2, vertical_sync=True),
     "2bw": Schedule("2bw", 3, 4),
     "tied": Schedule("2bw", 3, 4, ties=((0, 2),)),
-    "norms": Schedule("pipedream", 4, 2, norms=True),
+    "norms": Schedule("2bw", 3, 4, norms=True),
     "replicas": Schedule.placed("pipedream", Placement(((0, 1, 2), (3, 4))), 2),
     "own": Schedule(LATE, 3, 4),
     "own of microbatches": Schedule(ROLLING, 3, 2),
@@ -58,13 +57,6 @@ def test_a_wrong_version_in_a_continued_run_is_found() -> None:
         verify_programs(fresh, continued, 3)
     with pytest.raises(ScheduleError, match="expected: version 0 for microbatch 0 on stage 0"):
         verify_programs(programs, Schedule("2bw", 2, 2), 3)
-
-
-def test_the_norms_of_the_run_before_are_known() -> None:
-    fresh = SCHEDULES["norms"]
-
-    assert known_norms(fresh, 2, 1) == ((2, 1), (3, 1))
-    assert known_norms(continue_run(fresh), 2, 1) == ((0, -3), (1, -1), (2, 1), (3, 1))
 
 
 @pytest.mark.parametrize(

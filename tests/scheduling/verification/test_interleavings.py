@@ -11,7 +11,7 @@ out, since no other rank sees them. Both transports have a queue for each edge, 
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -168,7 +168,7 @@ NAMED = {
     **{name: Schedule(name, 3, 3, 2) for name in ("zb-v", "v-half", "v-min")},
     "pipedream": Schedule("pipedream", 3, 1),
     "vertical": Schedule("pipedream", 3, 1, vertical_sync=True),
-    "norms": Schedule("pipedream", 2, 1, norms=True),
+    "norms": Schedule("2bw", 2, 2, norms=True),
     "2bw": Schedule("2bw", 2, 2),
     "ties": Schedule("2bw", 3, 3, ties=((0, 2),), norms=True),
     "skips": Schedule("1f1b-flush", 3, 3, skips=((0, 2),)),
@@ -220,7 +220,7 @@ def test_whatever_is_stuck_or_wrong_is_refused(made: Schedule) -> None:
 
 def test_a_message_of_a_later_step_cannot_be_received() -> None:
     """Planted: rank 1 receives in its first step what rank 0 sends in its second one, after an answer."""
-    made = replace(Schedule("pipedream", 2, 1), norms=False)
+    made = Schedule("pipedream", 2, 1)
     first, second = made.step(0), made.step(1)
     early = parse_programs("rank 0: 0F0@0 0S0>1 0R1<1\nrank 1: 1R0<0 1R1<0 1F0@0 1S1>0")
     late = parse_programs("rank 0: 0S1>1\nrank 1: 1F1@0")

@@ -24,7 +24,7 @@ EXAMPLES = [
     Schedule("spp", 3, 20),
     Schedule("interleaved", 3, 30, 2, ties=((0, 5),)),
     Schedule("pipedream", 4, 20, vertical_sync=True),
-    continue_run(Schedule("pipedream", 4, 20, norms=True)),
+    continue_run(Schedule("pipedream", 4, 20)),
     continue_run(Schedule("2bw", 3, 20)),
     Schedule.placed("pipedream", Placement(((0, 1), (2,), (3, 4, 5))), 20),
     Schedule.placed("1f1b-flush", Placement(((0, 1), (2,), (3,))), 20),

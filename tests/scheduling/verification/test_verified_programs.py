@@ -27,7 +27,7 @@ from penstock.scheduling.actions import (
     parse_programs,
 )
 from penstock.scheduling.lowering import partners
-from penstock.scheduling.norms import carried_norms, known_norms
+from penstock.scheduling.norms import carried_norms
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.verifier import verify_programs
 from support.schedule_strategies import schedules, waiting_schedules
@@ -49,9 +49,10 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
     position = [0] * schedule.ranks
     blocked = False
 
-    def recall(rank: int, norm: tuple[int, int]) -> object:
-        """The norm of a stage here, as its gradients are now, or what this rank has received."""
-        return tuple(sums[norm]) if schedule.rank_of(norm[0]) == rank else norms[rank][norm]
+    def recall(rank: int, stages: range, version: int) -> list[object]:
+        """The norms of `stages`: of one here, as its gradients are now, else what this rank has received."""
+        here = schedule.stages_of(rank)
+        return [tuple(sums[of, version]) if of in here else norms[rank][of, version] for of in stages]
 
     while not blocked:
         blocked = True
@@ -83,14 +84,14 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                         for other in partners(s, schedule.ties):
                             here = rank == schedule.rank_of(other)
                             parts[other] = tuple(sums[other, version]) if here else tied.pop((s, other, version))  # type: ignore[assignment]
-                        known = tuple(recall(rank, norm) for norm in known_norms(schedule, s, version))
+                        known = tuple(recall(rank, stages, version)) if schedule.norms else ()
                         made_of = tuple(parts[stage] for stage in sorted(parts))
                         slots[s][version % len(slots[s])] = hash(("update", before, made_of, known))
                         newest[s] = version
                     case SendTied(s, version, target):
                         queues[rank, schedule.rank_of(target)].append(tuple(sums[s, version]))
                     case SendNorms(s, version, target):
-                        reported = [recall(rank, norm) for norm in carried_norms(schedule, s, version, target)]
+                        reported = recall(rank, carried_norms(schedule.stages, s, target), version)
                         queues[rank, schedule.rank_of(target)].append(reported)
                     case Send(s, k, target):
                         queues[rank, schedule.rank_of(target)].append(made.pop((s, target, k)))
@@ -101,8 +102,8 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                         if isinstance(action, ReceiveTied):
                             tied[s, source, k] = queue.popleft()
                         elif isinstance(action, ReceiveNorms):
-                            reported = carried_norms(schedule, source, k, s)  # type: ignore[assignment]
-                            norms[rank].update(zip(reported, queue.popleft(), strict=True))  # type: ignore[call-overload]
+                            names = [(of, k) for of in carried_norms(schedule.stages, source, s)]
+                            norms[rank].update(zip(names, queue.popleft(), strict=True))  # type: ignore[call-overload]
                         else:
                             made[source, s, k] = queue.popleft()
                 position[rank] += 1
@@ -140,17 +141,9 @@ def promised_weights(schedule: Schedule, minibatches: int) -> list[object]:
             for s in range(p):
                 sharing = {s, *(other for group in schedule.ties if s in group for other in group)}
                 made_of = tuple(summed[stage][-1] for stage in sorted(sharing))
-                weights[s].append(hash(("update", weights[s][-1], made_of, received_norms(schedule, s, summed))))
+                known = tuple(parts[-1] for parts in summed) if schedule.norms else ()
+                weights[s].append(hash(("update", weights[s][-1], made_of, known)))
     return [versions[-1] for versions in weights]
-
-
-def received_norms(schedule: Schedule, stage: int, summed: list[list[object]]) -> tuple[object, ...]:
-    """What `stage` knows of gradients at the newest update of all: by stage, all that were `summed` up to then."""
-    if not schedule.norms:
-        return ()
-    update = len(summed[stage]) - 1
-    lags = [2 * max(stage - other, 0) if schedule.method == "pipedream" else 0 for other in range(schedule.stages)]
-    return tuple(summed[other][update - lag] for other, lag in enumerate(lags) if lag <= update)
 
 
 @settings(max_examples=250, deadline=None)
@@ -204,7 +197,6 @@ SMALL = [
     Schedule("zb-v", 2, 3, 2, ties=((0, 2),), norms=True),
     Schedule("2bw", 2, 2, ties=((0, 1),)),
     Schedule("2bw", 3, 3, ties=((0, 2),), norms=True),
-    Schedule("pipedream", 3, 2, norms=True),
     Schedule("interleaved", 2, 2, 2, ties=((0, 3),), norms=True),
 ]
 

@@ -42,6 +42,8 @@ HOOKED: dict[str, dict[str, Any]] = {
     "nadam": {"optimizer": partial(torch.optim.NAdam, lr=0.01, betas=(0.99, 0.999))},
 }
 """Arguments for the pipeline and for the oracle."""
+NORMED = ("clipped", "scaled")
+"""Those of them that need the norms of all stages, which `pipedream` has not."""
 
 
 def run_hooked(case: Case, recipe: str) -> Outcome:

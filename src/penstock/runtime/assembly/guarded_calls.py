@@ -38,6 +38,11 @@ M = TypeVar("M", bound=Callable[..., Any])
 _FINISH_SECONDS = 120.0
 """Longer than closing takes, where each wait has a limit of its own."""
 
+_LOST = (
+    "its messages and microbatches in flight are lost. Its parameters() are as the last finished update of this "
+    "process left them. Close it, and build a new Pipeline with resume= or load a checkpoint: in the same processes, "
+    "or after a new start"
+)
 _CALLS = {
     "backward": "step(x, y) computes the gradients and makes the update",
     "zero_grad": "step(x, y) begins with no gradients",
@@ -72,15 +77,12 @@ class FailureGuard:
         """What that call does."""
         self.closed = False
         """Whether the pipeline was closed."""
-        self._discard: Callable[[], bool] | None = None
-        self._repairs = True
-        """Whether a new state repairs a pipeline whose stages have made different updates."""
-        self._lost_state = False
-        """Whether the pipeline failed in a way that a new state repairs."""
         self.after_load: Callable[[], object] = bool
         """Called when the pipeline was given a new state."""
         self.all_refuse: Callable[[str], bool] | None = None
-        """Called with the reason on every process that refuses a call. Returns whether all of them do."""
+        """Called with the reason on every process that refuses a call. Returns whether all of them do. None while the
+        pipeline is being built.
+        """
         self.call: tuple[str, float, int] = "", time.perf_counter(), threading.get_ident()
         """Where the pipeline is called now, empty if it is not; since when; and the thread that called it last."""
 
@@ -128,8 +130,7 @@ class FailureGuard:
 
     @contextmanager
     def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:
-        """Reports an error in this block to the other processes. The error ends the pipeline, unless one process can
-        undo the call.
+        """Reports an error in this block to the other processes. The error ends the pipeline.
 
         A `harmless` block uses no stage. The pipeline stays as it was if all processes raise a `PenstockError` in it,
         or any error if there is one process. `PenstockError` if the pipeline has failed or was closed before, or is
@@ -147,8 +148,9 @@ class FailureGuard:
         except BaseException as error:
             # A failure within a call of this block was reported there.
             if not self._failed and not (harmless and self._is_refusal(error)):
-                if not self._recovers(error):
-                    self._failed = f"{type(error).__name__} {place}"
+                self._failed = f"{type(error).__name__} {place}"
+                if self.all_refuse is not None:
+                    error.add_note(f"penstock: the pipeline has failed, and {_LOST}")
                 self._world.report(place, error)
             raise
         finally:
@@ -172,18 +174,8 @@ class FailureGuard:
                 "pipeline was built: expected calls in that process only, since it is the one that the other ranks are "
                 "connected to. Make the call there, and give the child what it needs, such as copies of weights"
             )
-        if self._lost_state and self._failed:
-            raise PenstockError(
-                f"this pipeline failed before ({self._failed}), when some stages had made an update that others had "
-                "not, or microbatches were in flight: its weights are those of no step. Call load(...) or "
-                "load_state_dict(...), after which it can go on"
-            )
         if self._failed:
-            raise PenstockError(
-                f"this pipeline failed before ({self._failed}), and its messages and microbatches in flight are lost. "
-                "Its parameters() are still the newest weights of this process. Close it, build a new Pipeline and "
-                "load a checkpoint: in the same processes, or after a new start"
-            )
+            raise PenstockError(f"this pipeline failed before ({self._failed}), and {_LOST}")
         if self.closed:
             raise PenstockError(
                 "this pipeline was closed: expected calls before close() only, or inside of its with block. Close it "
@@ -191,42 +183,6 @@ class FailureGuard:
             )
         if self._running.locked():
             self._refuse_second()
-
-    def undo_with(self, discard: Callable[[], bool], schedule: Schedule) -> None:
-        """After an error in a single process calls `discard`, which drops what the call has left behind, and returns
-        whether the pipeline, which runs `schedule`, is as it was before the call.
-        """
-        if self._world.processes == 1:
-            self._discard = discard
-        # Stages that share weights find their versions in each other's slots.
-        self._repairs = schedule.flushes or not schedule.ties
-
-    @contextmanager
-    def loading(self, drain: Callable[[], None]) -> Iterator[None]:
-        """Calls `drain`, and then runs a block that gives the pipeline a new state. A pipeline that has only lost its
-        state by a failure has nothing in flight, and can go on afterwards.
-        """
-        lost = self._failed if self._lost_state else ""
-        if lost:
-            self._failed = ""
-        try:
-            drain()
-            yield
-        except BaseException:
-            self._failed = self._failed or lost
-            raise
-        self.after_load()
-        self._lost_state = False
-
-    def _recovers(self, error: BaseException) -> bool:
-        """Whether the pipeline can go on after `error` in a call. Says so in a note."""
-        if self._discard is None:
-            return False
-        intact = self._discard()
-        self._lost_state = self._repairs and not intact
-        if intact:
-            error.add_note("penstock: this call has changed no weight, and the pipeline can go on")
-        return intact
 
     def _refuse_second(self) -> None:
         raise PenstockError(

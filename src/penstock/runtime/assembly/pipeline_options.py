@@ -20,6 +20,7 @@ from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, PlanError
 from penstock.runtime.devices.host_stores import HOST
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.skips import SkipChoice
 from penstock.training.recipes import Recipe
@@ -200,6 +201,9 @@ class PipelineOptions:
                 "on_nonfinite='rollback' goes back to the newest checkpoint in the directory resume=: expected a "
                 "directory, found None. Pass resume=directory, and save there, or pass on_nonfinite='skip'"
             )
+        if self.recipe.needs_norms:
+            given = self.plan.plan
+            require_common_updates(given.definition if isinstance(given, Plan) else self.plan.definition)
 
     @property
     def whole_backwards(self) -> bool:

@@ -193,12 +193,13 @@ class Checkpoints:
         self.own.take_over(own)
 
     def _load(self, directory: str | os.PathLike[str], guarded: FailureGuard, kinds: Collection[str]) -> None:
-        with guarded.loading(self.saves.settle):
-            found = self.find(directory)
-            with guarded("in a load"):
-                self.training.restore(found.state)
-                self.own.restore(found.own, found.manifest, kinds)
-            self.claims.run = found.manifest.run
+        self.saves.settle()
+        found = self.find(directory)
+        with guarded("in a load"):
+            self.training.restore(found.state)
+            self.own.restore(found.own, found.manifest, kinds)
+        self.claims.run = found.manifest.run
+        guarded.after_load()
 
     def _read(self, manifest: Manifest) -> Loaded:
         content, trained = manifest.content, self.training.trained()

@@ -55,10 +55,6 @@ class CodedMessages:
             None if tensor is None or tensor.is_meta else round_to_wire(self.codec, tensor) for tensor in message
         )
 
-    def discard(self) -> None:
-        """Forgets what was agreed: messages may have been dropped."""
-        self._specs.discard()
-
     def _forms(self, specs: Specs, edge: Edge) -> _Forms:
         return [(spec, spec is not None and encodes(self.codec, spec.shape, spec.dtype)) for spec in specs]
 

@@ -114,8 +114,6 @@ class Engine:
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
-        self._begun: Mapping[int, int] | None = None
-        """While a segment runs: by stage of this process, the newest version of the weights when it began."""
         self._cut = 0, 0
         """The run of the last snapshot, by the microbatches before it, and the minibatch in it by which all ranks have
         made the versions of the snapshot.
@@ -156,7 +154,6 @@ class Engine:
         self._follows = True
         self._minibatch += 1
         self.steps += 1
-        self._begun = None
         loss = self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
         if self._late is not None:
             self._late.add(self._microbatches_before + first, loss)
@@ -176,7 +173,6 @@ class Engine:
             # A new run may write the memory of the newest version.
             self.snapshots.settle()
             self.restart(self._microbatches_before + microbatches)
-            self._begun = None
             # Before a drain the updates of replicas may lie in different steps.
             for checksums in self._checksums:
                 checksums.start()
@@ -208,17 +204,12 @@ class Engine:
         part = history or {}
         by_stage = part.get("stages", {})
         self._schedule = continue_run(self.schedule) if by_stage else self.schedule
-        norms = {
-            (int(stage), int(version)): vector
-            for stage, kept in by_stage.items()
-            for version, vector in kept.get("norms", {}).items()
-        }
         scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
         for stages in self.stages.values():
             for stage in stages.values():
                 stage.weights.restart(part.get("weights", {}))
         for worker in self._workers:
-            worker.gradients.restart(self._schedule, norms, scales)
+            worker.gradients.restart(self._schedule, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
         self._steps = [RepeatedSteps(self._schedule, rank) for rank in self._ranks]
 
@@ -227,8 +218,6 @@ class Engine:
         worker = next(worker for worker in self._workers if stage in worker.stages)
         weights, gradients = worker.stages[stage].weights, worker.gradients
         kept: dict[str, Any] = {}
-        if gradients.norms is not None:
-            kept["norms"] = gradients.norms.history(stage, weights.newest)
         if gradients.scaler is not None and stage == self._schedule.stages - 1:
             kept["scales"] = gradients.scaler.history(weights.newest)
         return {"weights": weights.history(self._schedule.guarantees.delays[stage]), "stages": {str(stage): kept}}
@@ -272,31 +261,10 @@ class Engine:
         """The microbatches of the present run."""
         return self._minibatch * self._schedule.microbatches
 
-    def discard(self) -> bool:
-        """Drops what a call that failed has left behind: messages, microbatches in flight, gradients. Returns whether
-        the weights are those before the call, and no microbatch of an earlier call was dropped.
-
-        For an engine that runs all ranks, since no other process is asked.
-        """
-        begun, self._begun = self._begun, None
-        if begun is None:
-            # The call failed before its first action, or after its last one.
-            return True
-        intact = begun == self._newest_versions() and (self._schedule.flushes or self._minibatch == 0)
-        for worker in self._workers:
-            worker.discard()
-        self.transport.close()
-        self._follows = False
-        self.restart(self.trained)
-        return intact
-
     def use_chain(self, chain: LayerChain) -> None:
         """Runs the stages, whose modules are of `chain` by now, and ends them as it does."""
         for worker in self._workers:
             worker.use_chain(chain)
-
-    def _newest_versions(self) -> dict[int, int]:
-        return {index: stage.weights.newest for own in self.stages.values() for index, stage in own.items()}
 
     def share_buffers(self) -> None:
         share_buffers(self.stages, self._schedule.placement, self.transport)
@@ -392,7 +360,6 @@ class Engine:
         made = self._schedule
         forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._round_robin)
         self._run(batch, microbatches, 0, forwards, Step(0))
-        self._begun = None
         return batch
 
     @property
@@ -421,7 +388,6 @@ class Engine:
             programs = [steps.row(segment.minibatch) for steps in self._steps]
         else:
             programs = [schedule.row(rank, segment) for rank in self._ranks]
-        self._begun = self._newest_versions()
         numbered = dict(enumerate(microbatches, first))
         for worker, program in zip(workers, programs, strict=True):
             worker.begin(batch, schedule, numbered, program)
@@ -478,7 +444,7 @@ def make_workers(
     host = None if schedule.flushes else updater.host
     snapshots = Snapshots(HostCopier(context.staging, context.device), host)
     for rank, own in stages.items():
-        norms = GradientNorms(schedule, counted, chain.parameters, recipe.clip_grad_norm, context.device)
+        norms = GradientNorms(counted, chain.parameters, recipe.clip_grad_norm, context.device)
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None
         gradients = Gradients(rank, schedule, own, norms if schedule.norms else None, scaler)
         heads = {

@@ -29,7 +29,6 @@ from penstock.runtime.parameters.gradient_norms import GradientNorms, divide
 from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.definitions import VersionRule
-from penstock.scheduling.norms import Norm, known_norms
 from penstock.scheduling.schedules import Schedule
 from penstock.training.scaling import LossScaler
 
@@ -70,20 +69,13 @@ class Gradients:
     def begin(self, batch: BatchRun) -> None:
         self._admitted = batch.admitted
 
-    def restart(self, schedule: Schedule, norms: Mapping[Norm, Tensor], scales: Mapping[str, float]) -> None:
-        """Begins a new run of `schedule`, in which versions are counted anew. `norms`, `scales`: of the run that it
-        continues.
-        """
+    def restart(self, schedule: Schedule, scales: Mapping[str, float]) -> None:
+        """Begins a new run of `schedule`, with versions counted anew. `scales`: of the run that it continues."""
         self._schedule = schedule
         if self.norms is not None:
-            self.norms.restart(schedule, norms)
+            self.norms.restart()
         if self.scaler is not None:
             self.scaler.restart(scales)
-
-    def discard(self) -> None:
-        """Drops all gradients of updates that were not made."""
-        for kept in (self._own, self._lasts, self._tied, self._sums, self._means):
-            kept.clear()
 
     def loss_weight(self, k: int, microbatch: Microbatch) -> float:
         """d(loss of the update) / d(loss of microbatch `k`), times the loss scale.
@@ -172,7 +164,7 @@ class Gradients:
         self._sums[stage, update] = self.start_reduce(stage, update).finish(update)
 
     def norm_vectors(self, stage: int, version: int, target: int) -> tuple[Tensor, ...]:
-        return self._local_norms(stage, version).vectors_for(stage, version, target)
+        return self._local_norms(version).vectors_for(stage, version, target)
 
     def add_norms(self, stage: int, version: int, source: int, message: Message) -> None:
         assert self.norms is not None
@@ -185,33 +177,35 @@ class Gradients:
         """
         if self.norms is None:
             return self._final(stage, version), False
-        norms = self._local_norms(stage, version)
-        overflown = norms.overflown(stage, version) if self.scaler is not None else []
-        updates = [of for _, of in overflown]
-        if self.scaler is not None and stage == self._last_stage:
-            self.scaler.update(updates, keep=version - 2 * self._schedule.stages)
-        self.skipped[stage] += version in updates
-        return norms.clip(stage, version, self._final(stage, version), overflown), version in updates
+        norms = self._local_norms(version)
+        gradients, skipped = self._final(stage, version), False
+        if self.scaler is not None:
+            skipped = norms.overflow(version)
+            self.skipped[stage] += skipped
+            if stage == self._last_stage:
+                self.scaler.update(version, skipped)
+        norms.clip(version, gradients)
+        return gradients, skipped
 
     def forget(self, stage: int, update: int) -> None:
         """Drops the gradients of an update that has been made."""
         self._means.pop((stage, update), None)
         self._own.pop((stage, update), None)
 
-    def _local_norms(self, stage: int, version: int) -> GradientNorms:
+    def _local_norms(self, version: int) -> GradientNorms:
         """The norms, after those of the stages of this rank have been added."""
         assert self.norms is not None
         # Stages on one rank send each other no messages. The last stage comes first, since it has the scale.
-        for other, of in reversed(known_norms(self._schedule, stage, version)):
-            if other in self._stages and of == version and not self.norms.has(other, of):
-                scale = self._scale_of(other, of)
-                gradients = self._early_sums(other, of)
+        for stage in sorted(self._stages, reverse=True):
+            if not self.norms.has(stage, version):
+                scale = self._scale_of(stage, version)
+                gradients = self._early_sums(stage, version)
                 if gradients is None:
-                    gradients = self._final(other, of)
+                    gradients = self._final(stage, version)
                 elif scale is not None:
                     # Not in place: a sum of one summand is that tensor, which is still to be added to others.
                     gradients = {name: gradient / scale for name, gradient in gradients.items()}
-                self.norms.add(other, of, gradients, 1.0 if scale is None else scale)
+                self.norms.add(stage, version, gradients, 1.0 if scale is None else scale)
         return self.norms
 
     def _scale_of(self, stage: int, version: int) -> float | None:

@@ -44,13 +44,6 @@ class LocalStage:
     """Orders its updates and the computations that read its weights, on a device that runs them concurrently."""
     executor: StageExecutor = field(default_factory=StageExecutor)
 
-    def discard(self) -> None:
-        """Drops the microbatches in flight and their gradients."""
-        self.executor.discard()
-        if self.reducer is not None:
-            self.reducer.discard()
-        self.weights.discard()
-
 
 def share_buffers(stages: Mapping[int, Mapping[int, LocalStage]], placement: Placement, transport: Transport) -> None:
     """Copies the buffers of the first replica of each stage to the others. Collective over the replicas.

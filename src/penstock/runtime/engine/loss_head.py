@@ -63,10 +63,6 @@ class LossHead:
     def begin(self, batch: BatchRun) -> None:
         self._batch = batch
 
-    def discard(self) -> None:
-        """Drops the gradients of losses whose backward will not come."""
-        self._gradients.clear()
-
     def follow(
         self,
         compute: Compute,

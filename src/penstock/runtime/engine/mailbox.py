@@ -22,7 +22,6 @@ from penstock.runtime.engine.coded_messages import CodedMessages
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import nexts, peer, peers
-from penstock.scheduling.norms import carried_norms
 from penstock.scheduling.schedules import Schedule
 
 _RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
@@ -76,12 +75,6 @@ class Mailbox:
             if due:
                 for _ in range(min(len(due), self._transport.ahead(edge))):
                     self._post(edge)
-
-    def discard(self) -> None:
-        for kept in (self._due, self._awaited, self._receives, self._arrived, self._leaving):
-            kept.clear()
-        if self._coded is not None:
-            self._coded.discard()
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
         """Takes the tensors of `microbatch` that came for `stage`, one from each of `sources`, in their order.
@@ -184,8 +177,8 @@ class Mailbox:
                 # A replica without a microbatch has no gradients; its partner has none either, so both use one header.
                 own = stage if self.rank in self._placement.stages[stage] else target
                 return ("tied", stage, target, self._schedule.last_microbatch(self.rank, own, version) is None)
-            case SendNorms(stage, version, target) | ReceiveNorms(target, version, stage):
-                return ("norms", stage, target, len(carried_norms(self._schedule, stage, version, target)))
+            case SendNorms(stage, _, target) | ReceiveNorms(target, _, stage):
+                return ("norms", stage, target)
             case _:
                 assert_never(action)
 

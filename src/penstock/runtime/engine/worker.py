@@ -165,19 +165,6 @@ class Worker:
         timings, self._timings = self._timings, []
         return timings
 
-    def discard(self) -> None:
-        """Drops the microbatches, messages and gradients of a segment that failed. The weights stay as they are."""
-        self._microbatches.clear()
-        self._timings.clear()
-        self._mailbox.discard()
-        self.gradients.discard()
-        self.updater.discard()
-        for head in self._heads.values():
-            head.discard()
-        self._forwards.offloads.discard()
-        for stage in self.stages.values():
-            stage.discard()
-
     def ready(self) -> bool:
         """Whether the next action need not wait."""
         action = self.left[0]

@@ -100,13 +100,6 @@ class StageExecutor:
         assert saved.tensors is not None, "the forward of such a microbatch has `offloads`"
         return saved.tensors
 
-    def discard(self) -> None:
-        """Drops the microbatches in flight, when no copy of them is on its way."""
-        for saved in self.in_flight.values():
-            if isinstance(saved, _SavedForward) and saved.tensors is not None:
-                saved.tensors.discard()
-        self.in_flight.clear()
-
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Adds the weights' gradients to their ``.grad`` and returns those of what was received.
 

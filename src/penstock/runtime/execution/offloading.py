@@ -19,7 +19,7 @@ Laws of this file:
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ref
@@ -123,12 +123,6 @@ class Offloads:
         self._begun += 1
         self._wait([each for each in self.leaving if each.until <= self._begun])
 
-    def discard(self) -> None:
-        """Drops all, when the copies have ended, whether or not they went well."""
-        while self.leaving:
-            with suppress(PenstockError):
-                self._wait(self.leaving[:])
-
     def send(self, memories: Sequence[Tensor], behind: int) -> Sequence[Slot]:
         """Starts to copy `memories` to the store, and drops them for the forward or backward number `behind`."""
         slots, copying = self.store.put(memories)
@@ -191,10 +185,6 @@ class SavedTensors:
         """Starts to bring back what is away."""
         with _outside_of_autograd():
             self._coming = self._offloads.bring(self._slots)
-
-    def discard(self) -> None:
-        """Gives back what this holds of the store, when the copies to it have ended."""
-        self._offloads.take(self._slots, None if self._coming is None else self._coming[1])
 
     def finish(self) -> None:
         """Has what is computed from now on find all of it. Raises `PenstockError` if it was not reloaded."""

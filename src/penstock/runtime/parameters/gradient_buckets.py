@@ -150,11 +150,6 @@ class Reducer:
         for bucket in self._buckets[len(current.pending) :]:
             self._send(current, bucket, gradients)
 
-    def discard(self) -> None:
-        """Drops the gradients of updates whose sums are not finished."""
-        self.disarm()
-        self._updates.clear()
-
     def ready(self, version: int) -> bool:
         """Whether `finish` would return at once."""
         return all(message.ready() for message, _ in self._updates[version].pending)

@@ -1,9 +1,9 @@
 """The norms of all gradients that a rank has at an update, for clipping and loss scaling.
 
 Each stage makes one vector for an update: the scale of the loss, and the norm of each of its parameters' gradients. The
-schedule sends these vectors between stages; `known_norms` says which have arrived by an update. The norm over all of
-them is taken in the order of the model's parameters, so that where all have arrived it has the bits of
-``torch.nn.utils.clip_grad_norm_`` on one device, with ``foreach=True`` on a GPU, as is its default there.
+schedule sends these vectors between stages, so that every stage has all of them before it updates. The norm over all is
+taken in the order of the model's parameters: it has the bits of ``torch.nn.utils.clip_grad_norm_`` on one device, with
+``foreach=True`` on a GPU, as is its default there.
 
 Many tensors are taken in few calls: on a GPU, launching a small operation takes longer than the operation. Tensors are
 grouped by the properties that one kernel needs alike: device, type and layout. Sparse tensors can be multiplied and
@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.runtime.parameters.shards import local_shard, whole
 from penstock.runtime.transport.transport import Message
-from penstock.scheduling.definitions import NormRule
-from penstock.scheduling.norms import Norm, carried_norms, known_norms
-from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.norms import carried_norms
 from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
 
 _EPSILON = 1e-6
@@ -91,7 +89,7 @@ ABSENT = -1.0
 
 
 class GradientNorms:
-    """Holds the gradient norms known to one rank under `schedule`.
+    """Holds the gradient norms of updates on one rank.
 
     `counted`: by stage, its trained parameters that no earlier stage shares, by name. `order`: the names of all
     parameters in the order of the model. `max_norm`: gradients of a larger norm are clipped; None clips none.
@@ -100,17 +98,19 @@ class GradientNorms:
 
     def __init__(
         self,
-        schedule: Schedule,
         counted: Mapping[int, Mapping[str, nn.Parameter]],
         order: Iterable[str],
         max_norm: float | None,
         device: torch.device,
     ) -> None:
-        self._schedule, self._counted, self._max_norm, self._device = schedule, counted, max_norm, device
-        self._position = {name: index for index, name in enumerate(order)}
-        self._vectors: dict[Norm, Tensor] = {}
-        self._orders: dict[tuple[int, ...], Tensor] = {}
-        """By the stages of concatenated vectors: the indices that put their norms into the order of the model."""
+        self._counted, self._max_norm, self._device = counted, max_norm, device
+        self._parameters = [item for stage in sorted(counted) for item in counted[stage].items()]
+        position = {name: index for index, name in enumerate(order)}
+        places = sorted(range(len(self._parameters)), key=lambda place: position[self._parameters[place][0]])
+        self._order = torch.tensor(places, dtype=torch.int64, device=device)
+        """The places of the norms in the joined vectors of all stages, in the order of the model."""
+        self._vectors: dict[tuple[int, int], Tensor] = {}
+        """By stage and version."""
         self.newest: Tensor | None = None
         """The norm at the last update of this rank."""
         self.newest_scale: Tensor | None = None
@@ -136,76 +136,42 @@ class GradientNorms:
 
     def scale(self, version: int) -> float:
         """The loss scale of the update to `version`, from the vector of the last stage."""
-        return float(self._vectors[self._schedule.stages - 1, version][0])
+        return float(self._vectors[max(self._counted), version][0])
 
-    def overflown(self, stage: int, version: int) -> list[Norm]:
-        """The norms that are not finite, among those that `stage` has at its update to `version`."""
-        known = known_norms(self._schedule, stage, version)
+    def overflow(self, version: int) -> bool:
+        """Whether a norm for the update to `version` is not finite."""
         # One read, for which the host waits for the device.
-        finite = torch.stack([self._vectors[norm].isfinite().all() for norm in known]).tolist() if known else ()
-        return [norm for norm, fine in zip(known, finite, strict=True) if not fine]
+        return not torch.cat(self._of(self._counted, version)).isfinite().all()
 
     def vectors_for(self, stage: int, version: int, target: int) -> tuple[Tensor, ...]:
         """The vectors that `stage` sends its neighbour `target`."""
-        return tuple(self._vectors[norm] for norm in carried_norms(self._schedule, stage, version, target))
+        return tuple(self._of(carried_norms(len(self._counted), stage, target), version))
 
     def add_received(self, stage: int, version: int, source: int, message: Message) -> None:
         """Adds the vectors that `stage` received from `source`."""
-        names = carried_norms(self._schedule, source, version, stage)
-        self._vectors.update(zip(names, (vector for vector in message if vector is not None), strict=True))
+        others = carried_norms(len(self._counted), source, stage)
+        vectors = (vector for vector in message if vector is not None)
+        self._vectors.update(((other, version), vector) for other, vector in zip(others, vectors, strict=True))
 
-    def clip(
-        self, stage: int, version: int, gradients: Mapping[str, Tensor], skipped: Sequence[Norm]
-    ) -> dict[str, Tensor]:
-        """Clips `gradients` of `stage` for the update to `version`: scales them down in place if the norm is too large.
-
-        `skipped`: norms that do not count, those of updates that are skipped.
-        """
-        known = [norm for norm in known_norms(self._schedule, stage, version) if norm not in skipped]
-        self.newest = torch.linalg.vector_norm(self._in_order(known))
-        self.newest_scale = self._vectors[self._schedule.stages - 1, version][0]
-        self._forget(version)
+    def clip(self, version: int, gradients: Mapping[str, Tensor]) -> None:
+        """Scales `gradients` of a stage for the update to `version` down in place if the norm of all is too large."""
+        norms = torch.cat([vector[1:] for vector in self._of(self._counted, version)])[self._order]
+        self.newest = torch.zeros((), device=self._device)
+        if self._parameters:
+            dtype = reduce(torch.promote_types, (p.grad_dtype or p.dtype for _, p in self._parameters))
+            self.newest = torch.linalg.vector_norm(drop_absent(norms, norms.device.type == "cpu").to(dtype))
+        self.newest_scale = self._vectors[max(self._counted), version][0]
+        # Another stage of this rank may still make the update before this one.
+        self._vectors = {of: vector for of, vector in self._vectors.items() if of[1] >= version - 1}
         if self._max_norm is not None:
             clip([local_shard(gradient) for gradient in gradients.values()], self._max_norm, self.newest)
-        return dict(gradients)
 
-    def history(self, stage: int, newest: int) -> dict[str, Tensor]:
-        """The vectors of `stage` up to its version `newest` that later stages may still need, if it is on this rank.
+    def restart(self) -> None:
+        """Begins a new run, in which versions are counted anew."""
+        self._vectors.clear()
 
-        They are named by the version, where `newest` is 0. Those of updates before the first one are absent norms.
-        """
-        if self._schedule.norm_rule is not NormRule.LAGGED:
-            return {}
-        absent = torch.full((1 + len(self._counted[stage]),), ABSENT, dtype=torch.float64, device=self._device)
-        return {
-            str(-behind): self._vectors.get((stage, newest - behind), absent)
-            for behind in range(2 * self._schedule.stages)
-        }
-
-    def restart(self, schedule: Schedule, history: Mapping[Norm, Tensor]) -> None:
-        """Begins a new run of `schedule`, in which versions are counted anew. `history`: the vectors of the run before
-        that it continues.
-        """
-        self._schedule = schedule
-        self._vectors = {norm: vector.to(self._device) for norm, vector in history.items()}
-
-    def _in_order(self, known: Sequence[Norm]) -> Tensor:
-        """The norms of all parameters in the vectors `known`, in the order of the model."""
-        counted = [(name, p.grad_dtype or p.dtype) for stage, _ in known for name, p in self._counted[stage].items()]
-        if not counted:
-            return torch.zeros(0, device=self._device)
-        norms = torch.cat([self._vectors[norm][1:] for norm in known])
-        stages = tuple(stage for stage, _ in known)
-        if stages not in self._orders:
-            order = sorted(range(len(counted)), key=lambda index: self._position[counted[index][0]])
-            self._orders[stages] = torch.tensor(order, dtype=torch.int64, device=norms.device)
-        dtype = reduce(torch.promote_types, (dtype for _, dtype in counted))
-        return drop_absent(norms[self._orders[stages]], norms.device.type == "cpu").to(dtype)
-
-    def _forget(self, version: int) -> None:
-        # A norm from d stages away arrives at most 2 d updates late.
-        for norm in [norm for norm in self._vectors if norm[1] <= version - 2 * self._schedule.stages]:
-            del self._vectors[norm]
+    def _of(self, stages: Iterable[int], version: int) -> list[Tensor]:
+        return [self._vectors[stage, version] for stage in sorted(stages)]
 
 
 def drop_absent(norms: Tensor, shorter: bool) -> Tensor:

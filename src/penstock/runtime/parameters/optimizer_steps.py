@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.process_hooks import HeldInterrupts
 from penstock.runtime.parameters.host_states import HostStates, in_parts
 from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.parameters.weight_versions import VersionedWeights
@@ -74,8 +73,6 @@ class Updater:
         """The stages at whose first update the optimizers have been looked at."""
         self._waiting: dict[int, tuple[VersionedWeights, int, Mapping[str, Tensor] | None]] = {}
         """By stage, the updates that wait for those of other stages."""
-        self.interrupts = HeldInterrupts()
-        """To be entered for a step. Where all stages step at once, Ctrl-C waits from that moment for the end."""
         self.read_rates()
         if host is not None:
             for optimizer in self.optimizers:
@@ -94,8 +91,6 @@ class Updater:
         self._waiting[stage] = weights, version, gradients
         if self.together and len(self._waiting) < len(self._updates):
             return ()
-        if self.together:
-            self.interrupts.hold()
         waiting, self._waiting = dict(sorted(self._waiting.items())), {}
         for held, number, own in waiting.values():
             held.begin_update(number, own or {})
@@ -106,10 +101,6 @@ class Updater:
         if self.host is not None:
             self.host.settle()
         return list(waiting)
-
-    def discard(self) -> None:
-        """Drops the updates that wait for others."""
-        self._waiting.clear()
 
     def _step(self, stages: Sequence[int], stepped: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Steps the parameters of `stages`. Returns the weights that forwards are to read instead of these."""

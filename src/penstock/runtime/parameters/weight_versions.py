@@ -442,13 +442,6 @@ class VersionedWeights:
         """The newest version of the present run of the schedule."""
         return self._slots.newest
 
-    def discard(self) -> None:
-        """Drops all gradients, and makes the parameters the newest version."""
-        self._aside, self._sharers.accumulating = {}, None
-        for parameter in self.trained.values():
-            parameter.grad = None
-        self._unpoint()
-
     def history(self, delay: int) -> dict[str, dict[str, Tensor]]:
         """What forwards that read versions up to `delay` behind the newest need beside the optimizer's parameters.
 

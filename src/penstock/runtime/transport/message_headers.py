@@ -193,11 +193,6 @@ class SpecsAhead(Generic[T]):
             self._awaited[edge, kind] = Awaited(edge, self._transport.post(edge, ("specs", kind)), self._read)
         return self._awaited[edge, kind]
 
-    def discard(self) -> None:
-        """Forgets what was agreed: messages may have been dropped."""
-        self._sent.clear()
-        self._awaited.clear()
-
 
 @dataclass(slots=True, eq=False)
 class Awaited(Generic[T]):

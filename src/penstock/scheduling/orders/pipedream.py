@@ -16,7 +16,6 @@ from penstock.scheduling.definitions import (
     Drain,
     Entry,
     Guarantees,
-    LastUpdate,
     PipelineShape,
     ScheduleDefinition,
     Segment,
@@ -57,8 +56,6 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
         round_ = turn // stride - warm_up
         if turn % stride == stride - 1 and round_ >= 0:
             yield Update(stage, round_ + 1, _version(shape, stage, round_))
-    if stage in shape.waiting and isinstance(segment, Drain) and segment.minibatches > 0:
-        yield LastUpdate(stage, -(-admitted.stop // stride))
 
 
 def _version(shape: PipelineShape, stage: int, round_: int) -> int:

@@ -38,9 +38,8 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
-from penstock.scheduling.norms import Norm, carried_norms, known_norms
+from penstock.scheduling.norms import carried_norms
 from penstock.scheduling.verification.stage_invariants import KINDS, Row
 from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
@@ -97,7 +96,7 @@ def _find_neighbors(message: Message, row: Row) -> tuple[tuple[int, ...], str]:
             expected = f"a stage on another rank that shares weights with stage {stage}"
             return partners(stage, row.staged.schedule.ties), expected
         case SendNorms() | ReceiveNorms():
-            allowed = () if row.staged.schedule.norm_rule is NormRule.NONE else (stage - 1, stage + 1)
+            allowed = (stage - 1, stage + 1) if row.staged.schedule.norms else ()
             return allowed, f"a neighbor of stage {stage} on another rank, and a schedule with norms"
         case _:
             assert_never(message)
@@ -151,8 +150,8 @@ def _deeds(action: Action, row: Row, done: Mapping[Deed, set[int]]) -> Iterator[
         case ReceiveTied(stage, version, source):
             yield ("T", stage, source), version
         case ReceiveNorms(stage, version, source):
-            for other, of in carried_norms(row.staged.schedule, source, version, stage):
-                yield ("N", other, -1), of
+            for other in carried_norms(row.staged.schedule.stages, source, stage):
+                yield ("N", other, -1), version
         case Reduce(stage, version):
             # A sum over replicas that lacks gradients is none.
             if all(number in done[deed] for deed, number in _summands(stage, version, row)):
@@ -197,14 +196,14 @@ def _needs(action: Action, row: Row) -> Iterator[Need]:
         case SendTied(stage, version):
             yield from _last_backward(stage, version, row)
         case SendNorms(stage, version, target):
-            for norm in carried_norms(schedule, stage, version, target):
-                yield from _norm_sources(norm, row)
+            for other in carried_norms(schedule.stages, stage, target):
+                yield from _norm_sources(other, version, row)
         case Update(stage, version):
             yield from _summands(stage, version, row)
             if schedule.placement.replicas(stage) > 1:
                 yield ("R", stage, -1), version
-            for norm in known_norms(schedule, stage, version):
-                yield from _norm_sources(norm, row)
+            for other in range(schedule.stages if schedule.norms else 0):
+                yield from _norm_sources(other, version, row)
         case Receive() | ReceiveTied() | ReceiveNorms() | Reduce() | Offload() | Reload() | Recompute():
             pass
         case _:
@@ -229,13 +228,10 @@ def _tied_gradients(stage: int, version: int, partner: int, row: Row) -> Iterato
         yield ("T", stage, partner), version
 
 
-def _norm_sources(norm: Norm, row: Row) -> Iterator[Need]:
-    """What gives a rank a norm: a message, or the gradients, with those of later stages that share weights. A run that
-    continues another one has the norms of that run.
+def _norm_sources(stage: int, version: int, row: Row) -> Iterator[Need]:
+    """What gives a rank the norm of `stage`: a message, or the gradients, with those of later stages that share
+    weights.
     """
-    stage, version = norm
-    if version <= 0:
-        return
     if row.rank not in row.staged.placement.stages[stage]:
         yield ("N", stage, -1), version
     elif row.staged.schedule.placement.replicas(stage) > 1:
