@@ -75,7 +75,6 @@ from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.skips import SkipChoice
 from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
@@ -145,8 +144,6 @@ class Pipeline(Advised):
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
             the model's modules in ``stage_module.blocks``, in place. Supported combinations: docs/composition.md.
         tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
-        skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
-            ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
         wire_dtype: where links are slow, ``torch.bfloat16`` or another type that activations and their gradients are
             rounded to at every cut between stages, for fewer bytes; or a `WireCodec` such as `RowInt8`: docs/wire.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
@@ -208,7 +205,6 @@ class Pipeline(Advised):
         init_fn: InitFn | None = None,
         parallelize: Parallelize | None = None,
         tensor_parallel: int | None = None,
-        skips: SkipChoice = "auto",
         wire_dtype: WireDtype | None = None,
         seed: int | None = 0,
         check: Check = "warn",
@@ -241,7 +237,6 @@ class Pipeline(Advised):
                     balance=balance,
                     vertical_sync=vertical_sync,
                     tensor_parallel=tensor_parallel,
-                    skips=skips,
                     recompute=recompute,
                     state_on_host=state_on_host,
                 ),

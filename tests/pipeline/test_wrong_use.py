@@ -112,7 +112,6 @@ PIPELINES = [
     option(tensor_parallel=0, error=PlanError)(COUNT),
     option(vertical_sync=1, error=PlanError)("True or False", "found 1"),
     option(balance="wrk", error=PlanError)("Did you mean 'work'?"),
-    option(skips="drect", error=PlanError)("Did you mean 'direct'?"),
     option(recompute=2, error=PlanError)("found 2", "{1}"),
     option(recompute="layer", error=PlanError)("found 'layer'"),
     option(recompute={7}, error=PlanError)("from 0 to 1", "found 7"),
