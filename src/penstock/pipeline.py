@@ -25,14 +25,13 @@ from penstock.capturing.preservation import in_mode
 from penstock.capturing.reads import Change
 from penstock.capturing.sequential import watch_shared
 from penstock.doctor.stragglers import Stragglers
-from penstock.errors import PenstockError, TransportError
+from penstock.errors import CheckpointError, PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.first_batch import FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.guarded_calls import (
-    Advised,
     FailureGuard,
     StepConditions,
     collective,
@@ -90,7 +89,7 @@ log = getLogger("penstock")
 
 
 @collective
-class Pipeline(Advised):
+class Pipeline:
     """Trains `model` in pipeline stages, with the numbers of one device.
 
     Args:
@@ -599,6 +598,10 @@ class Pipeline(Advised):
         They have ``state_dict()``, of numbers, texts, tensors and containers of these, and ``load_state_dict()``; or
         they are a `torch.Generator`. If a checkpoint was loaded before, they get their states now.
         """
+        if any(isinstance(each, Pipeline) for each in objects.values()):
+            raise CheckpointError(
+                "track(...): expected objects of yours, found a pipeline, which saves itself. Leave it out"
+            )
         self._checkpoints.own.track(objects)
 
     @overload

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from penstock.data import Batches, Prefetched, warn_of_untracked
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.guarded_calls import Advised
 from penstock.runtime.checkpoints.manifests import Manifest, bytes_of
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.plain_values import Json, encode
@@ -46,8 +45,6 @@ class OwnStates:
         names, that object gets it now.
         """
         for name, value in objects.items():
-            if isinstance(value, Advised):
-                raise CheckpointError(f"track({name}=...): expected an object of yours, found a pipeline. Leave it out")
             if isinstance(value, torch.Generator):
                 continue
             for method in ("state_dict", "load_state_dict"):
