@@ -130,7 +130,7 @@ class Pipeline:
         lr_scheduler: called with each optimizer; returns a scheduler of ``torch.optim.lr_scheduler``, which steps with
             every update of a stage. Do not step it yourself.
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
-            read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
+            read: `WeightPrediction`, `WeightAverage`, or your own `UpdateHook`.
         on_nonfinite: ``"raise"`` (default): a loss that is not finite is an error. ``"skip"``: updates whose gradients
             are not finite are left out, as with `loss_scale`. ``"rollback"``: a loss that is not finite also takes the
             training back to its newest checkpoint in `resume`: docs/training.md.

@@ -100,7 +100,7 @@ PURE = (
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
-    CaptureError CheckpointError Cluster DeviceKind ErrorFeedback LayerProfile LookAhead LossScale Microbatches
+    CaptureError CheckpointError Cluster DeviceKind LayerProfile LossScale Microbatches
     NamedParameters PenstockError Pipeline Plan PlanError Profile ProfileError RehearsalError RowInt8 Schedule
     ScheduleDefinition ScheduleError Stage Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage
     WeightPrediction WeightUpdate WireCodec capture compare_clusters frontier initialize latest_checkpoint load_weights

@@ -18,6 +18,7 @@ import penstock
 from penstock.errors import CheckpointError, PenstockError
 from penstock.testing import faults
 from support import models
+from support.jobs.hook_jobs import Dragging
 
 SUBJECT = models.SUBJECTS["normalized"]
 
@@ -101,8 +102,8 @@ def test_schedulers_of_pytorch(tmp_path: Path, name: str) -> None:
     check_resuming(tmp_path / "run", lr_scheduler=SCHEDULERS[name])
 
 
-def test_averages_feedback_and_scale(tmp_path: Path) -> None:
-    hooks = (penstock.ErrorFeedback(0.1), penstock.WeightAverage(0.9))
+def test_averages_hooks_and_scale(tmp_path: Path) -> None:
+    hooks = (Dragging(), penstock.WeightAverage(0.9))
     options: dict[str, Any] = {"update_hooks": hooks, "loss_scale": penstock.LossScale(8.0, interval=1)}
     options |= {"schedule": "2bw", "microbatches": 2}
     check_resuming(tmp_path / "run", **options)
