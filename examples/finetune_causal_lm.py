@@ -145,8 +145,8 @@ def evaluate(pipe: penstock.Pipeline, held_out: dict[str, Tensor], step: int) ->
 
 
 def train(pipe: penstock.Pipeline, batches: Any, held_out: dict[str, Tensor], options: argparse.Namespace) -> None:
+    pipe.track(batches=batches)
     if options.resume:
-        # The position of `batches` is in the checkpoint.
         pipe.load(options.checkpoints)
         session.say(f"resumed after step {pipe.steps}")
     step = pipe.steps

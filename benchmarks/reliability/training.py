@@ -51,6 +51,7 @@ def train(directory: Path, schedule: str, steps: int, save_every: int, stages: i
     )
     values = torch.randn(5 * MICROBATCHES + 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     batches = penstock.loader(TensorDataset(values, values.roll(1, 1)), MICROBATCHES, shuffle=True, drop_last=True)
+    pipe.track(batches=batches)
     loss, early = None, _measure_process()
     while pipe.steps < steps:
         for x, y in batches:

@@ -46,6 +46,7 @@ def main() -> None:
     )
     loss = float("nan")
     batches = penstock.loader(torch.utils.data.TensorDataset(x, y), batch_size=32, shuffle=True)
+    pipe.track(batches=batches)
     while pipe.steps < arguments.steps:
         for inputs, target in batches:
             began = time.monotonic()

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from penstock.training.optimizers import NamedParameters
     from penstock.training.scaling import LossScale
     from penstock.training.update_corrections import (
-        ErrorFeedback,
-        LookAhead,
         UpdateHook,
         WeightAverage,
         WeightPrediction,
@@ -63,9 +61,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "DeviceKind",
-    "ErrorFeedback",
     "LayerProfile",
-    "LookAhead",
     "LossScale",
     "Microbatches",
     "NamedParameters",
@@ -146,7 +142,7 @@ _NAMES = {
     "training.losses": "Microbatches model_loss token_count",
     "training.optimizers": "NamedParameters",
     "training.scaling": "LossScale",
-    "training.update_corrections": "ErrorFeedback LookAhead UpdateHook WeightAverage WeightPrediction WeightUpdate",
+    "training.update_corrections": "UpdateHook WeightAverage WeightPrediction WeightUpdate",
     "training.wire_codecs": "RowInt8 WireCodec",
     "values.clusters": "Cluster",
     "values.device_kinds": "DeviceKind",

@@ -1,14 +1,14 @@
 """Loads batches for a pipeline: the same ones in the same order in every process, and on the device ahead of time.
 
 Every process of a pipeline passes the same global batch to `Pipeline.step`. `loader` makes a `DataLoader` that does so,
-resumes where a training stopped, and gives only shapes to a process that needs no values. `prefetch` copies the next
-batch to the device while the present one is computed.
+resumes where a training stopped if `Pipeline.track` keeps its place, and gives only shapes to a process that needs no
+values. `prefetch` copies the next batch to the device while the present one is computed.
 """
 
 import inspect
-import itertools
 import logging
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
@@ -47,16 +47,14 @@ class Batches:
                 f"{type(dataset).__name__} is an IterableDataset, which has no order that all processes could share: "
                 "expected a dataset with len() and indices. Iterate over it yourself, the same way in every process"
             )
-        self.number: int = next(_USES)
-        """Loaders that are made later have higher numbers."""
-        self.epoch: int = 0
+        self.epoch = 0
         """The epoch of the next batch."""
         self.position = 0
         """The batches of it that have been returned."""
-        self.used_at = 0
-        """When a batch was taken or a position was given, counted over all loaders; 0 if that has not happened."""
-        self.source: weakref.ref[Prefetched[Any]] | None = None
-        """What iterates over it one batch ahead, if something does."""
+        self.behind: tuple[int, int] | None = None
+        """The place after the last batch that is used, where `prefetch` is ahead of it."""
+        self.used_seconds = 0.0
+        """When a batch was taken, by ``time.perf_counter()``."""
         self._dataset: Any = dataset
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -70,7 +68,7 @@ class Batches:
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=_Order(weakref.proxy(self)), generator=self._generator, **options
         )
-        _LOADERS.add(self)
+        _UNTOLD.add(self)
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch."""
@@ -82,9 +80,7 @@ class Batches:
 
         Raises `PenstockError` in a loop that goes on after `set_epoch` or `load_state_dict` has set another position.
         """
-        _LOADERS.begin(self)
-        self.source = None
-        epoch = self.epoch
+        self.behind, epoch = None, self.epoch
         mixed = microbatch_seed(self._seed, epoch)
         # It seeds the worker processes.
         self._generator.manual_seed(mixed)
@@ -96,7 +92,7 @@ class Batches:
                 random.seed(number)
                 numpy.random.seed(number % 2**32)
                 batch = next(rest)
-            self.position, self.used_at = position + 1, next(_USES)
+            self.position, self.used_seconds = position + 1, time.perf_counter()
             yield batch
             if (self.epoch, self.position) != (epoch, position + 1):
                 raise PenstockError(
@@ -121,19 +117,17 @@ class Batches:
         """Goes to batch `position` of `epoch`, for the next ``iter()``. `PenstockError` if there is no such batch."""
         epoch = integer(0).but("give the number of an epoch").check("set_epoch(epoch=)", epoch)
         batch = integer(0, len(self)).but("give the number of a batch of an epoch")
-        self.epoch, self.position, self.used_at = epoch, batch.check("set_epoch(position=)", position), next(_USES)
+        self.epoch, self.position, self.behind = epoch, batch.check("set_epoch(position=)", position), None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for `load_state_dict` in another run: batches that were returned count as used.
-
-        It also says what the order of the samples depends on.
+        """The place after the last batch that was returned, by `prefetch` where it is ahead; for `load_state_dict` in
+        another run. It also says what the order of the samples depends on.
         """
-        return {"seed": self._seed, "epoch": self.epoch, "position": self.position, **self.form}
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """What the batches of an epoch depend on, besides the seed."""
+        epoch, position = self.behind or (self.epoch, self.position)
         return {
+            "seed": self._seed,
+            "epoch": epoch,
+            "position": position,
             "samples": len(self._dataset),
             "batch_size": self._batch_size,
             "shuffle": self._shuffle,
@@ -150,7 +144,7 @@ class Batches:
                 f"expected the state of a loader with {', '.join(own)}, found {state!r:.200}. Pass what state_dict() "
                 "of a loader returned"
             )
-        for name in ("seed", *self.form):
+        for name in sorted(own.keys() - {"epoch", "position"}):
             if state[name] != own[name]:
                 raise PenstockError(
                     f"the state is of a loader with {name} {state[name]} and this one has {name} {own[name]}: expected "
@@ -158,11 +152,6 @@ class Batches:
                     "begin with set_epoch"
                 )
         self.set_epoch(state["epoch"], state["position"])
-
-    def used(self) -> dict[str, Any]:
-        """The state after the last batch that was used, where `prefetch` is one batch ahead."""
-        source = self.source() if self.source is not None else None
-        return self.state_dict() if source is None else source.state_dict()
 
     def _check_last(self, microbatches: int | None) -> None:
         """Raises `PenstockError` if an epoch has no batch, or a last one that cannot be cut into `microbatches`."""
@@ -197,91 +186,29 @@ class Batches:
         return self._shapes[size]
 
 
-class _Loaders:
-    """The loaders of this process that are in use, for checkpoints, which find them by themselves.
+_UNTOLD: weakref.WeakSet[Batches] = weakref.WeakSet()
+"""The loaders of this process that `warn_of_untracked` has not named."""
 
-    A loader of another run is known by its seed and its form. Loaders that are made after a checkpoint was loaded get
-    the states that no other one has taken.
+
+def warn_of_untracked(tracked: Iterable[object], since: float) -> None:
+    """Says once of each loader that was used after `since`, and is not `tracked`, that no checkpoint has its place.
+
+    A loader that always has the same order, and is at the beginning of it, has none to keep.
     """
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[Batches] = weakref.WeakSet()
-        self._waiting: list[Mapping[str, Any]] = []
-
-    def add(self, batches: Batches) -> None:
-        """Takes note of a new loader, and gives it its state of a checkpoint."""
-        self._known.add(batches)
-        for state in self._waiting:
-            if _is_of(state, batches):
-                batches.load_state_dict(state)
-                self._waiting.remove(state)
-                return
-
-    def begin(self, batches: Batches) -> None:
-        """Called when a loop over `batches` begins."""
-        if self._waiting and not batches.used_at:
-            described = "; ".join(str(dict(state)) for state in self._waiting)
-            raise PenstockError(
-                f"the checkpoint that was loaded has the position of a loader that was not made since ({described}), "
-                f"and a loop over another one begins ({batches.state_dict()}): expected the same loaders, made in the "
-                "same way. Make the loader as then, or say where this one begins: batches.set_epoch(0)"
+    kept = {id(each.source if isinstance(each, Prefetched) else each) for each in tracked}
+    for batches in [each for each in _UNTOLD if each.used_seconds > since and id(each) not in kept]:
+        state = batches.state_dict()
+        if state["position"] or state["shuffle"]:
+            _UNTOLD.discard(batches)
+            logging.getLogger("penstock").warning(
+                "a loader that was used is not tracked (%s): a run that goes on from this checkpoint begins it anew, "
+                "and trains on the same batches again. pipe.track(batches=loader), in every run, keeps its place",
+                state,
             )
-
-    def states(self, since: int) -> list[dict[str, Any]]:
-        """The states of the loaders that were used after `since`, in the order in which they were made.
-
-        `PenstockError` if two could be taken for each other when they are made again.
-        """
-        states = [batches.used() for batches in self._in_order() if batches.used_at > since]
-        places = {"epoch", "position"}
-        for one, other in itertools.combinations(states, 2):
-            if one != other and all(one[name] == other[name] for name in one.keys() - places):
-                raise PenstockError(
-                    f"two loaders are made in the same way and are at different batches ({one}; {other}): expected "
-                    "loaders that a checkpoint can tell apart, since another order of making them would exchange their "
-                    "batches. Give one of them another seed="
-                )
-        return states
-
-    def restore(self, states: list[Mapping[str, Any]]) -> None:
-        """Gives each of `states` to a loader like that of then, the newest ones if there are several: now, and when
-        loaders are made that do not exist yet. With an empty list, no loader waits for a state any more.
-        """
-        self._waiting = []
-        left = self._in_order()[::-1]
-        for state in reversed(states):
-            found = next((batches for batches in left if _is_of(state, batches)), None)
-            if found is None:
-                self._waiting.insert(0, state)
-            else:
-                left.remove(found)
-                found.load_state_dict(state)
-
-    def _in_order(self) -> list[Batches]:
-        return sorted(self._known, key=lambda batches: batches.number)
-
-
-def _is_of(state: Mapping[str, Any], batches: Batches) -> bool:
-    own = batches.state_dict()
-    return all(state.get(name) == own[name] for name in ("seed", *batches.form))
-
-
-_LOADERS = _Loaders()
-loader_states, restore_loaders = _LOADERS.states, _LOADERS.restore
-_USES = itertools.count(1)
-"""Counts the loaders that are made and the batches that are taken from any of them."""
-
-
-def loader_uses() -> int:
-    """How often the loaders of this process were used so far, for `loader_states`."""
-    return next(_USES)
 
 
 class _Order:
-    """The batch sampler of a `Batches`, for the rest of its epoch.
-
-    It has no reference to it, so that a loader that is dropped is known to be gone at once.
-    """
+    """The batch sampler of a `Batches`, for the rest of its epoch. Its weak reference lets the loader go at once."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -369,55 +296,55 @@ class Prefetched(Generic[B]):
     """Iterates over the same batches on the device. `prefetch` makes it."""
 
     def __init__(self, batches: Iterable[B], device: torch.device) -> None:
-        self._batches = batches
+        self.source = batches
         self._device = device
-        self._state: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[B]:
         """Takes each batch from the source one step before it yields it."""
-        source = iter(self._batches)
-        stream = _new_stream(self._device)
+        source, stream = iter(self.source), _new_stream(self._device)
+        loader = self.source if isinstance(self.source, Batches) else None
+        place: tuple[int, int] | None = None
         taken, error = self._take(source, stream)
         try:
             while taken is not None:
-                batch, self._state = self._arrived(taken[0], stream), taken[1]
+                batch, place = self._arrived(taken[0], stream), taken[1]
                 # An error of the next batch must not hide this batch.
                 taken, error = self._take(source, stream)
-                ahead = self._mark()
+                if loader is not None:
+                    loader.behind = place
                 yield batch
-            self._state = None
+            if loader is not None and loader.behind is place:
+                loader.behind = None
         finally:
-            if self._state is not None and isinstance(self._batches, Batches):
+            if loader is not None and place is not None and loader.behind is place:
                 # The loop was left: the batch ahead was not used.
-                if (self._batches.epoch, self._batches.position) == ahead:
-                    self._batches.set_epoch(self._state["epoch"], self._state["position"])
-                self._state = None
+                loader.set_epoch(*place)
         if error is not None:
             raise error
 
-    def _mark(self) -> tuple[int, int] | None:
-        """Tells the loader that this object is ahead of what is used, and returns its epoch and position."""
-        if not isinstance(self._batches, Batches):
-            return None
-        self._batches.source = weakref.ref(self)
-        return self._batches.epoch, self._batches.position
-
     def state_dict(self) -> dict[str, Any]:
         """The state of its source, a `Batches`, just after the last batch that was returned."""
-        if not isinstance(self._batches, Batches):
+        return self._loader().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives its source, a `Batches`, the `state`."""
+        self._loader().load_state_dict(state)
+
+    def _loader(self) -> Batches:
+        if not isinstance(self.source, Batches):
             raise PenstockError(
-                f"{type(self._batches).__name__} has no state to save: expected what penstock.loader returns"
+                f"{type(self.source).__name__} has no state to save: expected what penstock.loader returns"
             )
-        return self._state or self._batches.state_dict()
+        return self.source
 
     def _take(
         self, source: Iterator[B], stream: torch.cuda.Stream | None
-    ) -> tuple[tuple[B, dict[str, Any] | None] | None, Exception | None]:
-        """The next batch, which is being copied to the device, with the state after it; None at the end or on
-        an error.
+    ) -> tuple[tuple[B, tuple[int, int] | None] | None, Exception | None]:
+        """The next batch, which is being copied to the device, with the place after it; None at the end or after an
+        error.
         """
         try:
             batch = next(source)
@@ -425,10 +352,10 @@ class Prefetched(Generic[B]):
             return None, None
         except Exception as error:
             return None, error
-        state = self._batches.state_dict() if isinstance(self._batches, Batches) else None
+        place = (self.source.epoch, self.source.position) if isinstance(self.source, Batches) else None
         with torch.cuda.stream(stream):  # does nothing with None
             moved: B = pytree.tree_map_only(Tensor, self._move, batch)
-        return (moved, state), None
+        return (moved, place), None
 
     def _move(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta or tensor.device == self._device:

@@ -25,14 +25,13 @@ from penstock.capturing.preservation import in_mode
 from penstock.capturing.reads import Change
 from penstock.capturing.sequential import watch_shared
 from penstock.doctor.stragglers import Stragglers
-from penstock.errors import PenstockError, TransportError
+from penstock.errors import CheckpointError, PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.first_batch import FirstBatch
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.guarded_calls import (
-    Advised,
     FailureGuard,
     StepConditions,
     collective,
@@ -75,7 +74,6 @@ from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.skips import SkipChoice
 from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
@@ -90,7 +88,7 @@ from penstock.values.profiles import Profile
 log = getLogger("penstock")
 
 
-class Pipeline(Advised):
+class Pipeline:
     """Trains `model` in pipeline stages, with the numbers of one device.
 
     Args:
@@ -131,7 +129,7 @@ class Pipeline(Advised):
         lr_scheduler: called with each optimizer; returns a scheduler of ``torch.optim.lr_scheduler``, which steps with
             every update of a stage. Do not step it yourself.
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
-            read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
+            read: `WeightPrediction`, `WeightAverage`, or your own `UpdateHook`.
         on_nonfinite: ``"raise"`` (default): a loss that is not finite is an error. ``"skip"``: updates whose gradients
             are not finite are left out, as with `loss_scale`. ``"rollback"``: a loss that is not finite also takes the
             training back to its newest checkpoint in `resume`: docs/training.md.
@@ -144,8 +142,6 @@ class Pipeline(Advised):
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
             the model's modules in ``stage_module.blocks``, in place. Supported combinations: docs/composition.md.
         tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
-        skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
-            ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
         wire_dtype: where links are slow, ``torch.bfloat16`` or another type that activations and their gradients are
             rounded to at every cut between stages, for fewer bytes; or a `WireCodec` such as `RowInt8`: docs/wire.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
@@ -207,7 +203,6 @@ class Pipeline(Advised):
         init_fn: InitFn | None = None,
         parallelize: Parallelize | None = None,
         tensor_parallel: int | None = None,
-        skips: SkipChoice = "auto",
         wire_dtype: WireDtype | None = None,
         seed: int | None = 0,
         check: Check = "warn",
@@ -240,7 +235,6 @@ class Pipeline(Advised):
                     balance=balance,
                     vertical_sync=vertical_sync,
                     tensor_parallel=tensor_parallel,
-                    skips=skips,
                     recompute=recompute,
                     state_on_host=state_on_host,
                 ),
@@ -612,6 +606,10 @@ class Pipeline(Advised):
         They have ``state_dict()``, of numbers, texts, tensors and containers of these, and ``load_state_dict()``; or
         they are a `torch.Generator`. If a checkpoint was loaded before, they get their states now.
         """
+        if any(isinstance(each, Pipeline) for each in objects.values()):
+            raise CheckpointError(
+                "track(...): expected objects of yours, found a pipeline, which saves itself. Leave it out"
+            )
         self._checkpoints.own.track(objects)
 
     @overload

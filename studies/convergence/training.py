@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
+from convergence.corrections import ErrorFeedback, LookAhead
 from convergence.tasks import STAGES, TASKS, Task, straight_plan
 from convergence.unstashed import Unstashed
 
@@ -61,7 +62,7 @@ class Method:
 _MOMENTUM = 0.9
 """Of SGD and of AdamW's first moments, and of the look-ahead that takes their place."""
 _LOOK_AHEAD: dict[str, Any] = {
-    "hook": partial(penstock.LookAhead, momentum=_MOMENTUM),
+    "hook": partial(LookAhead, momentum=_MOMENTUM),
     "variant": "plain",
     "correction": True,
     "optimizers": ("sgd", "adamw"),
@@ -82,7 +83,7 @@ METHODS = {
         Method("2bw, NAdam", "2bw", variant="nadam", correction=True, optimizers=("adamw",)),
         Method("2bw, look-ahead", "2bw", **_LOOK_AHEAD),
         Method("2bw, weight prediction", "2bw", hook=penstock.WeightPrediction, correction=True),
-        Method("2bw, error feedback", "2bw", hook=penstock.ErrorFeedback, correction=True),
+        Method("2bw, error feedback", "2bw", hook=ErrorFeedback, correction=True),
         Method("pipedream, NAdam", "pipedream", whole=True, variant="nadam", correction=True, optimizers=("adamw",)),
         Method(
             "pipedream, weight prediction",

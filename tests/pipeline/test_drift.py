@@ -250,7 +250,6 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stages": ({"stages": 2}, {"stages": 4}),
     "vertical_sync": ({"vertical_sync": True}, {}),
     "tensor_parallel": ({"tensor_parallel": 2}, {}),
-    "skips": ({"skips": "direct"}, {}),
     "state_on_host": ({"state_on_host": True}, {}),
     "check": ({"check": "off"}, {}),
     "resume": ({"resume": "run"}, {}),

@@ -259,10 +259,10 @@ def test_loaders_go_on_and_tracked_objects_go_back(tmp_path: Path) -> None:
     values = torch.arange(16.0).reshape(8, 2).repeat(1, 2)
     values[2] = torch.nan
     with make_pipeline(tmp_path) as pipe:
-        counted = Counter()
-        pipe.track(counted=counted)
+        counted, batches = Counter(), penstock.loader(torch.utils.data.TensorDataset(values, values), 1)
+        pipe.track(counted=counted, batches=batches)
         met = []
-        for x, y in penstock.loader(torch.utils.data.TensorDataset(values, values), 1):
+        for x, y in batches:
             counted.steps += 1
             pipe.step(x, y)
             met.append(float(x[0, 0]))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PenstockError
 from support import models
 from support.jobs.weight_jobs import TOKENS, build, class_of, lora, make_pipeline
 from support.processes import Pool
@@ -390,12 +389,3 @@ def test_between_steps_one_process_reads_the_newest_version(schedule: str, optio
         model.train()
     pipe.drain()
     assert same(model, pipe.full_state_dict())
-
-
-@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_pipeline_is_not_copied(take: Callable[[object], object]) -> None:
-    with (
-        net_pipeline(Net()) as pipe,
-        pytest.raises(PenstockError, match=r"cannot be copied or pickled.*state_dict\(\)"),
-    ):
-        take(pipe)

@@ -128,15 +128,10 @@ def test_crossings_of_a_model_name_makers_readers_and_outputs() -> None:
     assert found == [(0, (1, 2)), (1, (2,)), (1, (2,)), (2, (3,))]
 
 
-def test_a_choice_of_the_user_decides() -> None:
-    chain = capture(build_web(REACHING), (torch.zeros(3000, 6, dtype=torch.float64),))
-    plan = plan_of(8, 8, "gpipe")
-
-    assert make_schedule(plan, chain, skips="relayed").skips == ()
-    assert make_schedule(plan, chain, skips="direct").skips == ((2, 4), (2, 7), (3, 5), (4, 6), (4, 7))
-    assert make_schedule(plan, chain).skips == make_schedule(plan, chain, skips="direct").skips
-    with pytest.raises(penstock.PlanError, match=r"skips='never': expected 'auto'"):
-        make_schedule(plan, chain, skips="never")
+def test_only_large_values_go_directly() -> None:
+    for samples, skips in ((30, ()), (3000, ((2, 4), (2, 7), (3, 5), (4, 6), (4, 7)))):
+        chain = capture(build_web(REACHING), (torch.zeros(samples, 6, dtype=torch.float64),))
+        assert make_schedule(plan_of(8, 8, "gpipe"), chain).skips == skips
 
 
 def test_there_are_edges_for_what_passes_stages() -> None:

@@ -92,7 +92,7 @@ def apply_cut(
     losses, rest = [], []
     with _pipeline(Plan.uniform(LAYERS, 2, schedule, 4), slow=True, weightless=weightless, **options) as pipe:
         tracked = Counter()
-        pipe.track(tracked=tracked)
+        pipe.track(tracked=tracked, batches=batches)
         for number, ((x,), (y,)) in enumerate(batches, 1):
             losses.append(float(pipe.step(x, y).loss))
             tracked.steps += 1

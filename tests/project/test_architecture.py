@@ -100,7 +100,7 @@ PURE = (
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
-    CaptureError CheckpointError Cluster DeviceKind ErrorFeedback LayerProfile LookAhead LossScale Microbatches
+    CaptureError CheckpointError Cluster DeviceKind LayerProfile LossScale Microbatches
     NamedParameters PenstockError Pipeline Plan PlanError Profile ProfileError RehearsalError RowInt8 Schedule
     ScheduleDefinition ScheduleError Stage Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage
     WeightPrediction WeightUpdate WireCodec capture compare_clusters frontier initialize latest_checkpoint load_weights
@@ -112,7 +112,7 @@ METHODS = {
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "recompute=None, compile=False, init_fn=None, parallelize=None, "
-    "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, check='warn', resume=None, offload_to='host', "
+    "tensor_parallel=None, wire_dtype=None, seed=0, check='warn', resume=None, offload_to='host', "
     "state_on_host=False, "
     "timeout_seconds=600.0)",
     "auto_plan": "attribute",

@@ -21,9 +21,9 @@ only, so skips can be added one by one, without a verification of the whole sche
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
-from penstock.errors import PlanError, ScheduleError
+from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Forward, InputGradients
 from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
@@ -33,25 +33,15 @@ MESSAGE_BYTES = 1e5
 """The fixed cost of a message, in bytes: 100 us at 1 GB/s. Measured: an empty message takes 110 to 120 us from process
 to process over Gloo on one host. A network of 10 Gbit/s carries 1.25 GB/s at best."""
 
-SkipChoice: TypeAlias = Literal["auto", "relayed", "direct"]
-"""``auto``: direct where that costs less. ``relayed``: never direct. ``direct``: wherever the invariants allow it."""
 
-
-def choose_skips(schedule: Schedule, hops: Mapping[Skip, float], choice: SkipChoice = "auto") -> Schedule:
-    """`schedule` with the chosen skips of `hops`, which maps each skip to the bytes of a microbatch, one way.
-
-    Raises `PlanError` for an unknown `choice`.
-    """
-    if choice not in get_args(SkipChoice):
-        raise PlanError(
-            f"skips={choice!r}: expected 'auto' (directly where that costs less), 'relayed' or 'direct'. Leave it out"
-        )
+def choose_skips(schedule: Schedule, hops: Mapping[Skip, float]) -> Schedule:
+    """`schedule` with those of `hops` that cost less than to relay. `hops`: bytes of a microbatch, one way, by skip."""
     placement = schedule.placement
-    if choice == "relayed" or (placement.split and not placement.equal(range(schedule.stages))):
+    if placement.split and not placement.equal(range(schedule.stages)):
         # If replicas join and cut microbatches on the way, relayed values have another memory layout than direct ones,
         # and layers that draw random numbers in the order of memory would draw others.
         return schedule
-    wanted = [hop for hop in sorted(hops) if choice == "direct" or _saves(schedule, hop, hops[hop])]
+    wanted = [hop for hop in sorted(hops) if _saves(schedule, hop, hops[hop])]
     if schedule.stages_per_rank > 1:
         # Not all skips may fit into a queue, so those that save the most are tried first.
         wanted.sort(key=lambda hop: (-hops[hop] * max(1, _passed(schedule, hop)), hop))

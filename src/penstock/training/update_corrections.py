@@ -8,9 +8,9 @@ With W the weights before an update, W' after the optimizer's step, u = W' - W, 
 weights at which the gradient was taken:
 
 - `WeightPrediction`: forwards read W' + d u, an estimate of the weights when the gradient comes back.
-- `ErrorFeedback`: W' becomes W' + d (u - the optimizer's step before it).
-- `LookAhead`: Nesterov's method around any optimizer.
 - `WeightAverage`: keeps an average of W', and changes nothing.
+
+``studies/convergence/corrections.py`` has hooks that change W'.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,9 +64,6 @@ class UpdateHook:
         return update.after
 
 
-_STRENGTH = number().but("give one such as 1.0, the whole correction")
-
-
 @dataclass(frozen=True, slots=True)
 class WeightPrediction(UpdateHook):
     """Predicts the weights for the time when their gradient comes back, and lets forwards read them: W' + strength d u.
@@ -79,58 +76,13 @@ class WeightPrediction(UpdateHook):
     strength: float = 1.0
 
     def __post_init__(self) -> None:
-        check_fields(self, {"strength": _STRENGTH})
+        check_fields(self, {"strength": number().but("give one such as 1.0, the whole correction")})
 
     def predicts(self, delay: int) -> bool:
         return delay > 0
 
     def predict(self, update: WeightUpdate) -> Tensor:
         return update.after + (self.strength * update.delay) * (update.after - update.before)
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorFeedback(UpdateHook):
-    """Adds to every step of the optimizer the error of the one before it: W' + strength d (u - previous u).
-
-    The step before was taken with the gradient of older weights. The present step shows what it should have been, and
-    the difference is the error that is fed back; the first step has none. The hook keeps one tensor per parameter.
-
-    It follows the idea of the correction of Zmushko et al. (ICML 2026, arXiv 2606.30634), which works on updates, mixes
-    the recent ones and suits any optimizer. The formula is derived here, not taken from the paper.
-    """
-
-    strength: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, {"strength": _STRENGTH})
-
-    def after_step(self, update: WeightUpdate) -> None:
-        step = update.after - update.before
-        if update.delay and "step" in update.state:
-            update.after.add_(step - update.state["step"], alpha=self.strength * update.delay)
-        update.state["step"] = step
-
-
-@dataclass(frozen=True, slots=True)
-class LookAhead(UpdateHook):
-    """Applies Nesterov's method with discounted steps around an optimizer without momentum of its own.
-
-    With z the weights that gradients are taken at and y those without the look-ahead: y' = z + (1 - momentum) u and z'
-    = y' + momentum (y' - y). The weights of the model are z. The hook keeps y. Ajanthan et al. (ICML 2025, "Nesterov
-    Method for Asynchronous Pipeline Parallel Optimization") use it with SGD; for Adam they take NAdam, which is an
-    optimizer and needs no hook: ``torch.optim.NAdam(params, lr, betas=(0.99, 0.999))``.
-    """
-
-    momentum: float = 0.99
-
-    def __post_init__(self) -> None:
-        check_fields(self, {"momentum": number(0, below=1).but("give one such as 0.99")})
-
-    def after_step(self, update: WeightUpdate) -> None:
-        old = update.state.get("base", update.before)
-        base = torch.lerp(update.before, update.after, 1 - self.momentum)
-        update.after.copy_(torch.add(base, base - old, alpha=self.momentum))
-        update.state["base"] = base
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,13 @@ def test_every_option_says_whether_ranks_agree_on_it_and_whether_a_new_plan_keep
 
 
 def test_a_new_plan_takes_the_place_of_all_that_chose_the_old_one() -> None:
-    wanted = PlanOptions(
-        schedule="pipedream", microbatches=4, stages=2, balance="measured", skips="direct", recompute=True
-    )
+    wanted = PlanOptions(schedule="pipedream", microbatches=4, stages=2, balance="measured", recompute=True)
     wanted = replace(wanted, vertical_sync=True, tensor_parallel=1, state_on_host=True)
     trained, recipe = ModelOptions([nn.Linear(4, 4)] * 2, (torch.zeros(2, 4),)), Recipe(nn.MSELoss(), torch.optim.SGD)
     plan = Plan.uniform(2, 2)
     found = PipelineOptions(trained, recipe, wanted, RunOptions()).replanned(plan).plan
 
-    assert (found.plan, found.skips, found.recompute) == (plan, "direct", True)
+    assert (found.plan, found.recompute) == (plan, True)
     assert found.state_on_host is True
     assert (found.schedule, found.microbatches, found.stages, found.balance) == (None, None, None, "work")
     assert (found.vertical_sync, found.tensor_parallel) == (False, None)

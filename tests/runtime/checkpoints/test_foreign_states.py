@@ -13,6 +13,7 @@ from torch import nn
 import penstock
 from penstock.errors import CheckpointError, PenstockError
 from support import models
+from support.jobs.hook_jobs import Dragging
 
 SUBJECT = models.LAYERED
 
@@ -46,7 +47,7 @@ def make(build: Callable[[], nn.Module] = SUBJECT.build, **options: Any) -> pens
     return pipe
 
 
-AVERAGED: dict[str, Any] = {"update_hooks": [penstock.WeightAverage(0.9), penstock.ErrorFeedback()]}
+AVERAGED: dict[str, Any] = {"update_hooks": [penstock.WeightAverage(0.9), Dragging()]}
 SWAPPED: dict[str, Any] = {"update_hooks": AVERAGED["update_hooks"][::-1]}
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -15,10 +15,10 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
 
 import penstock
-from penstock.data import restore_loaders
 from penstock.errors import CheckpointError, PenstockError
 from penstock.testing import faults
 from support import models
+from support.jobs.hook_jobs import Dragging
 
 SUBJECT = models.SUBJECTS["normalized"]
 
@@ -102,8 +102,8 @@ def test_schedulers_of_pytorch(tmp_path: Path, name: str) -> None:
     check_resuming(tmp_path / "run", lr_scheduler=SCHEDULERS[name])
 
 
-def test_averages_feedback_and_scale(tmp_path: Path) -> None:
-    hooks = (penstock.ErrorFeedback(0.1), penstock.WeightAverage(0.9))
+def test_averages_hooks_and_scale(tmp_path: Path) -> None:
+    hooks = (Dragging(), penstock.WeightAverage(0.9))
     options: dict[str, Any] = {"update_hooks": hooks, "loss_scale": penstock.LossScale(8.0, interval=1)}
     options |= {"schedule": "2bw", "microbatches": 2}
     check_resuming(tmp_path / "run", **options)
@@ -274,27 +274,27 @@ def run(pipe: penstock.Pipeline, loader: Any, steps: int, ahead: bool) -> list[f
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("steps", [2, 5, 7])
-def test_the_loader_goes_on_by_itself(tmp_path: Path, steps: int, ahead: bool) -> None:
-    """It is made before the load or after it; the epoch has five batches."""
-    plain, expected = make(), []
-    expected = run(plain, batches(), steps + 4, ahead)
+def test_a_tracked_loader_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, ahead: bool) -> None:
+    """It is tracked before the load or after it; the epoch has five batches."""
+    expected = run(make(), batches(), steps + 4, ahead)
     pipe, loader = make(), batches()
+    pipe.track(batches=loader)
     assert run(pipe, loader, steps, ahead) == expected[:steps]
     path = pipe.save(tmp_path / "run")
-    del loader
-    early = batches()
-    resumed = make()
-    resumed.load(path)
-    assert run(resumed, early, 4, ahead) == expected[steps:]
-
-    del early
-    resumed = make()
-    resumed.load(path)
-    assert run(resumed, batches(), 4, ahead) == expected[steps:]
+    for loads_first in (False, True):
+        resumed, loader = make(), batches()
+        if not loads_first:
+            resumed.track(batches=loader)
+        resumed.load(path)
+        resumed.track(batches=loader)
+        assert run(resumed, loader, 4, ahead) == expected[steps:]
+        resumed.save(tmp_path / "again")
+    assert "tracked" not in caplog.text
 
 
 def test_a_position_inside_a_prefetched_epoch(tmp_path: Path) -> None:
     pipe, loader = make(), batches()
+    pipe.track(batches=penstock.prefetch(loader, "cpu"))
     for number, (x, y) in enumerate(penstock.prefetch(loader, "cpu")):
         pipe.step(x, y)
         if number == 1:
@@ -302,6 +302,7 @@ def test_a_position_inside_a_prefetched_epoch(tmp_path: Path) -> None:
     restored = batches()
     resumed = make()
     resumed.load(tmp_path / "run")
+    resumed.track(batches=restored)
 
     assert (restored.epoch, restored.position) == (0, 2)
 
@@ -309,18 +310,31 @@ def test_a_position_inside_a_prefetched_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"batch_size": 5}, {"seed": 4}, {"shuffle": False}, {"drop_last": True}])
 def test_another_loader_does_not_begin_anew_in_silence(tmp_path: Path, options: dict[str, Any]) -> None:
     pipe, loader = make(), batches()
+    pipe.track(batches=loader)
     run(pipe, loader, 2, ahead=False)
-    path = pipe.save(tmp_path / "run")
-    del loader
     resumed = make()
-    resumed.load(path)
-    other = batches(**options)
-    with pytest.raises(PenstockError, match="the position of a loader that was not made since"):
-        next(iter(other))
-    # The user can decide.
-    other.set_epoch(0)
+    resumed.load(pipe.save(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"the state is of a loader with .* expected the same"):
+        resumed.track(batches=batches(**options))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_first_save_names_a_loader_whose_place_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ahead: bool
+) -> None:
+    """Not one that was used before the pipeline was built, or that is at the beginning of the only order it has."""
+    other = batches()
     next(iter(other))
-    restore_loaders([])
+    validation, second, pipe, loader = batches(shuffle=False), batches(seed=8), make(), batches()
+    pipe.track(second=second)
+    for batch in [*validation, *second]:
+        pipe.evaluate(*batch)
+    run(pipe, loader, 2, ahead)
+    pipe.save(tmp_path / "run", wait=False).wait()
+    pipe.save(tmp_path / "run")
+
+    (message,) = [each for each in caplog.messages if "tracked" in each]
+    assert "not tracked ({'seed': 3, 'epoch': 0, 'position': 2, " in message
 
 
 @pytest.mark.parametrize(

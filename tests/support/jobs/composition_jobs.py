@@ -24,6 +24,7 @@ from penstock.runtime.assembly.pipeline_options import Parallelize
 from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport
 from support import models
+from support.jobs.hook_jobs import Dragging
 
 WIDTH, HEADS, TOKENS, WORDS, SAMPLES = 16, 4, 6, 11, 8
 WHOLE = Replicate()
@@ -191,7 +192,7 @@ def shard_own_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
 
 HOOKS = (split_columns_and_rows, split_logits, split_sequence, shard_blocks, shard_some, split_and_shard)
 OWN_HOOKS = (split_own_blocks, shard_own_blocks)
-HOOKS_AT_UPDATES = (penstock.ErrorFeedback(), penstock.LookAhead(0.5), penstock.WeightAverage(0.5))
+HOOKS_AT_UPDATES = (Dragging(), penstock.WeightAverage(0.5))
 BY_NAME: dict[str, Parallelize] = {hook.__name__: hook for hook in (*HOOKS, *OWN_HOOKS)}
 
 

@@ -11,13 +11,17 @@ from support import models
 from support.training import Case, Outcome, run_pipeline
 
 
-class Shrinking(penstock.UpdateHook):
-    """A user's own: moves weights towards what they were two updates ago, and lets forwards read something else."""
+class Dragging(penstock.UpdateHook):
+    """A user's own: moves weights towards what they were two updates ago."""
 
     def after_step(self, update: penstock.WeightUpdate) -> None:
         if "older" in update.state:
             update.after.lerp_(update.state["older"], 0.1)
         update.state["older"] = update.before.clone()
+
+
+class Shrinking(Dragging):
+    """Lets forwards read something else, too."""
 
     def predicts(self, delay: int) -> bool:
         return True
@@ -28,15 +32,12 @@ class Shrinking(penstock.UpdateHook):
 
 HOOKED: dict[str, dict[str, Any]] = {
     "prediction": {"update_hooks": [penstock.WeightPrediction()]},
-    "feedback": {"update_hooks": [penstock.ErrorFeedback(0.5)], "optimizer": models.adamw},
-    "look-ahead": {"update_hooks": [penstock.LookAhead(0.9)], "optimizer": models.plain},
-    "several": {
-        "update_hooks": [penstock.ErrorFeedback(), penstock.WeightPrediction(0.3), penstock.WeightAverage(0.5)]
-    },
+    "dragging": {"update_hooks": [Dragging()], "optimizer": models.adamw},
+    "several": {"update_hooks": [Dragging(), penstock.WeightPrediction(0.3), penstock.WeightAverage(0.5)]},
     "own": {"update_hooks": [Shrinking()]},
     "clipped": {"update_hooks": [penstock.WeightPrediction()], "clip_grad_norm": 0.5},
     "scaled": {
-        "update_hooks": [penstock.ErrorFeedback(), penstock.WeightPrediction()],
+        "update_hooks": [Dragging(), penstock.WeightPrediction()],
         "loss_scale": penstock.LossScale(initial=2.0**1023, interval=3),
     },
     "nadam": {"optimizer": partial(torch.optim.NAdam, lr=0.01, betas=(0.99, 0.999))},

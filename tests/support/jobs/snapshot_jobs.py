@@ -24,7 +24,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "scaled and clipped": {**SCALED, "clip_grad_norm": 500.0},
     "scheduled": {"lr_scheduler": _falling},
     "scheduled and scaled": {**SCALED, "lr_scheduler": _falling},
-    **{name: HOOKED[name] for name in ("prediction", "feedback", "look-ahead", "several", "own", "clipped", "scaled")},
+    **{name: HOOKED[name] for name in ("prediction", "dragging", "several", "own", "clipped", "scaled")},
     "hooked and clipped": HOOKED["clipped"],
 }
 """Arguments for the pipeline and for the oracle."""

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -43,15 +43,6 @@ _LOST = (
     "process left them. Close it, and build a new Pipeline with resume= or load a checkpoint: in the same processes, "
     "or after a new start"
 )
-_CALLS = {
-    "backward": "step(x, y) computes the gradients and makes the update",
-    "zero_grad": "step(x, y) begins with no gradients",
-    "train": "step(x, y) trains; call model.train() before the pipeline is built",
-    "eval": "evaluate(x, y) and predict(x) run the model in evaluation mode",
-    "copy": "copy its state_dict(), which a Pipeline on another model loads, or save(directory)",
-    "forward": "step(x, y) trains, predict(x) returns outputs, and evaluate(x, y) returns the loss",
-    "generate": "gather_model() on all ranks makes the model whole; call its generate then",
-}
 
 
 def collective(method: M) -> M:
@@ -246,23 +237,6 @@ def _close_all(waiting: "queue.SimpleQueue[ExitStack | None]") -> None:
         with suppress(Exception):
             opened.close()
         del opened
-
-
-class Advised:
-    """A base of `Pipeline`, which says what to call in place of what it has not."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
-        raise PenstockError(f"a {type(self).__name__} is not called: {_CALLS['forward']}")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise PenstockError(f"a {type(self).__name__} cannot be copied or pickled: {_CALLS['copy']}")
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            advice = f": {_CALLS[name]}" if name in _CALLS else ""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
-            raise AttributeError(text, name=name, obj=self)
 
 
 class StepConditions:

@@ -22,7 +22,6 @@ from penstock.runtime.devices.host_stores import HOST
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.scheduling.skips import SkipChoice
 from penstock.training.recipes import Recipe
 from penstock.values.plans import MICROBATCHES, Plan, require_schedule
 
@@ -61,7 +60,6 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "stages": integer(1).optional,
     "tensor_parallel": integer(1).optional,
     "vertical_sync": FLAG,
-    "skips": choice(get_args(SkipChoice)),
     "balance": choice(get_args(Balance)),
     "state_on_host": FLAG,
 }
@@ -95,8 +93,7 @@ OPTIONS: Mapping[str, OptionRule] = {
         (
             *("loss_fn", "loss_weight", "loss_scale", "lr_scheduler", "clip_grad_norm"),
             *("update_hooks", "on_nonfinite", "autocast", "version_dtype", "wire_dtype", "init_fn", "parallelize"),
-            *("skips", "recompute", "state_on_host"),
-            *("compile", "seed", "check", "resume", "timeout_seconds"),
+            *("recompute", "state_on_host", "compile", "seed", "check", "resume", "timeout_seconds"),
         ),
         OptionRule("value"),
     ),
@@ -133,7 +130,6 @@ class PlanOptions:
     balance: Balance = "work"
     vertical_sync: bool = False
     tensor_parallel: int | None = None
-    skips: SkipChoice = "auto"
     recompute: RecomputeChoice = None
     state_on_host: bool = False
 

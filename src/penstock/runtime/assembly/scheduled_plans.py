@@ -18,7 +18,7 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedule_names import identify, names_of
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.skips import SkipChoice, choose_skips
+from penstock.scheduling.skips import choose_skips
 from penstock.scheduling.verification.verifier import offloading_stages, verify
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.recipes import Recipe
@@ -170,7 +170,7 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     if granularities != _choose_granularities(None, plan, stages):
         plan = replace(plan, recompute=tuple(granularities), predicted=None)
     check_plan(plan, chain)
-    schedule = make_schedule(plan, chain, options.recipe.needs_norms, options.plan.skips)
+    schedule = make_schedule(plan, chain, options.recipe.needs_norms)
     whole = frozenset(stage for stage, granularity in granularities.items() if granularity == "stage")
     schedule = replace(schedule, recomputed=whole)
     verify(schedule)
@@ -201,9 +201,9 @@ def _choose_granularities(recompute: RecomputeChoice, planned: Plan, stages: int
     return dict.fromkeys(sorted(rule.check("recompute=", stage, PlanError) for stage in given), "stage")
 
 
-def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: SkipChoice = "auto") -> Schedule:
+def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False) -> Schedule:
     """The schedule of `plan`, with the stages of this model that share weights. `norms`: whether stages exchange the
-    norms of their gradients. `skips`: which values go directly past stages that do not read them.
+    norms of their gradients.
 
     `PlanError` if stages share weights that update at different times or have different numbers of replicas;
     `ScheduleError` if the plan's numbers do not fit the schedule.
@@ -244,7 +244,7 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
                 "microbatches=1"
             )
     schedule = replace(schedule, ties=tuple(sorted(set(shared.values()))), norms=norms)
-    return choose_skips(schedule, find_hops(crossings_of(chain), starts_of(plan)), skips)
+    return choose_skips(schedule, find_hops(crossings_of(chain), starts_of(plan)))
 
 
 def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:

@@ -68,7 +68,7 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
     fixes = {
         "model": "Build the same model on every rank",
         "plan": "Two profiles never agree exactly: plan on one rank and give the plan to all, or load it from a file",
-        "skips": "Pass the same skips=, and samples of the same shapes, on every rank",
+        "skips": "Pass samples of the same shapes on every rank",
         "schedule": "Define the schedule alike on every rank, by the sizes of the pipeline alone",
     }
     for name, tensor in _tensors(chain).items() if weights else ():

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.initialization import rooted
-from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.assembly.guarded_calls import FailureGuard
@@ -62,10 +61,7 @@ class Checkpoints:
         return Ranks(self.world.rank, self.world.gather)
 
     def close(self, failed: bool = False) -> None:
-        """Ends the wait for loaders that are made after a load, and finishes a save beside the training, unless the
-        pipeline has `failed`.
-        """
-        restore_loaders([])
+        """Finishes a save beside the training, unless the pipeline has `failed`."""
         self.saves.close(failed)
         self.claims.close()
 
@@ -185,7 +181,7 @@ class Checkpoints:
     def continue_from(
         self, own: OwnStates, claims: DirectoryClaims, directory: str | os.PathLike[str], guarded: FailureGuard
     ) -> None:
-        """Takes the place of a pipeline that had the loaders and objects `own`, which stay as they are, and `claims`,
+        """Takes the place of a pipeline that had the objects `own`, which stay as they are, and `claims`,
         and has saved itself to `directory`. Collective.
         """
         self.claims.take_over(claims)

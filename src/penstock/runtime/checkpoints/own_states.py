@@ -1,4 +1,4 @@
-"""What a process keeps beside the model: random generators, positions of loaders, and the user's own objects.
+"""What a process keeps beside the model: random generators, and the user's own objects, such as loaders.
 
 Each process has its own, and most often they are equal. As many processes as have saved get their own back. Another
 number of processes gets them only if they were all equal.
@@ -7,6 +7,7 @@ number of processes gets them only if they were all equal.
 import hashlib
 import logging
 import random
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,16 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.data import loader_states, loader_uses, restore_loaders
+from penstock.data import Batches, Prefetched, warn_of_untracked
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.guarded_calls import Advised
 from penstock.runtime.checkpoints.manifests import Manifest, bytes_of
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.plain_values import Json, encode
 
 _OBJECTS, BESIDE = "objects", "beside"
 ALL_KINDS = ("generators", "loaders", _OBJECTS)
-"""Of what a process keeps."""
+"""Of what a process keeps: loaders are the objects that `penstock.data` makes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +33,8 @@ class OwnStates:
     """What this process keeps, on `device`."""
 
     device: torch.device
-    since: int = field(default_factory=loader_uses)
-    """Loaders that were used after it count."""
+    since: float = field(default_factory=time.perf_counter)
+    """Loaders that are used after it count."""
     tracked: dict[str, Any] = field(default_factory=dict)
     """The user's objects, by name."""
     waiting: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -45,8 +45,6 @@ class OwnStates:
         names, that object gets it now.
         """
         for name, value in objects.items():
-            if isinstance(value, Advised):
-                raise CheckpointError(f"track({name}=...): expected an object of yours, found a pipeline. Leave it out")
             if isinstance(value, torch.Generator):
                 continue
             for method in ("state_dict", "load_state_dict"):
@@ -66,7 +64,7 @@ class OwnStates:
                 give_state(name, value, self.waiting.pop(name)())
 
     def take_over(self, other: "OwnStates") -> None:
-        """Goes on with the loaders and objects of a pipeline whose place this one has taken."""
+        """Goes on with the objects of a pipeline whose place this one has taken."""
         self.since, self.tracked, self.waiting = other.since, other.tracked, other.waiting
 
     def collect(self, beside: Mapping[str, Any], tensors: dict[str, Tensor]) -> Json:
@@ -75,6 +73,7 @@ class OwnStates:
         `beside`: what the training keeps beside weights and the state of parameters, by name.
         """
         keep = partial(keep_copy, tensors)
+        warn_of_untracked(self.tracked.values(), self.since)
         for name in self.waiting.keys() - self.tracked.keys():
             logging.getLogger("penstock").warning(
                 "the checkpoint that was loaded has a state of %r, and no such object was tracked: this state is not "
@@ -84,18 +83,23 @@ class OwnStates:
         return {
             BESIDE: {name: encode(value, name, keep) for name, value in beside.items()},
             "generators": encode(self._generators(), "generators", keep),
-            "loaders": encode(loader_states(self.since), "loaders", keep),
             _OBJECTS: {name: encode(_state_of(one), f"{_OBJECTS}/{name}", keep) for name, one in self.tracked.items()},
         }
 
     def choose(self, own: Sequence[Mapping[str, Json]], rank: int, processes: int) -> dict[str, Json]:
         """The states for process `rank` of `processes`, out of those of all that saved.
 
-        `CheckpointError` if an object is tracked that has no state, or if objects or loaders had other states on other
-        processes and there are now another number of processes.
+        `CheckpointError` if an object is tracked that has no state, or if objects had other states on other processes
+        and there are now another number of processes.
         """
+        if any(each.get("loaders") for each in own):
+            logging.getLogger("penstock").warning(
+                "the checkpoint is of an older version, which kept the places of loaders without track(): they begin "
+                "anew. Call their set_epoch(epoch, position) with these: %s",
+                own[min(rank, len(own) - 1)]["loaders"],
+            )
         chosen: dict[str, Json] = {}
-        for kind in ("generators", "loaders", _OBJECTS):
+        for kind in ("generators", _OBJECTS):
             found = [each[kind] for each in own]
             if len(found) == processes:
                 chosen[kind] = found[rank]
@@ -121,14 +125,13 @@ class OwnStates:
         """Takes over the `kinds` of what `choose` has chosen from the checkpoint of `manifest`."""
         if "generators" in kinds and states["generators"] is not None:
             self._restore_generators(manifest.read(states["generators"]))
-        if "loaders" in kinds:
-            restore_loaders(manifest.read(states["loaders"]))
         if _OBJECTS not in kinds:
             return
         objects = {name: partial(manifest.read, state) for name, state in states[_OBJECTS].items()}
         self.waiting = {name: read for name, read in objects.items() if name not in self.tracked}
         for name, value in self.tracked.items():
-            give_state(name, value, objects[name]())
+            if "loaders" in kinds or not isinstance(value, Batches | Prefetched):
+                give_state(name, value, objects[name]())
 
     def _generators(self) -> dict[str, Any]:
         states = {
