@@ -7,7 +7,7 @@ other messages has none.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -18,14 +18,24 @@ from penstock.capturing.module_copies import Copies
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
-from penstock.runtime.devices.host_stores import make_host_store
+from penstock.runtime.devices.host_copies import HostCopier
+from penstock.runtime.devices.host_stores import HostStore, make_host_store
 from penstock.runtime.devices.local_devices import DeviceContext, make_device_context
 from penstock.runtime.devices.staging import Memory
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
-from penstock.runtime.engine.engine import Engine, make_workers, parameters_of
-from penstock.runtime.engine.local_stage import LocalStage
+from penstock.runtime.engine.coded_messages import CodedMessages
+from penstock.runtime.engine.engine import Engine
+from penstock.runtime.engine.forwards import Forwards
+from penstock.runtime.engine.gradients import Gradients
+from penstock.runtime.engine.local_stage import LocalStage, LocalStages, parameters_of
+from penstock.runtime.engine.loss_head import LossHead
+from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.snapshots import Snapshots
+from penstock.runtime.engine.worker import Worker
+from penstock.runtime.execution.offloading import Offloads
 from penstock.runtime.parameters.gradient_buckets import Reducer, ShardedReducer
+from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.host_states import HostStates
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import dimensions_of
@@ -37,6 +47,7 @@ from penstock.scheduling.lowering import partners
 from penstock.scheduling.schedules import Schedule
 from penstock.training.optimizers import make_optimizers
 from penstock.training.recipes import Recipe
+from penstock.training.scaling import LossScaler
 from penstock.values.crossings import find_stops, find_way
 from penstock.values.plans import Plan
 
@@ -102,6 +113,61 @@ def start_engine(
     engine = Engine(schedule, stages, workers, transport, context=context, seed=run.seed)
     engine.calls.watch = world.watch
     return engine, updater
+
+
+def make_workers(
+    recipe: Recipe,
+    schedule: Schedule,
+    chain: LayerChain,
+    stages: LocalStages,
+    counted: Mapping[int, Mapping[str, nn.Parameter]],
+    updater: Updater,
+    transport: Transport,
+    context: DeviceContext,
+    store: HostStore,
+) -> list[Worker]:
+    """A worker for each rank of this process. `counted`: by stage, the parameters that count in its norm. `store`:
+    keeps what is offloaded.
+    """
+    workers = []
+    host = None if schedule.flushes else updater.host
+    snapshots = Snapshots(HostCopier(context.staging, context.device), host)
+    for rank, own in stages.items():
+        norms = GradientNorms(counted, chain.parameters, recipe.clip_grad_norm, context.device)
+        scaler = LossScaler(recipe.scaling) if recipe.scaling else None
+        gradients = Gradients(rank, schedule, own, norms if schedule.norms else None, scaler)
+        heads = {
+            index: LossHead(
+                rank,
+                chain,
+                recipe.loss_fn,
+                gradients.loss_weight,
+                checks=recipe.checks_losses,
+            )
+            for index in own
+            if index == schedule.stages - 1
+        }
+        autocast = partial(torch.autocast, context.device.type, dtype=recipe.autocast) if recipe.autocast else None
+        worker = Worker(
+            rank=rank,
+            stages=own,
+            mailbox=Mailbox(
+                rank,
+                schedule,
+                transport,
+                coded=CodedMessages(transport, recipe.codec, context.device) if recipe.codec else None,
+            ),
+            inputs=chain.inputs,
+            forwards=Forwards(own, heads, autocast, Offloads(store, context.device)),
+            heads=heads,
+            gradients=gradients,
+            updater=updater,
+            snapshots=snapshots,
+            weights=[stage.weights for each in stages.values() for stage in each.values()],
+            now=context.timer.now,
+        )
+        workers.append(worker)
+    return workers
 
 
 def buffered_stages(

@@ -23,7 +23,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.manifests import copied_value
 from penstock.runtime.checkpoints.training_state import TrainingState, kept
 from penstock.runtime.devices.process_hooks import hooks_allowed
-from penstock.runtime.engine.engine import LocalStages
+from penstock.runtime.engine.local_stage import LocalStages
 from penstock.runtime.engine.snapshots import REST, Snapshot
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.parameters.weight_versions import VersionedWeights

@@ -251,10 +251,10 @@ class CallAgreement:
         self._steps += steps
         form = name, *map(_FORM, microbatches)
         waits, self._form = first or form != self._form, form
-        call = AnnouncedCall(name, trained, str(seed)[:24])
+        made = partial(AnnouncedCall, name, trained, str(seed)[:24])
         if steps and not waits:
-            return partial(self._exchange, call, waits, microbatches, full)
-        self._exchange(call, waits, microbatches, full)
+            return partial(self._exchange, made, waits, microbatches, full)
+        self._exchange(made, waits, microbatches, full)
         return None
 
     @property
@@ -272,17 +272,22 @@ class CallAgreement:
         self._form = ()
         line = " ".join(reason.split()).encode("ascii", "replace").decode()
         try:
-            self._exchange(AnnouncedCall("refusal", -1, "", reason=line[:160]), True)
+            self._exchange(partial(AnnouncedCall, "refusal", -1, "", reason=line[:160]), True)
         except TransportError:
             return False
         return True
 
     def _exchange(
-        self, call: AnnouncedCall, waits: bool, microbatches: Sequence[Microbatch] = (), full: bool = False
+        self,
+        made: Callable[..., AnnouncedCall],
+        waits: bool,
+        microbatches: Sequence[Microbatch] = (),
+        full: bool = False,
     ) -> None:
+        """Exchanges the call that ``made(batch=facts)`` makes."""
         if microbatches:
             self._inputs = list(microbatches[0].inputs)
-            call = call._replace(batch=describe_batch(microbatches, full=full))
+        call = made(batch=describe_batch(microbatches, full=full))
         code, posted = call.encode(), dict[int, PendingMessage]()
         compares = self._rank == self._comparing
         for peer in self.peers:

@@ -9,29 +9,21 @@ Laws of this file:
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.errors import ScheduleError
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import ActionTiming, BatchRun, Loss, ResultBroadcast
-from penstock.runtime.devices.host_copies import HostCopier
-from penstock.runtime.devices.host_stores import HostStore
 from penstock.runtime.devices.local_devices import DeviceContext
 from penstock.runtime.engine.call_agreement import CallAgreement
-from penstock.runtime.engine.coded_messages import CodedMessages
 from penstock.runtime.engine.flight_recorder import FlightRecorder
-from penstock.runtime.engine.forwards import Forwards
-from penstock.runtime.engine.gradients import Gradients
-from penstock.runtime.engine.local_stage import LocalStage, ReplicaChecksums, share_buffers
-from penstock.runtime.engine.loss_head import LateLosses, LossHead
-from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.snapshots import REST, Collect, Snapshot, Snapshots
+from penstock.runtime.engine.local_stage import LocalStages, ReplicaChecksums, share_buffers
+from penstock.runtime.engine.loss_head import LateLosses
+from penstock.runtime.engine.snapshots import REST, Collect, Snapshot
 from penstock.runtime.engine.step_records import (
     KEPT_MINIBATCHES,
     Speed,
@@ -39,9 +31,6 @@ from penstock.runtime.engine.step_records import (
     measure_speed,
 )
 from penstock.runtime.engine.worker import Worker
-from penstock.runtime.execution.offloading import Offloads
-from penstock.runtime.parameters.gradient_norms import GradientNorms
-from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import assign
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Transport
@@ -53,11 +42,6 @@ from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.continuations import continue_run, steps_until_made
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
-from penstock.training.recipes import Recipe
-from penstock.training.scaling import LossScaler
-
-LocalStages: TypeAlias = Mapping[int, Mapping[int, LocalStage]]
-"""The stages of this process, by rank and index."""
 
 
 class Engine:
@@ -418,64 +402,3 @@ class Engine:
                 for worker in workers:
                     timings += worker.end()
         return timings
-
-
-def parameters_of(stages: LocalStages) -> dict[str, nn.Parameter]:
-    """The parameters of `stages`, each once, in the order of the layers."""
-    by_index = {index: stage for own in stages.values() for index, stage in own.items()}
-    return {name: p for index in sorted(by_index) for name, p in by_index[index].weights.parameters.items()}
-
-
-def make_workers(
-    recipe: Recipe,
-    schedule: Schedule,
-    chain: LayerChain,
-    stages: LocalStages,
-    counted: Mapping[int, Mapping[str, nn.Parameter]],
-    updater: Updater,
-    transport: Transport,
-    context: DeviceContext,
-    store: HostStore,
-) -> list[Worker]:
-    """A worker for each rank of this process. `counted`: by stage, the parameters that count in its norm. `store`:
-    keeps what is offloaded.
-    """
-    workers = []
-    host = None if schedule.flushes else updater.host
-    snapshots = Snapshots(HostCopier(context.staging, context.device), host)
-    for rank, own in stages.items():
-        norms = GradientNorms(counted, chain.parameters, recipe.clip_grad_norm, context.device)
-        scaler = LossScaler(recipe.scaling) if recipe.scaling else None
-        gradients = Gradients(rank, schedule, own, norms if schedule.norms else None, scaler)
-        heads = {
-            index: LossHead(
-                rank,
-                chain,
-                recipe.loss_fn,
-                gradients.loss_weight,
-                checks=recipe.checks_losses,
-            )
-            for index in own
-            if index == schedule.stages - 1
-        }
-        autocast = partial(torch.autocast, context.device.type, dtype=recipe.autocast) if recipe.autocast else None
-        worker = Worker(
-            rank=rank,
-            stages=own,
-            mailbox=Mailbox(
-                rank,
-                schedule,
-                transport,
-                coded=CodedMessages(transport, recipe.codec, context.device) if recipe.codec else None,
-            ),
-            inputs=chain.inputs,
-            forwards=Forwards(own, heads, autocast, Offloads(store, context.device)),
-            heads=heads,
-            gradients=gradients,
-            updater=updater,
-            snapshots=snapshots,
-            weights=[stage.weights for each in stages.values() for stage in each.values()],
-            now=context.timer.now,
-        )
-        workers.append(worker)
-    return workers

@@ -20,7 +20,7 @@ from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.offloading import Offloads
 from penstock.runtime.execution.recomputation import Recomputation
-from penstock.scheduling.actions import Action, Offload
+from penstock.scheduling.actions import Action
 from penstock.scheduling.direct_backwards import find_direct
 from penstock.torch_internals.modules import runs_plainly
 
@@ -57,10 +57,9 @@ class Forwards:
         """Finds the stages with layers that draw random numbers."""
         self._random = frozenset(index for index, stage in self._stages.items() if any(stage.weights.stage.random))
 
-    def begin(self, batch: BatchRun, program: Sequence[Action]) -> None:
-        """Prepares for a segment that carries out `program`."""
-        self._batch = batch
-        self._offloaded = {(action.stage, action.microbatch) for action in program if isinstance(action, Offload)}
+    def begin(self, batch: BatchRun, program: Sequence[Action], offloaded: Collection[tuple[int, int]]) -> None:
+        """`offloaded`: the stages and microbatches that `program` offloads."""
+        self._batch, self._offloaded = batch, offloaded
         for head in self._heads.values():
             head.begin(batch)
         self._direct = find_direct(program) if self._recomputations else frozenset()
@@ -89,7 +88,8 @@ class Forwards:
         compute: Compute = partial(run, inputs=microbatch.inputs, seed=seed, layer_runner=layer_runner)
         metrics: dict[str, Tensor] = {}
         if head is not None:
-            compute = partial(head.follow, compute, microbatch, metrics, module, layer_runner)
+            end = partial(head.follow, compute=compute, module=module, layer_runner=layer_runner)
+            compute = partial(end, microbatch=microbatch, metrics=metrics)
         if self._autocast is not None:
             compute = self._autocast()(compute)
         offloads = self.offloads if (index, k) in self._offloaded else None

@@ -10,9 +10,10 @@ weights, would otherwise train several models that are averaged in silence.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError
@@ -45,7 +46,17 @@ class LocalStage:
     executor: StageExecutor = field(default_factory=StageExecutor)
 
 
-def share_buffers(stages: Mapping[int, Mapping[int, LocalStage]], placement: Placement, transport: Transport) -> None:
+LocalStages: TypeAlias = Mapping[int, Mapping[int, LocalStage]]
+"""The stages of this process, by rank and index."""
+
+
+def parameters_of(stages: LocalStages) -> dict[str, nn.Parameter]:
+    """The parameters of `stages`, each once, in the order of the layers."""
+    by_index = {index: stage for own in stages.values() for index, stage in own.items()}
+    return {name: p for index in sorted(by_index) for name, p in by_index[index].weights.parameters.items()}
+
+
+def share_buffers(stages: LocalStages, placement: Placement, transport: Transport) -> None:
     """Copies the buffers of the first replica of each stage to the others. Collective over the replicas.
 
     `stages`: those of this process, by rank and stage.

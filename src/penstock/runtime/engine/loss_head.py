@@ -65,12 +65,13 @@ class LossHead:
 
     def follow(
         self,
+        received: Sequence[Tensor],
+        *,
         compute: Compute,
         microbatch: Microbatch,
         metrics: dict[str, Tensor],
         module: StageModule,
         layer_runner: LayerRunner | None,
-        received: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         """The loss of what ``compute(received)`` returns. `layer_runner` runs it like a layer of `module`."""
         outputs = compute(received)

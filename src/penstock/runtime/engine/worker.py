@@ -149,7 +149,8 @@ class Worker:
         if self._training:
             for held in self.stages.values():
                 held.weights.begin()
-        self._forwards.begin(batch, program)
+        offloaded = {(action.stage, action.microbatch) for action in program if isinstance(action, Offload)}
+        self._forwards.begin(batch, program, offloaded)
         self.gradients.begin(batch)
         self._mailbox.begin(schedule, self._microbatches, program)
 

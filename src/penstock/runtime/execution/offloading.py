@@ -117,9 +117,7 @@ class Offloads:
     """The forwards and backwards that have begun."""
 
     def begin_computation(self) -> None:
-        """Drops what is free from this forward or backward on. Of those that begin while nothing is `leaving`, none
-        need be told.
-        """
+        """Drops what is free from this forward or backward on. While nothing is `leaving` it need not be called."""
         self._begun += 1
         self._wait([each for each in self.leaving if each.until <= self._begun])
 

@@ -201,10 +201,11 @@ class RingReader:
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Reads the next frame, which must be there, into `pieces`. `TransportError` if the sizes differ."""
-        count, total = self._read + _WORD, 0
+        total = 0
         for _, size in pieces:
             total += size
         self.expect(total)
+        count = self._read + _WORD
         for piece in pieces:
             self._segment.get(count, piece)
             count += _padded(piece[1])
