@@ -476,7 +476,7 @@ def make_workers(
                 rank,
                 chain,
                 recipe.loss_fn,
-                gradients.loss_weight,
+                gradients.weigh,
                 checks=recipe.checks_losses,
             )
             for index in own
