@@ -166,7 +166,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ..
     pre = getattr(optimizer, "_optimizer_step_pre_hooks", None) or {}
     post = getattr(optimizer, "_optimizer_step_post_hooks", None) or {}
     hooks = (*pre.values(), *post.values())
-    return tuple([hook for hook in hooks if not getattr(hook, "__module__", "").startswith("penstock.")]) if hooks else ()
+    found = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("penstock.")] if hooks else ()
+    return tuple(found)
 
 
 def flat_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:
