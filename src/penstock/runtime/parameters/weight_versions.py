@@ -241,8 +241,12 @@ class _Slots:
             )
         self.rest()
 
+    def count_writes(self) -> None:
+        """Notes how often the parameters were written in place."""
+        self.written = times_each_written(self.moved.values())
+
     def forget_writes(self) -> None:
-        """Has autograd forget the writes since they were counted: they were in another slot than its backwards read."""
+        """Has autograd forget the writes since `count_writes`: they were in another slot than its backwards read."""
         set_times_written(tuple(self.moved.values()), self.written)
 
 
@@ -385,8 +389,8 @@ class VersionedWeights:
             return
         slot = slots.slot_of(version)
         if sharers.pointed is not slots or sharers.slot != slot:
-            if sharers.pointed is not None and sharers.pointed is not slots:
-                sharers.pointed.rest()
+            if sharers.pointed is not slots:
+                self._unpoint()
             slots.point(slot)
             sharers.pointed, sharers.slot = slots, slot
 
@@ -413,14 +417,18 @@ class VersionedWeights:
                 parameter.grad = None
 
     def rest(self) -> None:
-        """Ends a segment, or begins an update: the parameters are the newest version, without gradients."""
-        slots, sharers = self._slots, self._sharers
+        """Ends a segment: the user finds the newest weights in the parameters, and no gradients."""
         self.set_aside()
-        if sharers.pointed is not None:
-            sharers.pointed.rest()
-            sharers.pointed = None
-        if slots.moved:
-            slots.written = times_each_written(slots.moved.values())
+        if self._sharers.pointed is not None:
+            self._unpoint()
+        if self._slots.moved:
+            self._slots.count_writes()
+
+    def _unpoint(self) -> None:
+        """Makes the parameters the newest version."""
+        if self._sharers.pointed is not None:
+            self._sharers.pointed.rest()
+            self._sharers.pointed = None
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients that the backwards since the last call have accumulated, by name; parameters without one are
@@ -439,8 +447,10 @@ class VersionedWeights:
         been set aside.
         """
         slots = self._slots
-        self.rest()
+        if self._sharers.pointed is not None:
+            self._unpoint()
         if slots.moved:
+            slots.count_writes()
             slots.advance(version)
         slots.newest = version
         for name, parameter in self.stepped.items():
