@@ -387,7 +387,7 @@ class VersionedWeights:
         slots, sharers = self._slots, self._sharers
         if not slots.moved:
             return
-        slot = slots.slot_of(version)
+        slot = (slots.first + version) % len(slots.tensors)
         if sharers.pointed is not slots or sharers.slot != slot:
             if sharers.pointed is not slots:
                 self._unpoint()
