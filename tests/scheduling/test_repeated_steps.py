@@ -26,7 +26,7 @@ def continued(schedule: Schedule) -> Schedule:
         return schedule
 
 
-@settings(max_examples=3000)
+@settings(max_examples=150)
 @given(drawn, st.booleans(), st.booleans())
 def test_the_rows_are_those_of_the_schedule(schedule: Schedule, continues: bool, recomputes: bool) -> None:
     schedule = continued(schedule) if continues else schedule

@@ -163,9 +163,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ..
 
     Without the private names: none, and Penstock does not see hooks that it would refuse.
     """
-    tables = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
-    hooks = (hook for table in tables for hook in table.values())
-    return tuple([hook for hook in hooks if not getattr(hook, "__module__", "").startswith("penstock.")])
+    pre = getattr(optimizer, "_optimizer_step_pre_hooks", None) or {}
+    post = getattr(optimizer, "_optimizer_step_post_hooks", None) or {}
+    hooks = (*pre.values(), *post.values())
+    found = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("penstock.")] if hooks else ()
+    return tuple(found)
 
 
 def flat_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:

@@ -4,7 +4,8 @@ arithmetic on many of them in one call.
 Tried on torch 2.11 and 2.13.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,14 +14,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.torch_internals.availability import missing
 
+_VERSION = attrgetter("_version")
+
 
 def times_written(tensor: Tensor) -> int:
     """How often `tensor`, or a view of its memory, has been written in place.
 
     Autograd counts it for its own checks. No public name has it: `torch.autograd.graph.increment_version` only writes.
     """
+    return times_each_written((tensor,))[0]
+
+
+def times_each_written(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """`times_written` of each of `tensors`."""
     try:
-        return tensor._version
+        return tuple(map(_VERSION, tensors))
     except AttributeError as error:
         raise missing("torch.Tensor._version", "to see what is written in place") from error
 

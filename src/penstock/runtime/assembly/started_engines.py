@@ -141,7 +141,7 @@ def make_workers(
                 rank,
                 chain,
                 recipe.loss_fn,
-                gradients.loss_weight,
+                gradients.weigh,
                 checks=recipe.checks_losses,
             )
             for index in own

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.runtime.batches.microbatches import Microbatch
-from penstock.runtime.batches.results import BatchRun
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.parameters.gradient_buckets import Reducer
@@ -54,8 +53,18 @@ class Gradients:
         self._last_stage = schedule.stages - 1
         self._averages = schedule.guarantees.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
-        self._admitted = 0
+        self.admitted = 0
         """Microbatches admitted in the present run of the schedule."""
+        self._final = frozenset(
+            stage
+            for stage, held in stages.items()
+            if norms is None and held.reducer is None and not held.ties and not self._averages
+        )
+        """The stages that update with their own gradients as they are."""
+        self.weigh = self._loss_weight if self._averages or scaler is not None else None
+        """Returns d(loss of the update) / d(loss of a microbatch), times the loss scale; None if that is the weight of
+        the microbatch, its share of the minibatch.
+        """
         self._own: dict[tuple[int, int], dict[str, Tensor]] = {}
         """This rank's own gradients for an update, once its last backward for it is done."""
         self._lasts: dict[int, tuple[int, int | None]] = {}
@@ -66,9 +75,6 @@ class Gradients:
         """Sums over stages and replicas."""
         self._means: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def begin(self, batch: BatchRun) -> None:
-        self._admitted = batch.admitted
-
     def restart(self, schedule: Schedule, scales: Mapping[str, float]) -> None:
         """Begins a new run of `schedule`, with versions counted anew. `scales`: of the run that it continues."""
         self._schedule = schedule
@@ -77,11 +83,9 @@ class Gradients:
         if self.scaler is not None:
             self.scaler.restart(scales)
 
-    def loss_weight(self, k: int, microbatch: Microbatch) -> float:
-        """d(loss of the update) / d(loss of microbatch `k`), times the loss scale.
-
-        It is the share of the minibatch's samples. Where updates are taken over rounds of microbatches it is the share
-        of the microbatch, and `_final` divides by their number, which is not the same for all stages.
+    def _loss_weight(self, k: int, microbatch: Microbatch) -> float:
+        """What `weigh` returns for microbatch `k`. Where updates are taken over rounds of microbatches it is the share
+        of the microbatch, and `_average` divides by their number, which is not the same for all stages.
         """
         weight = microbatch.microbatch_share if self._averages else microbatch.weight
         if self.scaler is None:
@@ -175,22 +179,20 @@ class Gradients:
 
         A loss scaler reads the norms on the host, and so waits until the device has computed them.
         """
-        if self.norms is None:
-            return self._final(stage, version), False
-        norms = self._local_norms(version)
-        gradients, skipped = self._final(stage, version), False
-        if self.scaler is not None:
-            skipped = norms.overflow(version)
-            self.skipped[stage] += skipped
-            if stage == self._last_stage:
-                self.scaler.update(version, skipped)
-        norms.clip(version, gradients)
+        if stage in self._final:
+            return self._own.pop((stage, version), {}), False
+        norms, skipped = None if self.norms is None else self._local_norms(version), False
+        gradients = self._average(stage, version)
+        if norms is not None:
+            if self.scaler is not None:
+                skipped = norms.overflow(version)
+                self.skipped[stage] += skipped
+                if stage == self._last_stage:
+                    self.scaler.update(version, skipped)
+            norms.clip(version, gradients)
+        del self._means[stage, version]
+        self._own.pop((stage, version), None)
         return gradients, skipped
-
-    def forget(self, stage: int, update: int) -> None:
-        """Drops the gradients of an update that has been made."""
-        self._means.pop((stage, update), None)
-        self._own.pop((stage, update), None)
 
     def _local_norms(self, version: int) -> GradientNorms:
         """The norms, after those of the stages of this rank have been added."""
@@ -201,7 +203,7 @@ class Gradients:
                 scale = self._scale_of(stage, version)
                 gradients = self._early_sums(stage, version)
                 if gradients is None:
-                    gradients = self._final(stage, version)
+                    gradients = self._average(stage, version)
                 elif scale is not None:
                     # Not in place: a sum of one summand is that tensor, which is still to be added to others.
                     gradients = {name: gradient / scale for name, gradient in gradients.items()}
@@ -232,29 +234,23 @@ class Gradients:
                     sums[name] = reduce(torch.add, gradients)
         return sums
 
-    def _final(self, stage: int, update: int) -> dict[str, Tensor]:
+    def _average(self, stage: int, update: int) -> dict[str, Tensor]:
         """The gradients that `stage` updates with, before clipping: the sums divided by the number of microbatches that
         had weight one, and by the loss scale.
         """
-        scale = self._scale_of(stage, update)
         if (stage, update) not in self._means:
             sums = self._sums.pop((stage, update), None)
             if sums is None:
                 sums = self._over_stages(stage, update)
-            for number in (self._averaged_over(stage, update), 1.0 if scale is None else scale):
+            numbers = [self._scale_of(stage, update) or 1.0]
+            if self._averages:
+                size = self._schedule.guarantees.microbatches_per_update[stage]
+                numbers.insert(0, min(update * size, self.admitted) - (update - 1) * size)
+            for number in numbers:
                 if number != 1:
                     divide([_memory(gradient) for gradient in sums.values()], number)
             self._means[stage, update] = sums
         return self._means[stage, update]
-
-    def _averaged_over(self, stage: int, version: int) -> int:
-        """The number of microbatches, each of weight one, that an update is the mean over; 1 where weights are shares
-        of a minibatch.
-        """
-        if not self._averages:
-            return 1
-        size = self._schedule.guarantees.microbatches_per_update[stage]
-        return min(version * size, self._admitted) - (version - 1) * size
 
     def _over_stages(self, stage: int, update: int) -> dict[str, Tensor]:
         """This rank's own gradients, with those of tied weights summed over the stages that share them."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import LayerChain, LayerRunner, StageModule
 from penstock.errors import PenstockError
@@ -39,8 +40,8 @@ _ADVICE = (
 class LossHead:
     """Ends the forwards of `rank`, which holds the last stage of `chain`, with the loss.
 
-    `weigh`: the weight of a microbatch's loss in the loss that its update minimizes, times the loss scale.
-    `checks`: a loss that is not finite is an error.
+    `weigh`: the weight of a microbatch's loss in the loss that its update minimizes, times the loss scale; None for its
+    share of the minibatch. `checks`: a loss that is not finite is an error.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class LossHead:
         rank: int,
         chain: LayerChain,
         loss_fn: LossFunction,
-        weigh: Callable[[int, Microbatch], float],
+        weigh: Callable[[int, Microbatch], float] | None,
         *,
         checks: bool,
     ) -> None:
@@ -57,8 +58,8 @@ class LossHead:
         self._batch = BatchRun(training=True)
         self._parameters: LossParameters | None = LossParameters(chain)
         """None after the first loss, whose parameters have been looked at."""
-        self._gradients: dict[int, Tensor] = {}
-        """By microbatch: the gradient of its loss, from its forward to its backward."""
+        self.gradients: dict[int, Tensor] = {}
+        """By microbatch: the gradient that its backward starts from, until the backward takes it."""
 
     def begin(self, batch: BatchRun) -> None:
         self._batch = batch
@@ -95,12 +96,12 @@ class LossHead:
         chain = self.chain if self._batch.training else self.chain.evaluation()
         loss, beside = compute_loss(loss_fn, chain.output.build(outputs), microbatch.target)
         metrics.update(beside)
-        if self._batch.training and microbatch.amount:
+        if self._batch.training and microbatch.amount and not loss.requires_grad:
             _check_trains(loss, outputs)
         if module is not None:
             self._parameters = None
         # A loss may be a DTensor where the layers before it are split over processes.
-        return (whole(loss),)
+        return (whole(loss) if isinstance(loss, DTensor) else loss,)
 
     def end_forward(
         self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor], received: Sequence[Tensor]
@@ -110,12 +111,10 @@ class LossHead:
         """
         if self.checks and microbatch.amount and loss.is_cpu and not math.isfinite(loss.item()):
             raise _nonfinite_loss(loss, k, received)
-        self._keep(k, microbatch, loss, metrics)
-        self._gradients[k] = torch.full_like(loss, self._weigh(k, microbatch))
-
-    def take_gradient(self, k: int) -> Tensor:
-        """The gradient that the backward of microbatch `k` starts from; once."""
-        return self._gradients.pop(k)
+        weight = microbatch.weight
+        values = (loss.detach(), *(map(whole, map(Tensor.detach, metrics.values())) if metrics else ()))
+        self._batch.results[self._rank, k] = MicrobatchResult(tuple(metrics), values, weight)
+        self.gradients[k] = torch.full_like(loss, weight if self._weigh is None else self._weigh(k, microbatch))
 
     def end_evaluation(self, k: int, microbatch: Microbatch, outputs: tuple[Tensor, ...]) -> None:
         """Keeps the outputs of an evaluation forward, or the loss and metrics of them."""
@@ -124,21 +123,18 @@ class LossHead:
         else:
             metrics: dict[str, Tensor] = {}
             (loss,) = self.compute(microbatch, metrics, *outputs)
-            self._keep(k, microbatch, loss, metrics)
-
-    def _keep(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        values = tuple([whole(value.detach()) for value in (loss, *metrics.values())])
-        self._batch.results[self._rank, k] = MicrobatchResult(tuple(metrics), values, microbatch.weight)
+            values = tuple([whole(value.detach()) for value in (loss, *metrics.values())])
+            self._batch.results[self._rank, k] = MicrobatchResult(tuple(metrics), values, microbatch.weight)
 
 
 def _check_trains(loss: Tensor, outputs: tuple[Tensor, ...]) -> None:
-    """Raises `PenstockError` if no gradient can be taken of `loss`, computed from `outputs`."""
+    """Raises `PenstockError` if a gradient should be taken of `loss`, which requires none, computed from `outputs`."""
     if not loss.is_floating_point():
         raise PenstockError(
             f"loss_fn returned a loss of {loss.dtype} in a step: expected a floating-point number, of which gradients "
             "can be taken. Return the loss as computed, and counts such as accuracy in a dict beside it"
         )
-    if torch.is_grad_enabled() and not loss.requires_grad and any(output.requires_grad for output in outputs):
+    if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
         raise PenstockError(
             "loss_fn returned a loss that does not depend on the model's output by autograd: expected one of which "
             "gradients can be taken, since the step would train nothing. Leave out .detach(), .item(), torch.tensor() "

@@ -74,31 +74,32 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes snapshots of the stages of a process; the workers call it around their updates."""
+    """Takes snapshots of the stages of a process; the workers call it around their updates, while one is `present`."""
 
     def __init__(self, copier: HostCopier, host: HostStates | None = None) -> None:
         """`host`: has the state where versions are on the host."""
         self.copier, self._host = copier, host
-        self._present: Snapshot | None = None
+        self.present: Snapshot | None = None
         """The snapshot that is under way; None when its copies are made."""
 
     def begin(self, snapshot: Snapshot, newest: Mapping[int, int]) -> None:
         """Begins `snapshot`; `newest`: by stage, the version that exists. Called between steps."""
-        assert self._present is None, "one snapshot at a time"
-        self._present = snapshot
+        assert self.present is None, "one snapshot at a time"
+        self.present = snapshot
         for stage, version in newest.items():
             self.after_update(stage, version)
 
     def before_update(self, stage: int) -> None:
         """Waits until the copies of `stage` are made, if there are any on their way."""
-        if self._present is not None and stage in self._present.parts:
+        present = self.present
+        if present is not None and stage in present.parts:
             began = time.perf_counter()
-            self.copier.order_after(self._present.parts[stage].copies)
-            self._present.stalled_seconds += time.perf_counter() - began
+            self.copier.order_after(present.parts[stage].copies)
+            present.stalled_seconds += time.perf_counter() - began
 
     def after_update(self, stage: int, version: int) -> None:
         """Copies the state of `stage` if the snapshot is to have `version`, which is the newest."""
-        present = self._present
+        present = self.present
         if present is None or present.targets.get(stage) != version or stage in present.parts:
             return
         began = time.perf_counter()
@@ -111,17 +112,17 @@ class Snapshots:
         """Waits for the copies of a snapshot that has reached all stages. Afterwards any tensor may be changed. False
         if a snapshot has not reached them.
         """
-        present = self._present
+        present = self.present
         if present is not None and len(present.parts) == len(present.targets):
             began = time.perf_counter()
             present.wait()
             present.stalled_seconds += time.perf_counter() - began
-            self._present = None
-        return self._present is None
+            self.present = None
+        return self.present is None
 
     def abandon(self) -> None:
         """Forgets a snapshot that cannot be completed."""
-        self._present = None
+        self.present = None
 
     def _start(self, state: Mapping[str, Any]) -> _Part:
         leaves, structure = pytree.tree_flatten(state)

@@ -4,9 +4,10 @@ The worker is where forwards, gradients, weights and messages meet; they do not 
 which action comes next, and with which version of the weights, is in the program.
 
 Laws of this file:
-  1. One action, one method. The order of actions is the program's, never the worker's.
-  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, and in an `Update` with a loss scaler, which
-     reads norms from the device, with state on the host, or while a snapshot is copied; nowhere else.
+  1. One action, one method. The order of actions is the program's, never the worker's. Only the optimizers' steps of
+     updates that no action of the step reads are made together, in the last `Update` of the process.
+  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`; in an `Update` only where an option needs what
+     is on its way between device and host: a loss scaler, state on the host, a snapshot.
 """
 
 from collections import deque
@@ -151,7 +152,7 @@ class Worker:
                 held.weights.begin()
         offloaded = {(action.stage, action.microbatch) for action in program if isinstance(action, Offload)}
         self._forwards.begin(batch, program, offloaded)
-        self.gradients.begin(batch)
+        self.gradients.admitted = batch.admitted
         self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[ActionTiming]:
@@ -286,7 +287,7 @@ class Worker:
     def _gradients_of_outputs(self, action: InputGradients) -> Message:
         """The gradients that a backward starts from."""
         if action.stage in self._heads:
-            return (self._heads[action.stage].take_gradient(action.microbatch),)
+            return (self._heads[action.stage].gradients.pop(action.microbatch),)
         return self._mailbox.collect(action.stage, action.microbatch, self._targets[action.stage], later=True)
 
     def _deal_gradients(self, action: InputGradients, gradients: Message) -> None:
@@ -326,16 +327,18 @@ class Worker:
         weights, order = self.stages[stage].weights, self.stages[stage].order
         gradients, skipped = self.gradients.for_update(stage, version)
         with nullcontext() if order is None else order.making(version, gradients):
-            self.snapshots.before_update(stage)
+            if self.snapshots.present is not None:
+                self.snapshots.before_update(stage)
             start = self._now()
             if not self.updater.together:
                 # The optimizers have the parameters of all stages, and step those with gradients.
                 for other in self._weights:
                     other.set_aside()
-            for made in self.updater.update(stage, version, weights, None if skipped else gradients):
-                self.snapshots.after_update(made, version)
+            made = self.updater.update(stage, version, weights, None if skipped else gradients)
+            if self.snapshots.present is not None:
+                for each in made:
+                    self.snapshots.after_update(each, version)
             stop = self._now()
-        self.gradients.forget(stage, version)
         return start, stop
 
 

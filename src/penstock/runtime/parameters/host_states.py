@@ -1,8 +1,10 @@
 """State of the optimizers that is in host memory between updates.
 
-An update goes through the parameters part by part: the state of a part is copied to the device, the part is stepped,
-and its state is copied back. The copies of the next part run beside the step of this one. A tensor of the state stays
-the same object, and its memory is exchanged: users and checkpoints read it where an optimizer has it, on the host.
+An update goes through the parameters part by part, in the order of the optimizer, and each part begins with the same
+options: the state of a part is copied to the device, the part is stepped, and its state is copied back. That is exact
+for optimizers that step each parameter by itself: it is tried. The copies of the next part run beside the step of this
+one. A tensor of the state stays the same object, and its memory is exchanged: users and checkpoints read it where an
+optimizer has it, on the host.
 
 Laws of this file:
   1. The state of two parts at most is on the device.
@@ -11,15 +13,20 @@ Laws of this file:
   4. Memory that a copy reads or writes is kept until the stream of the caller comes after the copy.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import NOTHING_STAGED, Memory, Staged, Staging, layout_of
+from penstock.runtime.parameters.group_options import options_of, set_options
 from penstock.runtime.parameters.shards import local_shard, set_local_shard
+from penstock.torch_internals.modules import step_hooks
 from penstock.torch_internals.pytrees import tree_leaves
 from penstock.torch_internals.tensors import storage_references
 
@@ -61,6 +68,25 @@ class HostStates:
             yield part
             leaving = self._send(_tensors_of(states, part))
         self._staging.follow(leaving)
+
+    def steps(
+        self, optimizers: Iterable[torch.optim.Optimizer], stepped: Mapping[str, nn.Parameter]
+    ) -> Iterator[torch.optim.Optimizer]:
+        """Each optimizer for every part of what it steps: while nothing else has gradients, and the state is there."""
+        gradients = {id(parameter): parameter.grad for parameter in stepped.values() if parameter.grad is not None}
+        for parameter in stepped.values():
+            parameter.grad = None
+        for optimizer in optimizers:
+            own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in gradients}
+            # The values themselves: a tensor among them may be the user's.
+            begun = [dict(group) for group in optimizer.param_groups]
+            for part in self.visit(in_parts(own), optimizer.state):
+                set_options(optimizer, begun)
+                for key, parameter in part.items():
+                    parameter.grad = gradients[key]
+                yield optimizer
+                for parameter in part.values():
+                    parameter.grad = None
 
     def put_away(self, states: Mapping[Tensor, Any]) -> None:
         """Moves what is on the device of `states` to the host."""
@@ -108,3 +134,42 @@ class HostStates:
 
 def _tensors_of(states: Mapping[Tensor, Any], part: _Part) -> list[Any]:
     return tree_leaves([states.get(parameter) for parameter in part.values()])
+
+
+def check_steps_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PenstockError` if small parameters have other numbers where `optimizer` steps them in halves."""
+    found = "hooks on its steps" if step_hooks(optimizer) else ""
+    if any(isinstance(p, DTensor) and p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+        found = "DTensors of a GPU, which cannot be put together on the host"
+    try:
+        if not found and not all(map(torch.equal, _small_steps(optimizer, 1), _small_steps(optimizer, 2))):
+            found = "other numbers where small ones are stepped in halves: it counts its steps, or sums over all"
+    except Exception as error:
+        found = f"a failure where small ones are stepped: {type(error).__name__}: {error}"
+    if found:
+        raise PenstockError(
+            "state_on_host=: expected an optimizer that steps each parameter by itself, since an update has a step for "
+            f"each part of them, found {type(optimizer).__qualname__} with {found}. Use another one, or leave "
+            "state_on_host= out"
+        )
+
+
+def _small_steps(optimizer: torch.optim.Optimizer, parts: int) -> list[Tensor]:
+    """Small parameters in the place of those of `optimizer`, after some steps in `parts`."""
+    groups: list[dict[str, Any]] = [{**options, "params": []} for options in options_of(optimizer)]
+    for group, own in zip(optimizer.param_groups, groups, strict=True):
+        shards = map(local_shard, group["params"])
+        own["params"] = [nn.Parameter(shard.new_ones([min(size, 2) for size in shard.shape])) for shard in shards]
+    small: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+    takes, defaults = inspect.signature(type(optimizer)).parameters, optimizer.defaults
+    made = type(optimizer)(groups, **{key: value for key, value in defaults.items() if key in takes})
+    with torch.random.fork_rng({parameter.device for parameter in small if parameter.is_cuda}):
+        for step in range(1, 4):
+            begun = [dict(group) for group in made.param_groups]
+            for part in range(parts):
+                set_options(made, begun)
+                for place, parameter in enumerate(small):
+                    present = place * parts // len(small) == part
+                    parameter.grad = torch.full_like(parameter, step + place) if present else None
+                made.step()
+    return [parameter.detach() for parameter in small]

@@ -35,11 +35,12 @@ Laws of this file:
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from operator import is_
-from typing import Any, TypeAlias, cast
+from operator import eq
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import StageModule
 from penstock.capturing.module_copies import Copies
@@ -47,7 +48,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import Memory, layout_of
 from penstock.runtime.parameters.shards import local_shard, redistributed_like, set_local_shard
 from penstock.torch_internals.modules import TENSOR_TABLES, tensor_tables
-from penstock.torch_internals.tensors import copy_each, set_times_written, times_written
+from penstock.torch_internals.tensors import copy_each, set_times_written, times_each_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ class ComputeWeights:
 
 
 AS_STEPPED = ComputeWeights()
-_Place: TypeAlias = tuple[MutableMapping[str, Any], str, str]
-"""The table of a module, the key in it, and the name of the parameter there."""
+_Place: TypeAlias = tuple[MutableMapping[str, Any], str, nn.Parameter]
+"""The table of a module, the key in it, and the parameter there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +121,10 @@ class _Slots:
     """Of those whose versions are on the host."""
     moved: dict[str, nn.Parameter]
     """Those whose memory is not always the same."""
+    rows: list[list[Tensor]]
+    """By slot, the memory of `moved`; none where a parameter is a `DTensor`, of another stage, or has a master or a
+    window.
+    """
     written: tuple[int, ...] = ()
     """How often each of `moved` had been written at the end of the last segment."""
     first: int = 0
@@ -158,6 +163,8 @@ class _Slots:
         for name in masters:
             cast(Any, parameters[name]).grad_dtype = parameters[name].dtype
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        moved = {name: p for name, p in trained.items() if versions > 1 or name in masters}
+        apart = lenders or masters or windows or any(isinstance(p, DTensor) for p in moved.values())
         return cls(
             parameters=parameters,
             trained=trained,
@@ -166,7 +173,8 @@ class _Slots:
             masters=masters,
             tensors=tensors,
             windows=windows,
-            moved={name: p for name, p in trained.items() if versions > 1 or name in masters},
+            moved=moved,
+            rows=[] if apart else [[slot[name] for name in moved] for slot in tensors],
         )
 
     def slot_of(self, version: int) -> int:
@@ -191,21 +199,55 @@ class _Slots:
         return self.tensors[slot][name] if window is None or window.slot != slot else window.memory
 
     def point(self, slot: int) -> None:
-        for name, parameter in self.moved.items():
-            set_local_shard(parameter, self.shown(slot, name))
+        if self.rows:
+            for parameter, memory in zip(self.moved.values(), self.rows[slot], strict=True):
+                parameter.data = memory
+        else:
+            for name, parameter in self.moved.items():
+                set_local_shard(parameter, self.shown(slot, name))
 
     def rest(self) -> None:
-        for name, parameter in self.moved.items():
-            set_local_shard(parameter, self.between_steps(name))
+        if self.rows:
+            self.point(self.slot_of(self.newest))
+        else:
+            for name, parameter in self.moved.items():
+                set_local_shard(parameter, self.between_steps(name))
+
+    def at_rest(self) -> bool:
+        """Whether the parameters have the memory that they have between steps."""
+        if self.rows:
+            own = map(Tensor.data_ptr, self.moved.values())
+            return all(map(eq, own, map(Tensor.data_ptr, self.rows[self.slot_of(self.newest)])))
+        places = ((local_shard(p), self.between_steps(name)) for name, p in self.moved.items())
+        return all(found.data_ptr() == expected.data_ptr() for found, expected in places)
+
+    def advance(self, version: int) -> None:
+        """Makes the parameters a copy of the newest version, in the slot of `version`."""
+        current, following = self.slot_of(self.newest), self.slot_of(version)
+        self.newest = version
+        moving = [] if self.rows else [name for name in self.stepped if name not in self.masters]
+        if following == current or not (self.rows or moving):
+            return
+        if self.rows:
+            # In one call: on a GPU, launching the copy of a small parameter takes longer than the copy.
+            copy_each(self.rows[following], self.rows[current])
+        elif self.windows:
+            for name in moving:
+                self.windows[name].show(current)
+                self.windows[name].make(following)
+        else:
+            copy_each(
+                [self.tensors[following][name] for name in moving], [self.tensors[current][name] for name in moving]
+            )
+        self.rest()
 
     def count_writes(self) -> None:
         """Notes how often the parameters were written in place."""
-        self.written = tuple([times_written(parameter) for parameter in self.moved.values()])
+        self.written = times_each_written(self.moved.values())
 
     def forget_writes(self) -> None:
         """Has autograd forget the writes since `count_writes`: they were in another slot than its backwards read."""
-        if self.written:
-            set_times_written(tuple(self.moved.values()), self.written)
+        set_times_written(tuple(self.moved.values()), self.written)
 
 
 @dataclass(slots=True, eq=False)
@@ -266,11 +308,9 @@ class VersionedWeights:
 
     def _read_module(self, *, compared: bool) -> None:
         """Notes where the module has its parameters, unless they are not `compared`."""
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        own = set(map(id, self.parameters.values()))
         tables = [tensor_tables(inner)[0] for inner in self.stage.modules()] if compared else []
-        found = [(table, key, names[id(p)]) for table in tables for key, p in table.items() if id(p) in names]
-        self._places: list[_Place] = found
-        self._placed = [self.parameters[name] for _, _, name in found]
+        self._places: list[_Place] = [(table, key, p) for table in tables for key, p in table.items() if id(p) in own]
         held = [vars(inner).get(name) for inner in self.stage.modules() for name in TENSOR_TABLES if compared]
         self._tables = [table for table in held if isinstance(table, dict)]
         """What its modules register."""
@@ -291,23 +331,10 @@ class VersionedWeights:
 
         Raises `PenstockError` if a parameter was replaced or frozen since the pipeline was built.
         """
-        self._check()
-        for parameter in self.trained.values():
-            if parameter.grad is not None:
-                parameter.grad = None
-        for window in self._slots.windows.values():
-            # By the user, between steps.
-            window.written = True
-        self._slots.forget_writes()
-
-    def _check(self) -> None:
-        slots = self._slots
-        try:
-            found = [table[key] for table, key, _ in self._places]
-        except KeyError:
-            found = []
-        same = len(found) == len(self._placed) and all(map(is_, found, self._placed))
-        if not same or list(map(len, self._tables)) != self._sizes:
+        slots, same = self._slots, list(map(len, self._tables)) == self._sizes
+        for table, key, parameter in self._places:
+            same = same and table.get(key) is parameter
+        if not same:
             self._check_places()
         for name, parameter in slots.parameters.items():
             if parameter.requires_grad is not (name in slots.trained):
@@ -316,18 +343,31 @@ class VersionedWeights:
                     "when the pipeline was built. Expected no change. Freeze or unfreeze parameters before the "
                     "pipeline is built, or build a new Pipeline"
                 )
-        for name, parameter in slots.moved.items():
-            if local_shard(parameter).data_ptr() != slots.between_steps(name).data_ptr():
-                raise PenstockError(
-                    f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), "
-                    "and its schedule keeps several versions of the weights in memory of their own. Expected the same "
-                    "memory. Write in it instead (with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
-                )
+            if parameter.requires_grad:
+                parameter.grad = None
+        if not slots.moved:
+            return
+        if not slots.at_rest():
+            self._refuse_memory()
+        for window in slots.windows.values():
+            # By the user, between steps.
+            window.written = True
+        if slots.written:
+            slots.forget_writes()
+
+    def _refuse_memory(self) -> NoReturn:
+        found = ((name, local_shard(p), self._slots.between_steps(name)) for name, p in self._slots.moved.items())
+        name = next(name for name, own, expected in found if own.data_ptr() != expected.data_ptr())
+        raise PenstockError(
+            f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), and its "
+            "schedule keeps several versions of the weights in memory of their own. Expected the same memory. Write in "
+            "it instead (with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
+        )
 
     def _check_places(self) -> None:
         """Raises `PenstockError` unless the modules have the parameters that they had, under the same names."""
-        places = ((key in table and table[key], name) for table, key, name in self._places)
-        moved = [name for found, name in places if found is not self.parameters[name]]
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        moved = [names[id(p)] for table, key, p in self._places if table.get(key) is not p]
         now = {id(parameter): path for path, parameter in self.stage.named_parameters()}
         lost = [*moved, *(name for name, parameter in self.parameters.items() if id(parameter) not in now)]
         added = now.keys() - set(map(id, self.parameters.values()))
@@ -347,7 +387,7 @@ class VersionedWeights:
         slots, sharers = self._slots, self._sharers
         if not slots.moved:
             return
-        slot = slots.slot_of(version)
+        slot = (slots.first + version) % len(slots.tensors)
         if sharers.pointed is not slots or sharers.slot != slot:
             if sharers.pointed is not slots:
                 self._unpoint()
@@ -362,7 +402,8 @@ class VersionedWeights:
             for name, gradient in self._aside.items():
                 self.trained[name].grad = gradient
             self._aside, sharers.accumulating = {}, self
-        self.point(version)
+        if self._slots.moved:
+            self.point(version)
 
     def set_aside(self) -> None:
         """Takes gradients that have accumulated out of ``.grad``, until the next backward that adds to them."""
@@ -375,17 +416,19 @@ class VersionedWeights:
                 self._aside[name] = self._aside[name] + gradient if name in self._aside else gradient
                 parameter.grad = None
 
+    def rest(self) -> None:
+        """Ends a segment: the user finds the newest weights in the parameters, and no gradients."""
+        self.set_aside()
+        if self._sharers.pointed is not None:
+            self._unpoint()
+        if self._slots.moved:
+            self._slots.count_writes()
+
     def _unpoint(self) -> None:
         """Makes the parameters the newest version."""
         if self._sharers.pointed is not None:
             self._sharers.pointed.rest()
             self._sharers.pointed = None
-
-    def rest(self) -> None:
-        """Ends a segment: the user finds the newest weights in the parameters, and no gradients."""
-        self.set_aside()
-        self._unpoint()
-        self._slots.count_writes()
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients that the backwards since the last call have accumulated, by name; parameters without one are
@@ -394,7 +437,9 @@ class VersionedWeights:
         gradients = {}
         for name, parameter in self.trained.items():
             if parameter.grad is not None:
-                gradients[name], parameter.grad = redistributed_like(parameter.grad, parameter), None
+                gradient, parameter.grad = parameter.grad, None
+                # Autograd may leave it as a sum over the mesh that is still to be taken.
+                gradients[name] = redistributed_like(gradient, parameter) if type(gradient) is DTensor else gradient
         return gradients
 
     def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> None:
@@ -402,19 +447,12 @@ class VersionedWeights:
         been set aside.
         """
         slots = self._slots
-        self._unpoint()
-        slots.count_writes()
-        current, following = slots.slot_of(slots.newest), slots.slot_of(version)
+        if self._sharers.pointed is not None:
+            self._unpoint()
+        if slots.moved:
+            slots.count_writes()
+            slots.advance(version)
         slots.newest = version
-        if following != current and (moving := [name for name in self.stepped if name not in slots.masters]):
-            sources = [slots.shown(current, name) for name in moving]
-            if slots.windows:
-                for name in moving:
-                    slots.windows[name].make(following)
-            else:
-                # In one call: on a GPU, launching the copy of a small parameter takes longer than the copy.
-                copy_each([slots.tensors[following][name] for name in moving], sources)
-            slots.rest()
         for name, parameter in self.stepped.items():
             parameter.grad = gradients.get(name)
 
@@ -425,8 +463,10 @@ class VersionedWeights:
         """
         for parameter in self.stepped.values():
             parameter.grad = None
-        self._slots.forget_writes()
-        self._publish(published or {})
+        if self._slots.written:
+            self._slots.forget_writes()
+        if self._slots.masters:
+            self._publish(published or {})
 
     def _publish(self, published: Mapping[str, Tensor]) -> None:
         """Writes the newest version of the parameters with masters into its slot."""
