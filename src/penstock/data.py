@@ -195,7 +195,7 @@ def warn_of_untracked(tracked: Iterable[object], since: float) -> None:
 
     A loader that always has the same order, and is at the beginning of it, has none to keep.
     """
-    kept = {id(each.source if isinstance(each, Prefetched) else each) for each in tracked}
+    kept = set(map(id, tracked))
     for batches in [each for each in _UNTOLD if each.used_seconds > since and id(each) not in kept]:
         state = batches.state_dict()
         if state["position"] or state["shuffle"]:
@@ -296,16 +296,16 @@ class Prefetched(Generic[B]):
     """Iterates over the same batches on the device. `prefetch` makes it."""
 
     def __init__(self, batches: Iterable[B], device: torch.device) -> None:
-        self.source = batches
+        self._batches = batches
         self._device = device
 
     def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
+        return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[B]:
         """Takes each batch from the source one step before it yields it."""
-        source, stream = iter(self.source), _new_stream(self._device)
-        loader = self.source if isinstance(self.source, Batches) else None
+        source, stream = iter(self._batches), _new_stream(self._device)
+        loader = self._batches if isinstance(self._batches, Batches) else None
         place: tuple[int, int] | None = None
         taken, error = self._take(source, stream)
         try:
@@ -325,21 +325,6 @@ class Prefetched(Generic[B]):
         if error is not None:
             raise error
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of its source, a `Batches`, just after the last batch that was returned."""
-        return self._loader().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Gives its source, a `Batches`, the `state`."""
-        self._loader().load_state_dict(state)
-
-    def _loader(self) -> Batches:
-        if not isinstance(self.source, Batches):
-            raise PenstockError(
-                f"{type(self.source).__name__} has no state to save: expected what penstock.loader returns"
-            )
-        return self.source
-
     def _take(
         self, source: Iterator[B], stream: torch.cuda.Stream | None
     ) -> tuple[tuple[B, tuple[int, int] | None] | None, Exception | None]:
@@ -352,7 +337,7 @@ class Prefetched(Generic[B]):
             return None, None
         except Exception as error:
             return None, error
-        place = (self.source.epoch, self.source.position) if isinstance(self.source, Batches) else None
+        place = (self._batches.epoch, self._batches.position) if isinstance(self._batches, Batches) else None
         with torch.cuda.stream(stream):  # does nothing with None
             moved: B = pytree.tree_map_only(Tensor, self._move, batch)
         return (moved, place), None

@@ -5,7 +5,7 @@ Then it hands the programs of the schedule to the workers, step by step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from penstock.runtime.assembly.guarded_calls import (
     open_resources,
     remind_to_drain,
 )
-from penstock.runtime.assembly.parallelize_hooks import make_own_stages
+from penstock.runtime.assembly.parallelize_hooks import computes_alike, make_own_stages
 from penstock.runtime.assembly.partial_models import ModelParts, old_numbers
 from penstock.runtime.assembly.pipeline_options import (
     Balance,
@@ -51,7 +51,7 @@ from penstock.runtime.assembly.pipeline_options import (
     RecomputeChoice,
     RunOptions,
 )
-from penstock.runtime.assembly.recaptures import is_same, refit, refuse_unfollowed, refused
+from penstock.runtime.assembly.recaptures import refit, refuse_unfollowed, refused
 from penstock.runtime.assembly.setup_agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.started_engines import replace_stages, start_engine
 from penstock.runtime.assembly.weight_exports import export_weights, hold
@@ -388,7 +388,7 @@ class Pipeline:
             plan, chain = refit(self.plan, self._chain, captured.chain)
             planned = replace(self._planned, plan=plan)
             own = make_own_stages(self._options, self._world, replace(captured, chain=chain), planned)
-            same = is_same(self._chain, own.chain)
+            same = computes_alike(self._chain, own.chain)
         if not same:
             self.drain()
         self.plan, self._planned, self._own_stages, self._chain = plan, planned, own, own.chain
@@ -412,15 +412,21 @@ class Pipeline:
         self._first_batch, self._begins = None, False
         return loss
 
-    def _evaluating(self) -> AbstractContextManager[None]:
-        """The model's own ``eval()`` and ``train(mode)``, which may read and write old weights, too."""
-        model = self._options.model.model
-        return in_mode(modules_in(model), training=False, watched=partial(old_numbers, model))
-
-    def _follow_for_evaluation(self) -> None:
-        """The same for a call in evaluation mode, whatever mode the model is in."""
+    @contextmanager
+    def _evaluation(self, cut: Callable[[BatchSplitter], Sequence[Microbatch]]) -> Iterator[Sequence[Microbatch]]:
+        """Drains, and gives what `cut` makes of a batch, between the model's own ``eval()`` and ``train(mode)``, which
+        may read and write old weights, too.
+        """
+        self.drain()
+        # Whatever mode the model is in.
         if (change := self._chain.reads.without("training").change()) is not None:
             self._follow(change)
+        model = self._options.model.model
+        with ExitStack() as mode:
+            with self._guarded("reading a batch", harmless=True):
+                mode.enter_context(in_mode(modules_in(model), training=False, watched=partial(old_numbers, model)))
+                microbatches = cut(self._splitter)
+            yield microbatches
 
     @collective
     def drain(self) -> None:
@@ -439,14 +445,9 @@ class Pipeline:
         Drains first, and calls the model's ``eval()`` before and ``train(mode)`` after it. The loss is the mean over
         the batch's samples.
         """
-        self.drain()
-        self._follow_for_evaluation()
-        with ExitStack() as mode:
-            with self._guarded("reading a batch", harmless=True):
-                mode.enter_context(self._evaluating())
-                microbatches = self._splitter.for_evaluation(inputs, target)
-            with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
-                return StepResult(self._engine.evaluate(microbatches))
+        cut = self._evaluation(lambda splitter: splitter.for_evaluation(inputs, target))
+        with cut as microbatches, self._guarded("in an evaluation"), self._explained("evaluate", inputs, target):
+            return StepResult(self._engine.evaluate(microbatches))
 
     @collective
     def predict(self, inputs: Any) -> Any:
@@ -455,16 +456,11 @@ class Pipeline:
         Drains first, and calls the model's ``eval()`` before and ``train(mode)`` after it. If the batch takes several
         microbatches, tensors whose dimension 0 counts samples are concatenated, and others are stacked.
         """
-        self.drain()
-        self._follow_for_evaluation()
-        with ExitStack() as mode:
-            with self._guarded("reading a batch", harmless=True):
-                mode.enter_context(self._evaluating())
-                microbatches = self._splitter.for_prediction(inputs)
-            with self._guarded("in a prediction"), self._explained("predict", inputs):
-                values = self._engine.predict(microbatches)
-                outputs = [self._chain.evaluation().output.build(value) for value in values]
-                return join(outputs, [microbatch.samples for microbatch in microbatches])
+        cut = self._evaluation(lambda splitter: splitter.for_prediction(inputs))
+        with cut as microbatches, self._guarded("in a prediction"), self._explained("predict", inputs):
+            values = self._engine.predict(microbatches)
+            outputs = [self._chain.evaluation().output.build(value) for value in values]
+            return join(outputs, [microbatch.samples for microbatch in microbatches])
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process's stages, each once, in the order of the layers: the newest weights."""
@@ -601,7 +597,7 @@ class Pipeline:
         return self._engine.steps
 
     def track(self, **objects: Any) -> None:
-        """Keeps the state of your own objects in checkpoints, by name: ``pipe.track(ema=ema)``.
+        """Keeps the state of loaders and of your own objects in checkpoints, by name: ``pipe.track(batches=batches)``.
 
         They have ``state_dict()``, of numbers, texts, tensors and containers of these, and ``load_state_dict()``; or
         they are a `torch.Generator`. If a checkpoint was loaded before, they get their states now.

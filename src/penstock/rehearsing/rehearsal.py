@@ -4,7 +4,6 @@ The two ends of the way are compared first. Only where they differ, the training
 does one thing more as the pipeline does it. So the first pair that differs names the cause.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
@@ -42,7 +41,6 @@ from penstock.rehearsing.trainings import (
 from penstock.runtime.assembly.pipeline_options import PipelineOptions, PlanOptions, RunOptions
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.torch_internals.modules import is_batch_norm
-from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import IGNORED, Microbatches
 from penstock.values.plans import Plan
 
@@ -106,12 +104,8 @@ _CAUSES: Mapping[tuple[Rung, str], str] = {
     (Rung.STAGES, "update"): "the optimizer. The gradients agree, and the update differs: each process calls step() "
     "with the parameters of its own stages, so a norm of all gradients inside step() is the norm of these. Use an "
     "optimizer that updates each parameter by itself, and clip_grad_norm= for the norm",
-    (Rung.STAGES, "hook"): "a hook on a weight that several stages use: it sees the gradient of each stage by itself, "
-    "and not their sum. Use clip_grad_norm= or update_hooks=, which see the sum, or keep the hook to one stage",
     (Rung.STAGES, "history"): "what a block asks of a tensor beside its values (grad_fn, is_leaf, _version, data_ptr): "
     "a stage begins with tensors that no operator has made. Decide by values, or pass the block an argument",
-    (Rung.STAGES, "recomputation"): "state that a block writes within torch.utils.checkpoint, whose recomputation "
-    "writes it again, at another time than in your loop. Write it outside, or pass recompute= instead",
     (Rung.STAGES, "view"): "a tensor that a block writes in place, perhaps by a view, and that others have, too: other "
     "stages have copies of it. Write to a clone, and return that",
     (Rung.STAGES, ""): _SIDE_WAYS,
@@ -143,24 +137,17 @@ def _conditions(kind: str, setup: Setup) -> Iterator[str]:
         yield "loss of labels"
     if kind in ("option", "state", "parameter"):
         yield "update"
-    yield from _habits(kind, rooted(options.model.model))
+    yield from _habits(rooted(options.model.model))
     yield from (kind, "")
 
 
-def _habits(kind: str, model: nn.Module) -> Iterator[str]:
-    """What `model` does that stages may see otherwise: by its hooks, and by the names that its own code uses."""
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    if kind == "gradient" and any(
-        uses[id(p)] > 1 and (gradient_hooks(p) or accumulated_hooks(p)) for p in model.parameters()
-    ):
-        yield "hook"
+def _habits(model: nn.Module) -> Iterator[str]:
+    """What `model` does that stages may see otherwise, by the names that its own code uses."""
     kinds = {base for each in model.modules() for base in type(each).__mro__}
     methods = [each for base in kinds if base.__module__.partition(".")[0] != "torch" for each in vars(base).values()]
     names = {name for each in methods if isfunction(each) for name in each.__code__.co_names}
     if names & {"grad_fn", "is_leaf", "data_ptr", "untyped_storage"}:
         yield "history"
-    if "checkpoint" in names:
-        yield "recomputation"
     if any(name == f"{name.strip('_')}_" and name in dir(Tensor) for name in names - {"requires_grad_"}):
         yield "view"
 

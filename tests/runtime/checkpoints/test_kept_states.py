@@ -294,7 +294,7 @@ def test_a_tracked_loader_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_a_position_inside_a_prefetched_epoch(tmp_path: Path) -> None:
     pipe, loader = make(), batches()
-    pipe.track(batches=penstock.prefetch(loader, "cpu"))
+    pipe.track(batches=loader)
     for number, (x, y) in enumerate(penstock.prefetch(loader, "cpu")):
         pipe.step(x, y)
         if number == 1:

@@ -15,8 +15,7 @@ class Dragging(penstock.UpdateHook):
     """A user's own: moves weights towards what they were two updates ago."""
 
     def after_step(self, update: penstock.WeightUpdate) -> None:
-        if "older" in update.state:
-            update.after.lerp_(update.state["older"], 0.1)
+        update.after.lerp_(update.state.get("older", update.before), 0.1)
         update.state["older"] = update.before.clone()
 
 

@@ -170,8 +170,8 @@ def _check_evaluation(chain: LayerChain) -> None:
 
 
 def computes_alike(chain: LayerChain, other: LayerChain) -> bool:
-    """Whether two chains of as many layers compute and return the same."""
-    alike = all(map(_compute_alike, chain.layers, other.layers))
+    """Whether two chains compute and return the same, layer by layer."""
+    alike = len(chain.layers) == len(other.layers) and all(map(_compute_alike, chain.layers, other.layers))
     return alike and _returned(chain.output) == _returned(other.output)
 
 

@@ -103,7 +103,7 @@ OPTIONS: Mapping[str, OptionRule] = {
     ),
     "offload_to": OptionRule("own"),
 }
-"""By name, all arguments of `Pipeline`."""
+"""By name, all arguments of `Pipeline`. The value below that has one as a field checks it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.reads import Change
 from penstock.capturing.sequential import bodies_of
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.assembly.parallelize_hooks import ParallelStages, computes_alike
+from penstock.runtime.assembly.parallelize_hooks import ParallelStages
 from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan
 
@@ -119,8 +119,3 @@ def _keep(layer: Layer, tensors: Iterable[Tensor]) -> None:
         else:
             holder.register_buffer(str(number), tensor)
     layer.module.add_module("unused", holder)
-
-
-def is_same(before: LayerChain, now: LayerChain) -> bool:
-    """Whether both compute the same over the same values."""
-    return len(before.layers) == len(now.layers) and computes_alike(before, now)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.data import Batches, Prefetched, warn_of_untracked
+from penstock.data import Batches, warn_of_untracked
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.manifests import Manifest, bytes_of
 from penstock.runtime.parameters.shards import whole
@@ -130,7 +130,7 @@ class OwnStates:
         objects = {name: partial(manifest.read, state) for name, state in states[_OBJECTS].items()}
         self.waiting = {name: read for name, read in objects.items() if name not in self.tracked}
         for name, value in self.tracked.items():
-            if "loaders" in kinds or not isinstance(value, Batches | Prefetched):
+            if "loaders" in kinds or not isinstance(value, Batches):
                 give_state(name, value, objects[name]())
 
     def _generators(self) -> dict[str, Any]:
