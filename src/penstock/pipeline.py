@@ -26,7 +26,6 @@ from penstock.capturing.reads import Change
 from penstock.capturing.sequential import watch_shared
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
-from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.first_batch import FirstBatch
@@ -342,6 +341,8 @@ class Pipeline(Advised):
         It runs every layer several times and leaves the model as it was. After a `parallelize` hook it is collective,
         for one stage without replicas (`Profile.tensor_parallel`). Raises `PenstockError`.
         """
+        from penstock.profiling.profiler import profile as profile_layers
+
         if self._own_stages.modules and self.plan.ranks > self.plan.tensor_parallel:
             found = "the layers are spread over processes: expected one stage without replicas. Measure with stages=1"
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")

@@ -26,6 +26,7 @@ from penstock.runtime.parameters.shards import whole
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.modules import tensor_tables
+from penstock.torch_internals.unimported import compiled_code_runs_eagerly
 from penstock.training.losses import LossFunction, compute_loss
 
 _ADVICE = (
@@ -210,7 +211,7 @@ class LossParameters:
 
         def examine(output: Any, target: Any) -> Any:
             # Compiled code would hide what it reads.
-            with torch.compiler.set_stance("force_eager"):
+            with compiled_code_runs_eagerly():
                 found = loss_fn(output, target)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             for number, tensor in enumerate(tensors):

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
@@ -29,6 +28,7 @@ from penstock.runtime.parameters.host_states import HostStates, in_parts
 from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.torch_internals.modules import flat_schedulers, step_hooks
+from penstock.torch_internals.unimported import is_dtensor
 from penstock.training.optimizers import MakeScheduler, make_scheduler, needs_closure
 from penstock.training.update_corrections import HookStates, UpdateHook, WeightAverage
 
@@ -344,7 +344,7 @@ def _set_options(optimizer: torch.optim.Optimizer, options: OptionsOfGroups) -> 
 def _check_steps_apart(optimizer: torch.optim.Optimizer) -> None:
     """Raises `PenstockError` if small parameters have other numbers where `optimizer` steps them in halves."""
     found = "hooks on its steps" if step_hooks(optimizer) else ""
-    if any(isinstance(p, DTensor) and p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+    if any(is_dtensor(p) and p.is_cuda for group in optimizer.param_groups for p in group["params"]):
         found = "DTensors of a GPU, which cannot be put together on the host"
     try:
         if not found and not all(map(torch.equal, _small_steps(optimizer, 1), _small_steps(optimizer, 2))):
