@@ -27,8 +27,8 @@ _FIELDS = {
 }
 """What the form asks for: its label, and what stands in it at first."""
 _WAYS = {"named": "Show the schedule", "order": "Find an order under the limit", "rows": "Show the rows below"}
-_MOST = {"stages": 64, "microbatches": 256}
-"""More would take the browser and the search of orders too long."""
+_MOST = {"stages": 64, "microbatches": 256}  # More would take the browser and the search of orders too long.
+_INPUT = '<label>{}<input name="{}" size="12" value="{}"></label>'
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; form-action 'self'">
@@ -53,10 +53,7 @@ def page(given: Mapping[str, str]) -> str:
     except (PenstockError, argparse.ArgumentTypeError) as error:
         answer = f"<pre>{escape(str(error))}</pre>"
     names = "".join(f"<option{' selected' * (name == chosen)}>{name}</option>" for name in SCHEDULES)
-    fields = "".join(
-        f'<label>{_FIELDS[name][0]}<input name="{name}" size="12" value="{escape(value)}"></label>'
-        for name, value in values.items()
-    )
+    fields = "".join(_INPUT.format(_FIELDS[name][0], name, escape(value)) for name, value in values.items())
     buttons = "".join(f'<button name="way" value="{way}">{text}</button> ' for way, text in _WAYS.items())
     return _PAGE.format(names=names, fields=fields, buttons=buttons, answer=answer, rows=escape(rows))
 
@@ -131,6 +128,10 @@ def make_server(port: int) -> ThreadingHTTPServer:
         raise PenstockError(f"--port {port}: expected a free port of 127.0.0.1, found: {error}; give another") from None
 
 
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", metavar="PORT", type=int, default=0, help="default: a free one")
+
+
 def _run(arguments: argparse.Namespace) -> None:
     with make_server(arguments.port) as server:
         print(f"the playground is at http://127.0.0.1:{server.server_port}/ until Ctrl+C", flush=True)
@@ -143,8 +144,6 @@ PLAYGROUND = Command(
     description="Serves a page on 127.0.0.1: choose a schedule, times and links, change its rows of actions, or have "
     "an order found under a limit of memory; the library proves, simulates and draws it.",
     example="penstock playground --port 8000",
-    declare=lambda parser: parser.add_argument(
-        "--port", metavar="PORT", type=int, default=0, help="default: a free one"
-    ),
+    declare=_declare,
     run=_run,
 )
