@@ -10,6 +10,7 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.commands.playground_command import make_server, page
+from penstock.values import SCHEDULES
 
 
 def test_a_server_of_this_machine_answers_with_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +34,7 @@ def test_a_server_of_this_machine_answers_with_what_the_library_says(capsys: pyt
         plan, penstock.Profile((layer,) * 8, 1), penstock.Cluster.uniform(4, 1e15), split_seconds=0
     )
     assert server.server_address[0] == "127.0.0.1"
-    assert "1f1b-flush: every invariant holds" in first and "<svg" in first
+    assert f"{SCHEDULES[0]}: every invariant holds" in first and "<svg" in first
     assert str(penstock.verify(penstock.schedule(plan))) in shown and ">rank 3<" in shown
     assert f"{1e3 * timeline.seconds:.1f} ms, bubble {timeline.bubble:.1%}" in shown
     assert f"GB: {timeline.memory[0].peak_bytes / 1e9:.2f} " in shown

@@ -52,7 +52,8 @@ FLOW = {
         training""",
     "runtime": "",
     "runtime.devices": "errors torch_internals",
-    "runtime.transport": "errors torch_internals process_states runtime.devices",
+    "runtime.files": "errors arguments torch_internals capturing",
+    "runtime.transport": "errors torch_internals process_states runtime.devices runtime.files",
     "runtime.execution": "errors arguments torch_internals capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": """errors arguments torch_internals values scheduling capturing training runtime.devices
@@ -61,10 +62,10 @@ FLOW = {
     "runtime.engine": """errors arguments torch_internals values doctor timelines scheduling scheduling.verification
         capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
     "runtime.assembly": """errors arguments torch_internals values doctor scheduling
-        scheduling.orders scheduling.verification capturing training runtime.devices runtime.transport runtime.execution
-        runtime.parameters runtime.batches runtime.engine""",
+        scheduling.orders scheduling.verification capturing training runtime.devices runtime.files runtime.transport
+        runtime.execution runtime.parameters runtime.batches runtime.engine""",
     "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
-        runtime.devices runtime.transport runtime.parameters runtime.engine runtime.assembly""",
+        runtime.devices runtime.files runtime.transport runtime.parameters runtime.engine runtime.assembly""",
     "autoplans": """errors arguments values planning scheduling scheduling.orders capturing capturing.export profiling
         training runtime.transport runtime.assembly""",
     "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.transport

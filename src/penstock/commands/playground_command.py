@@ -47,7 +47,7 @@ backward, I and W are its halves, U3&lt;1 makes version 3 from gradients of vers
 def page(given: Mapping[str, str]) -> str:
     """The page for what the form sent; an error of the library is a part of it."""
     values = {name: given.get(name, value) for name, (_, value) in _FIELDS.items()}
-    rows, chosen = given.get("rows", ""), given.get("schedule", "1f1b-flush")
+    rows, chosen = given.get("rows", ""), given.get("schedule", SCHEDULES[0])
     try:
         answer, rows = _answer(given.get("way", "named"), chosen, values, rows)
     except (PenstockError, argparse.ArgumentTypeError) as error:

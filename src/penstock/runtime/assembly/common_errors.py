@@ -21,7 +21,7 @@ _ADVICE = {
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The processes that write or read a checkpoint together. ``gather(value)`` returns the value of each, by rank, to
-    all; it may be used by one thread at a time. Values are plain: `penstock.runtime.transport.plain_values`.
+    all; it may be used by one thread at a time. Values are plain: `penstock.runtime.files.plain_values`.
     """
 
     rank: int

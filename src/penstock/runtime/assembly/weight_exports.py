@@ -31,7 +31,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.weight_files import INDEX, SINGLE
 from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.assembly.common_errors import Ranks, explained
-from penstock.runtime.assembly.safetensors_files import (
+from penstock.runtime.files.safetensors_files import (
     PARTIAL,
     SafetensorsWriter,
     StoredEntry,

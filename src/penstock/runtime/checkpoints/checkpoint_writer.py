@@ -24,9 +24,10 @@ from torch import Tensor
 from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.common_errors import Ranks, explained
-from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index, write_through
 from penstock.runtime.checkpoints.manifests import bytes_of, manifest_text
-from penstock.runtime.checkpoints.step_directories import (
+from penstock.runtime.files.plain_values import Json, name_of, type_named
+from penstock.runtime.files.safetensors_files import SafetensorsWriter, StoredEntry, write_index, write_through
+from penstock.runtime.files.step_directories import (
     MANIFEST,
     Retention,
     begin,
@@ -36,7 +37,6 @@ from penstock.runtime.checkpoints.step_directories import (
     recover,
 )
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.transport.plain_values import Json, name_of, type_named
 
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""

@@ -20,8 +20,8 @@ from penstock.data import loader_states, loader_uses, restore_loaders
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.guarded_calls import Advised
 from penstock.runtime.checkpoints.manifests import Manifest, bytes_of
+from penstock.runtime.files.plain_values import Json, encode
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.transport.plain_values import Json, encode
 
 _OBJECTS, BESIDE = "objects", "beside"
 ALL_KINDS = ("generators", "loaders", _OBJECTS)

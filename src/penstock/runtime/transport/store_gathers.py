@@ -18,8 +18,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
+from penstock.runtime.files.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.failures import SAME_CALLS
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import StoreUnreachable
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 
