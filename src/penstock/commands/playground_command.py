@@ -71,7 +71,8 @@ def _answer(way: str, chosen: str, values: Mapping[str, str], rows: str) -> tupl
             raise PenstockError(f"{name}: expected at most {most} here, found {values[name]}: use penstock.simulate")
     forward, backward, weight = (_milliseconds(name, values[name]) for name in ("forward", "backward", "weight"))
     message, saved, held = (parse_bytes(values[name]) for name in ("message", "activations", "weights"))
-    layer = LayerProfile("stage", forward, backward + weight, message, saved, held, weight_seconds=weight)
+    times = {"forward_seconds": forward, "backward_seconds": backward + weight, "weight_seconds": weight}
+    layer = LayerProfile("stage", **times, cut_bytes=message, saved_bytes=saved, parameter_bytes=held)
     profile = Profile((layer,) * stages, microbatch_size=1)
     definition = define_by_programs("rows", rows) if way == "rows" else chosen
     plan = Plan.uniform(stages, stages, definition, microbatches, each)
