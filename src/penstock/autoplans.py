@@ -34,7 +34,8 @@ from penstock.runtime.assembly.scheduled_plans import (
     make_schedule,
     schedule_plan,
 )
-from penstock.runtime.transport.worlds import World, agreed, gather_results
+from penstock.runtime.collectives.agreements import agreed, gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing

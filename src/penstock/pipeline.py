@@ -68,9 +68,9 @@ from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count,
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import resume_training, signals_held
+from penstock.runtime.collectives.timeouts import check_timeout
 from penstock.runtime.engine.engine import parameters_of
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
-from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule

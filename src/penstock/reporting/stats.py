@@ -16,8 +16,9 @@ from penstock.capturing.work_estimates import estimate_seconds
 from penstock.doctor.stragglers import Stragglers, find_slow_layers, find_stragglers, recut, stage_seconds
 from penstock.errors import PenstockError
 from penstock.runtime.batches.results import StepResult
+from penstock.runtime.collectives.agreements import gather_results
 from penstock.runtime.engine.step_records import Speed
-from penstock.runtime.transport.worlds import World, gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan

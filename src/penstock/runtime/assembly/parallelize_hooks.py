@@ -28,10 +28,11 @@ from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.pipeline_options import Parallelize, PipelineOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.batches.batch_splitter import held_stages
+from penstock.runtime.collectives.agreements import agreed
 from penstock.runtime.execution.compilation import compile_chain
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
-from penstock.runtime.transport.worlds import World, agreed
+from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.checkpoints.manifests import read_manifest
+from penstock.runtime.collectives.agreements import Ranks
 from penstock.runtime.files.file_locks import FileLock, lock_of
 from penstock.runtime.files.step_directories import LOCK, check_target, make_directory, steps_in
 
