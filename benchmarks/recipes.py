@@ -28,7 +28,7 @@ _WRAPPER = f"""
 import runpy, sys
 from measurement.resident_memory import resident_bytes, return_what_is_freed
 import torch, sklearn.datasets, peft, transformers.models.llama.modeling_llama, transformers.models.t5.modeling_t5
-import penstock.pipeline, torch._dynamo, torch.export._trace
+import penstock.capturing.export.exported, penstock.pipeline, torch._dynamo, torch.export._trace
 return_what_is_freed()
 before = resident_bytes("VmRSS")
 sys.argv = sys.argv[1:]

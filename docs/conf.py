@@ -42,7 +42,6 @@ maximum_signature_line_length = 80
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 
-html_extra_path = ["../src/penstock/rendering/playground.html"]
 html_static_path = html_css_files = ["site.css"]
 html_theme = "furo"
 html_title = "Penstock"
@@ -110,13 +109,6 @@ def add_recipes(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += "\n" + recipes.page()
 
 
-def add_playground(app: Sphinx, name: str, source: list[str]) -> None:
-    """Makes links to the playground, which is a page of its own beside those of Sphinx, and no download."""
-    link = re.compile(r"\[([^\]]+)\]\((?:\.\./)*src/penstock/rendering/playground\.html(#[^)]*)?\)")
-    up = "../" * name.count("/")
-    source[0] = link.sub(rf'<a href="{up}playground.html\2">\1</a>', source[0])
-
-
 def read_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Makes links of the pages that a docstring names, and parameters of its lines ``name: what it is``."""
     try:
@@ -162,7 +154,6 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_docstrings)
     app.connect("source-read", add_errors)
     app.connect("source-read", add_helps)
-    app.connect("source-read", add_playground)
     app.connect("source-read", add_notebooks)
     app.connect("source-read", add_recipes)
     app.connect("autodoc-process-docstring", read_docstring)

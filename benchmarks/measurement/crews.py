@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PRELOADED = ["torch._dynamo", "torch.export._trace", "torch.distributed.pipelining", "penstock.pipeline"]
+PRELOADED += ["penstock.capturing.export.exported"]
 
 
 class Failed(Exception):

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from penstock.runtime.checkpoints.step_directories import LOCK
+from penstock.runtime.files.step_directories import LOCK
 from penstock.testing.faults import FAULTS, Fault
 from reliability import training
 

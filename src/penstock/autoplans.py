@@ -23,14 +23,8 @@ from typing import Any
 import torch
 
 from penstock.capturing.chain import LayerChain, require_cuts
-from penstock.capturing.export.cutting import takes_statistics
 from penstock.capturing.work_estimates import estimate_seconds
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.planner_names import PlannerName
-from penstock.planning.planners import plan as plan_on
-from penstock.profiling.links import measure_links
-from penstock.profiling.profiler import profile as measure
-from penstock.profiling.training_loops import as_in_training, measure_rounds, measure_speeds
 from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.pipeline_options import Balance, PipelineOptions, PlanOptions
 from penstock.runtime.assembly.scheduled_plans import (
@@ -40,7 +34,8 @@ from penstock.runtime.assembly.scheduled_plans import (
     make_schedule,
     schedule_plan,
 )
-from penstock.runtime.transport.worlds import World, agreed, gather_results
+from penstock.runtime.collectives.agreements import agreed, gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
@@ -96,6 +91,8 @@ def weigh_layers(options: PipelineOptions, world: World, captured: CapturedModel
             case "work":
                 return _estimate(chain, captured.device) or equal
             case "measured":
+                from penstock.profiling.profiler import profile as measure
+
                 if any(parameter.is_meta for parameter in chain.parameters.values()):
                     raise PlanError(
                         "balance='measured' and the model is on the meta device, where nothing can be measured: use "
@@ -106,9 +103,11 @@ def weigh_layers(options: PipelineOptions, world: World, captured: CapturedModel
                 return equal
 
     weights = gather_results(world, "while it weighed the layers", work)[0]
-    measured = balance == "measured" and not planned
-    speeds = measure_speeds(world, chain, sample, autocast) if measured else ()
-    return LayerWeights(tuple(weights), speeds, chain.shares)
+    if balance != "measured" or planned:
+        return LayerWeights(tuple(weights), (), chain.shares)
+    from penstock.profiling.training_loops import measure_speeds
+
+    return LayerWeights(tuple(weights), measure_speeds(world, chain, sample, autocast), chain.shares)
 
 
 def plan_automatically(plan: str, options: PipelineOptions, world: World, captured: CapturedModel) -> AutoPlan:
@@ -117,6 +116,10 @@ def plan_automatically(plan: str, options: PipelineOptions, world: World, captur
     A single process has as many ranks as `options` give it stages (half as many where a rank holds two), and instant
     links between them. An error on one rank is raised on all.
     """
+    from penstock.profiling.links import measure_links
+    from penstock.profiling.profiler import profile as measure
+    from penstock.profiling.training_loops import as_in_training, measure_rounds, measure_speeds
+
     chain, sample, autocast = captured.chain, options.model.sample, options.recipe.autocast
     if plan != "auto":
         raise PlanError(
@@ -167,6 +170,10 @@ def fastest_plan(
 
     If there is none, raises the error of the simplest plan.
     """
+    from penstock.capturing.export.cutting import takes_statistics
+    from penstock.planning.planner_names import PlannerName
+    from penstock.planning.planners import plan as plan_on
+
     require_cuts(len(chain.layers), wanted.stages or 1, chain.shares)
     flushes = wanted.schedule is None and not wanted.vertical_sync
     search = partial(

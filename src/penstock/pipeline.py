@@ -26,7 +26,6 @@ from penstock.capturing.reads import Change
 from penstock.capturing.sequential import watch_shared
 from penstock.doctor.stragglers import Stragglers
 from penstock.errors import CheckpointError, PenstockError, TransportError
-from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.first_batch import FirstBatch
@@ -68,9 +67,9 @@ from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count,
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import resume_training, signals_held
+from penstock.runtime.collectives.timeouts import check_timeout
 from penstock.runtime.engine.local_stage import parameters_of
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
-from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
@@ -334,6 +333,8 @@ class Pipeline:
         It runs every layer several times and leaves the model as it was. After a `parallelize` hook it is collective,
         for one stage without replicas (`Profile.tensor_parallel`). Raises `PenstockError`.
         """
+        from penstock.profiling.profiler import profile as profile_layers
+
         if self._own_stages.modules and self.plan.ranks > self.plan.tensor_parallel:
             found = "the layers are spread over processes: expected one stage without replicas. Measure with stages=1"
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.runtime.checkpoints.step_directories import steps_in
+from penstock.runtime.files.step_directories import steps_in
 from penstock.testing.faults import FAULTS, Kill, Signal, Slow
 from reliability import training
 from reliability.elastic import TOLERANCE

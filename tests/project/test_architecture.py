@@ -45,34 +45,38 @@ FLOW = {
     "capturing.export": "errors torch_internals capturing",
     # The probe measures the links through the transport that the pipeline will use, and an action in the worker.
     "profiling": """errors arguments torch_internals values progress capturing training runtime.devices
-        runtime.transport runtime.execution runtime.batches runtime.engine runtime.assembly""",
+        runtime.collectives runtime.transport runtime.execution runtime.batches runtime.engine runtime.assembly""",
     "training": "errors arguments torch_internals",
     "data": "errors arguments torch_internals capturing",
     "oracle": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training""",
     "runtime": "",
     "runtime.devices": "errors torch_internals",
-    "runtime.transport": "errors torch_internals process_states runtime.devices",
+    "runtime.files": "errors arguments torch_internals capturing",
+    "runtime.collectives": "errors process_states runtime.devices runtime.files",
+    "runtime.transport": "errors torch_internals process_states runtime.devices runtime.files runtime.collectives",
     "runtime.execution": "errors arguments torch_internals capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": """errors arguments torch_internals values scheduling capturing training runtime.devices
         runtime.transport""",
     "doctor": "errors process_states values timelines scheduling",
     "runtime.engine": """errors arguments torch_internals values doctor timelines scheduling scheduling.verification
-        capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
+        capturing training runtime.devices runtime.collectives runtime.transport runtime.execution runtime.parameters
+        runtime.batches""",
     "runtime.assembly": """errors arguments torch_internals values doctor scheduling
-        scheduling.orders scheduling.verification capturing training runtime.devices runtime.transport runtime.execution
-        runtime.parameters runtime.batches runtime.engine""",
+        scheduling.orders scheduling.verification capturing training runtime.devices runtime.files runtime.collectives
+        runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine""",
     "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
-        runtime.devices runtime.transport runtime.parameters runtime.engine runtime.assembly""",
+        runtime.devices runtime.files runtime.collectives runtime.transport runtime.parameters runtime.engine
+        runtime.assembly""",
     "autoplans": """errors arguments values planning scheduling scheduling.orders capturing capturing.export profiling
-        training runtime.transport runtime.assembly""",
-    "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.transport
-        runtime.batches runtime.engine""",
+        training runtime.collectives runtime.transport runtime.assembly""",
+    "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.collectives
+        runtime.transport runtime.batches runtime.engine""",
     "testing": "errors scheduling runtime.batches runtime.engine",
     "pipeline": """errors arguments values doctor timelines autoplans scheduling scheduling.verification
-        capturing profiling training reporting testing runtime.devices runtime.transport
-        runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
+        capturing profiling training reporting testing runtime.devices runtime.collectives
+        runtime.transport runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
     "rehearsing": """errors arguments torch_internals values capturing training oracle runtime.transport
         runtime.assembly pipeline""",
     "fleet": "errors arguments values planning",

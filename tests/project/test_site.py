@@ -112,13 +112,6 @@ def test_pictures_of_the_gallery_are_those_of_the_library() -> None:
     assert re.findall(r"^!\[.*\]\(pictures/(.*)\)$", page, flags=re.MULTILINE) == [*made]
 
 
-def test_links_to_the_playground_open_it() -> None:
-    source = [(ROOT / "docs" / "gallery.md").read_text()]
-    runpy.run_path(str(ROOT / "docs" / "conf.py"))["add_playground"](None, "docs/gallery", source)
-
-    assert '<a href="../playground.html">playground</a>' in source[0]
-
-
 def test_errors_are_found_by_their_text() -> None:
     texts = runpy.run_path(str(ROOT / "docs" / "error_index.py"))["error_texts"](ROOT)
     problems = (ROOT / "docs" / "problems.md").read_text()

@@ -137,6 +137,8 @@ def _serve() -> str | None:
     import torch.export._trace  # noqa: F401
 
     import penstock
+    import penstock.capturing.export.exported
+    import penstock.planning
 
     assert penstock.Pipeline is not None
     if importlib.util.find_spec("sklearn") is not None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.drafts import Draft, without_garbage_collection
-from penstock.capturing.export.exported import draft_exported
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.samples import read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
@@ -62,6 +61,9 @@ def draft(
             case nn.Sequential() if is_plain_sequential(model):
                 return Draft(capture_sequential(model, call, inputs))
             case nn.Module():
+                # It takes long to import, with the compiler of PyTorch.
+                from penstock.capturing.export.exported import draft_exported
+
                 return draft_exported(model, call, inputs, check)
             case _:
                 raise AssertionError("check_model refuses anything else")

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from penstock.arguments import text_of
 from penstock.errors import CaptureError
 from penstock.torch_internals.modules import compiled_from, registered_children, tensor_tables
+from penstock.torch_internals.unimported import is_instance
 
 _LISTS = ("named_parameters", "parameters", "named_buffers", "buffers", "named_modules", "modules")
-_WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+_WRAPPERS = (nn.DataParallel, DistributedDataParallel)
 
 
 def check_model(model: object, where: str = "capture") -> None:
@@ -57,7 +57,7 @@ def first_device(model: nn.Module | Sequence[Any]) -> torch.device:
 def _refusal(model: nn.Module) -> tuple[str, str, str] | None:
     """What was expected, what `model` is, and what to do; None for a module that can be captured."""
     kind = type(model).__name__
-    if isinstance(model, _WRAPPERS):
+    if isinstance(model, _WRAPPERS) or is_instance(model, "torch.distributed.fsdp", "FullyShardedDataParallel"):
         return (
             "the module itself",
             f"{kind} around it",

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from penstock.capturing.module_state import is_plain_memory
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
 from penstock.torch_internals.tensors import storage_key
+from penstock.torch_internals.unimported import compiled_code_runs_eagerly
 
 _Note = TypeVar("_Note")
 
@@ -105,7 +106,7 @@ class OperatorCounter(OperatorMode):
         What is compiled runs eagerly: nothing is compiled under a dispatch mode, and with ``fullgraph=True`` that would
         be an error.
         """
-        with torch.compiler.set_stance("force_eager"), self:
+        with compiled_code_runs_eagerly(), self:
             yield
 
     def take(self) -> tuple[OperatorCall, ...]:

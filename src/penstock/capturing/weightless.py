@@ -18,7 +18,6 @@ from torch.fx.node import map_aggregate
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
-from penstock.capturing.export.explanations import first_line, source_line
 from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.module_state import SILENT_WRITERS, find_writable
@@ -139,6 +138,8 @@ def capture_weightless(model: nn.Module | Sequence[Any], sample: Any) -> Weightl
 
 
 def _needs_numbers(name: str, cause: BaseException) -> str:
+    from penstock.capturing.export.explanations import first_line, source_line
+
     where = source_line(cause.__traceback__)
     place = f" At\n    {where[0]}:{where[1]}: {where[2]}\n" if where else " "
     return (

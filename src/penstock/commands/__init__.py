@@ -5,6 +5,7 @@ from penstock.commands.doctor_command import DOCTOR
 from penstock.commands.fleet_command import FLEET
 from penstock.commands.init_command import INIT
 from penstock.commands.plan_command import PLAN
+from penstock.commands.playground_command import PLAYGROUND
 from penstock.commands.probe_command import PROBE
 from penstock.commands.profile_command import PROFILE
 from penstock.commands.rehearse_command import REHEARSE
@@ -12,4 +13,4 @@ from penstock.commands.show_command import SHOW
 from penstock.commands.simulate_command import SIMULATE
 from penstock.commands.verify_command import VERIFY
 
-COMMANDS = (INIT, REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, DOCTOR, FLEET, COMPLETION)
+COMMANDS = (INIT, REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, PLAYGROUND, DOCTOR, FLEET, COMPLETION)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", metavar="PLAN|PROFILE|CLUSTER|TRACE", nargs="?", help="a file of Penstock, or PipeDream's graph.txt"
+        "file", metavar="PLAN|PROFILE|CLUSTER|TRACE", help="a file of Penstock, or PipeDream's graph.txt"
     )
     parser.add_argument("profile", metavar="PROFILE", nargs="?", help="for a plan: predict its timeline with this")
     declare_cluster(parser)
@@ -27,22 +27,12 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     pictures.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev (JSON)")
     pictures.add_argument("--measured", metavar="TRACE", help="draw this timeline below the plan's prediction")
     pictures.add_argument("--map", metavar="FILE", help="write a picture of the plan over the cluster (SVG)")
-    text = "without a file: serve the playground of schedules on 127.0.0.1, at any free PORT by default"
-    parser.add_argument("--serve", metavar="PORT", nargs="?", type=int, const=0, help=text)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.commands.descriptions import describe_cluster, describe_profile
     from penstock.timelines import Timeline
 
-    if (arguments.file is None) == (arguments.serve is None):
-        found = "both" if arguments.file else "neither"
-        raise PenstockError(f"show: expected a file or --serve, found {found}: give one of them")
-    if arguments.serve is not None:
-        from penstock.commands.playground_server import serve
-
-        serve(arguments.serve)
-        return
     value = _load(arguments.file)
     match value:
         case Plan():
@@ -185,7 +175,7 @@ SHOW = Command(
     description="Prints what is in a file: a plan with the picture of its schedule, a profile, a cluster, or a trace "
     "that Penstock wrote. With PROFILE it also predicts the timeline of a plan; without, pictures of a plan show every "
     "forward and backward (or both its halves) equally long. Links are instant if neither CLUSTER nor --bandwidth is "
-    "given. --serve opens no file: it serves a page in which a schedule can be changed and played.",
+    "given.",
     example="penstock show plan.yaml profile.json cluster.yaml --html timeline.html --map plan.svg",
     declare=_declare,
     run=_run,

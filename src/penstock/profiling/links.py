@@ -46,14 +46,15 @@ from penstock.errors import ProfileError
 from penstock.profiling.action_costs import measure_action_seconds, measure_message_costs
 from penstock.progress import progress_line
 from penstock.runtime.assembly.pipeline_options import OFFLOAD_TO
+from penstock.runtime.collectives.agreements import gather_results
+from penstock.runtime.collectives.timeouts import check_timeout
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.host_stores import HOST, make_host_store
 from penstock.runtime.devices.local_devices import local_device
 from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.distributed_transport import arrange
-from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
-from penstock.runtime.transport.worlds import World, gather_results, join_world
+from penstock.runtime.transport.worlds import World, join_world
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import FREE, LinkMatrix, MessageCosts
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import ProfileError
 from penstock.torch_internals.distributed import local_tensor
+from penstock.torch_internals.unimported import is_dtensor
 
 
 def sharing_group(modules: Sequence[nn.Module]) -> dist.ProcessGroup | None:
@@ -20,7 +20,7 @@ def sharing_group(modules: Sequence[nn.Module]) -> dist.ProcessGroup | None:
 
     Raises `ProfileError` if there are several groups, as where replicas have shards of their own.
     """
-    shared = [each for module in modules for each in module.parameters() if isinstance(each, DTensor)]
+    shared = [each for module in modules for each in module.parameters() if is_dtensor(each)]
     groups = {group.group_name: group for each in shared for group in each.device_mesh.get_all_groups()}
     groups = {name: group for name, group in groups.items() if group.size() > 1}
     if len(groups) > 1:
@@ -53,4 +53,4 @@ def local_storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor

@@ -28,7 +28,8 @@ from penstock.capturing.samples import read_sample
 from penstock.profiling.clocks import windows
 from penstock.profiling.devices import Sample
 from penstock.profiling.profiler import profile, without_gradients
-from penstock.runtime.transport.worlds import World, gather_results
+from penstock.runtime.collectives.agreements import gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.training.precisions import autocasting
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.profiles import Profile

@@ -32,6 +32,7 @@ from penstock.runtime.assembly.pipeline_options import ModelOptions, PipelineOpt
 from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.pytrees import tree_leaves, tree_map_only
+from penstock.torch_internals.unimported import compiled_code_runs_eagerly
 from penstock.training.losses import Microbatches, amounts_of, compute_loss
 from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.recipes import Recipe
@@ -331,7 +332,7 @@ def look(setup: Setup) -> FirstLook:
     coarsest = _CoarsestType()  # type: ignore[no-untyped-call]
     first, options, record = setup.fresh(), setup.fresh(), TrainingRecord()
     # Without gradients, since torch.cond has no backward after a mode that sees operators.
-    with suppress(Exception), torch.compiler.set_stance("force_eager"), coarsest, torch.no_grad():
+    with suppress(Exception), compiled_code_runs_eagerly(), coarsest, torch.no_grad():
         compute_gradients(first, setup.batches[0], 0, TrainingRecord(), parts=1)
     module, before = rooted(options.model.model), generator_states()
     compute_gradients(options, setup.batches[0], 0, record, parts=1)

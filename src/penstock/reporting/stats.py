@@ -16,10 +16,10 @@ from penstock.capturing.work_estimates import estimate_seconds
 from penstock.doctor.stragglers import Stragglers, find_slow_layers, find_stragglers, recut, stage_seconds
 from penstock.errors import PenstockError
 from penstock.runtime.batches.results import StepResult
+from penstock.runtime.collectives.agreements import gather_results
 from penstock.runtime.engine.step_records import Speed
-from penstock.runtime.transport.worlds import World, gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
-from penstock.simulating.simulator import balanced_bubble
 from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -179,6 +179,8 @@ class StatsSource:
 
     @cached_property
     def _predicted_bubble(self) -> float:
+        from penstock.simulating.simulator import balanced_bubble
+
         predicted = self._plan.predicted
         return balanced_bubble(self._schedule, self._plan.recomputed) if predicted is None else predicted.bubble
 

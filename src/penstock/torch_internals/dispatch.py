@@ -33,6 +33,11 @@ class OperatorMode(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise the first operator that is seen imports PyTorch's compiler, which takes a second."""
+        return False
+
     @abstractmethod
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns what ``func(*args, **kwargs)`` returns. The mode is off meanwhile."""

@@ -6,15 +6,17 @@ Tried on torch 2.11 and 2.13; NCCL's backend on a GPU, where there was one.
 import os
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.tensor import DTensor
 
 from penstock.torch_internals.availability import missing
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable by which Gloo takes an interface. It is Gloo's, and a user may set it."""
@@ -92,7 +94,7 @@ def gather_into(backend: Any, every: Tensor, own: Tensor) -> Any:
     return backend.allgather([list(every.chunk(every.numel() // own.numel()))], [own])
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
+def local_tensor(tensor: "DTensor") -> Tensor:
     """The plain tensor that holds the memory of this rank's shard of `tensor`: the object itself.
 
     Public: ``to_local()``, which returns another object over the same memory (for parameters since torch 2.13, with
@@ -104,7 +106,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
         raise missing("torch.distributed.tensor.DTensor._local_tensor", "to move the weights of a DTensor") from error
 
 
-def replace_local_tensor(tensor: DTensor, other: Tensor) -> None:
+def replace_local_tensor(tensor: "DTensor", other: Tensor) -> None:
     """Gives `tensor`, which keeps its identity, the memory and the type of `other`, which is laid out alike.
 
     Public: ``tensor.data = other``, which sets the type that `tensor` reports, and not what it computes with.

@@ -7,14 +7,11 @@ what it wraps by ``__tensor_flatten__``, the protocol of `torch.compile`. Tried 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.torch_internals.pytrees import tree_map_only
-
-PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
-"""The classes of tensors that have no parts."""
+from penstock.torch_internals.unimported import PLAIN, is_dtensor
 
 
 class TensorParts(NamedTuple):
@@ -33,12 +30,12 @@ class TensorParts(NamedTuple):
 def wraps_tensors(value: object) -> bool:
     """Whether `value` is a tensor that holds others in place of numbers; a `DTensor` is none here."""
     flatten = getattr(type(value), "__tensor_flatten__", None)
-    return isinstance(value, Tensor) and callable(flatten) and not isinstance(value, DTensor)
+    return isinstance(value, Tensor) and callable(flatten) and not is_dtensor(value)
 
 
 def taken_apart(value: Any, where: str = "a tensor") -> Any:
     """`value`, or its parts if it is a tensor of a subclass. `CheckpointError` that names `where` if it has none."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or type(value) in PLAIN:
+    if not isinstance(value, Tensor) or is_dtensor(value) or type(value) in PLAIN:
         return value
     kind, layout = f"{type(value).__module__}.{type(value).__qualname__}", (tuple(value.shape), value.stride())
     if wraps_tensors(value):

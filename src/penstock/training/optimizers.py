@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from inspect import unwrap
 from types import MethodType
 from typing import TypeAlias
 
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.arguments import function, instance, text_of
 from penstock.errors import PenstockError
+from penstock.torch_internals.export import replaced_attribute
 
 
 class NamedParameters(list[nn.Parameter]):
@@ -51,7 +53,10 @@ def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> t
     if not trained:
         return ()
     try:
-        made = make(trained)
+        # It is wrapped by what leaves it out when a step is compiled, and imports PyTorch's compiler for that.
+        add = unwrap(torch.optim.Optimizer.add_param_group)
+        with replaced_attribute(torch.optim.Optimizer, "add_param_group", add):
+            made = make(trained)
     except ValueError as error:
         if "empty parameter list" not in str(error):
             raise

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.arguments import check_fields, entries, instance, number, text_of
 from penstock.errors import PenstockError
 from penstock.torch_internals.tensors import times_written
+from penstock.torch_internals.unimported import is_dtensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +170,7 @@ def _run(hook: UpdateHook, update: WeightUpdate, predicts: bool) -> Tensor:
 
 def _marks(tensor: Tensor, whole: bool) -> tuple[object, ...]:
     """What changes if `tensor` gets another form or other memory, and if `whole` if it is written."""
-    memory = 0 if isinstance(tensor, DTensor) else tensor.data_ptr()
+    memory = 0 if is_dtensor(tensor) else tensor.data_ptr()
     return tensor.shape, tensor.dtype, memory, times_written(tensor) if whole else 0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime.assembly.file_locks import FileLock
+from penstock.runtime.files.file_locks import FileLock
 from support import models
 from support.jobs.weight_jobs import (
     TOKENS,

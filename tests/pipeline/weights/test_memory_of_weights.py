@@ -28,7 +28,13 @@ def test_from_the_hub_to_the_hub_no_process_holds_more_than_its_share_and_one_te
     source.mkdir()
     memory_of_weights.write_shards("small", source)
 
-    imported = ("torch._dynamo", "torch.export._trace", "penstock.pipeline", "memory_of_weights")
+    imported = (
+        "torch._dynamo",
+        "torch.export._trace",
+        "penstock.capturing.export.exported",
+        "penstock.pipeline",
+        "memory_of_weights",
+    )
     pool = Pool(RANKS, request.config.getoption("pool_seconds"), imported)
     try:
         pool.run(RANKS, memory_of_weights.work, "small", source, target, report)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import penstock
 from penstock.capturing.initialization import initialize
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.step_directories import recover
+from penstock.runtime.files.step_directories import recover
 from support import models
 
 SUBJECT = models.LAYERED

@@ -23,8 +23,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.file_locks import FileLock
 from penstock.runtime.checkpoints.manifests import read_manifest
+from penstock.runtime.files.file_locks import FileLock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

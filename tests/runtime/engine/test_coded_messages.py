@@ -5,7 +5,7 @@ import torch
 
 from penstock.errors import TransportError
 from penstock.runtime.engine.coded_messages import CodedMessages
-from penstock.runtime.transport.plain_values import encode_plain
+from penstock.runtime.files.plain_values import encode_plain
 from penstock.runtime.transport.transport import Edge, LoopbackTransport
 from penstock.training.wire_codecs import RowInt8
 

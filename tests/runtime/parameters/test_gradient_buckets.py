@@ -18,14 +18,14 @@ from torch.distributed import HashStore
 
 import penstock
 from penstock.errors import TransportError
+from penstock.runtime.collectives.failures import FailureBoard
+from penstock.runtime.collectives.store_gathers import StoreGather
+from penstock.runtime.collectives.timeouts import Timeout
 from penstock.runtime.devices.communicators import connect_gloo
 from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES, Reducer
-from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
-from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import LoopbackTransport, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import join_world
 from support import models

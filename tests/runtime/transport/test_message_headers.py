@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.collectives.failures import FailureBoard
+from penstock.runtime.collectives.store_gathers import StoreGather
+from penstock.runtime.collectives.timeouts import Timeout
+from penstock.runtime.files.plain_values import encode_plain
 from penstock.runtime.transport.message_headers import (
     ReceivedKinds,
     SentKinds,
@@ -20,9 +23,6 @@ from penstock.runtime.transport.message_headers import (
     write_specs,
 )
 from penstock.runtime.transport.ordered_all_reduce import Agreement
-from penstock.runtime.transport.plain_values import encode_plain
-from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 
 EDGE = Edge(0, 1)

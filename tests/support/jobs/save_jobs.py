@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.checkpoints.step_directories import steps_in
+from penstock.runtime.files.step_directories import steps_in
 from penstock.testing.faults import FAULTS
 
 WIDTH, MICROBATCHES = 8, 2

@@ -39,7 +39,7 @@ from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
 from penstock.runtime.devices.communicators import Communicator, Members
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
 from penstock.runtime.transport.worlds import SingleProcess, World
-from penstock.torch_internals import subclasses
+from penstock.torch_internals import subclasses, unimported
 
 _setup_privateuseone_for_python_backend("fakegpu")
 # Autocast has no rules for such a device: everything stays in its own type.
@@ -244,7 +244,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(FakeTensor, "tolist", tolist)
     monkeypatch.setattr(torch, "from_numpy", from_numpy)
     monkeypatch.setattr(own_states, "keep_copy", keep_copy)
-    monkeypatch.setattr(subclasses, "PLAIN", (*subclasses.PLAIN, FakeTensor))
+    monkeypatch.setattr(subclasses, "PLAIN", (*unimported.PLAIN, FakeTensor))
     monkeypatch.setattr(penstock.pipeline, "capture_for_training", capture)
     monkeypatch.setitem(ACCELERATORS, DEVICE.type, lambda device: gpu)  # type: ignore[misc, arg-type, return-value]
     with gpu, _MODE:

@@ -17,8 +17,9 @@ from penstock.capturing.model_kinds import first_device
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.partial_models import old_numbers
 from penstock.runtime.assembly.pipeline_options import PipelineOptions
+from penstock.runtime.collectives.agreements import agreed, gather_results
 from penstock.runtime.execution.compilation import read_compilation
-from penstock.runtime.transport.worlds import World, agreed, gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.training.losses import model_loss
 
 

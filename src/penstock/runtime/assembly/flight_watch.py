@@ -35,9 +35,9 @@ from penstock.doctor.records import Frame, JobRecord, Memory, RankRecord, Thread
 from penstock.doctor.run_directories import RunDirectory, catches, examine
 from penstock.errors import PenstockError
 from penstock.runtime.assembly.guarded_calls import FailureGuard
+from penstock.runtime.collectives.failures import WaitObserver
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.flight_recorder import FlightRecorder, Position
-from penstock.runtime.transport.failures import WaitObserver
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
 

@@ -10,14 +10,12 @@ A combination that would give other numbers than one device, or hang, is refused
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import Layer, LayerChain, StageModule
@@ -30,14 +28,19 @@ from penstock.runtime.assembly.captured_models import CapturedModel
 from penstock.runtime.assembly.pipeline_options import Parallelize, PipelineOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.batches.batch_splitter import held_stages
+from penstock.runtime.collectives.agreements import agreed
 from penstock.runtime.execution.compilation import compile_chain
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
-from penstock.runtime.transport.worlds import World, agreed
+from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedule_names import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled
+from penstock.torch_internals.unimported import is_dtensor, is_fully_sharded
 from penstock.values.plans import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,9 +224,9 @@ def _blocks_of(stage: StageModule) -> dict[str, nn.Module]:
     return {name: body for body, name in names.items()}
 
 
-def sharded_modules(module: nn.Module) -> list[FSDPModule]:
+def sharded_modules(module: nn.Module) -> list["FSDPModule"]:
     """The modules in `module` that `fully_shard` was applied to."""
-    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+    return [inner for inner in module.modules() if is_fully_sharded(inner)]
 
 
 def _check_parameters(
@@ -282,7 +285,7 @@ def _check_modules(stage: int, module: StageModule, schedule: Schedule) -> None:
     _check_sharded(stage, schedule)
 
 
-def _managed(module: FSDPModule) -> list[nn.Parameter]:
+def _managed(module: "FSDPModule") -> list[nn.Parameter]:
     """The parameters that `module` shards itself, without those that a module inside it shards."""
     assert isinstance(module, nn.Module)
     inner = {id(p) for child in sharded_modules(module) if child is not module for p in cast(Any, child).parameters()}
@@ -291,10 +294,10 @@ def _managed(module: FSDPModule) -> list[nn.Parameter]:
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     """Whether each replica holds another shard of `parameter`."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return False
     dimensions = zip(dimensions_of(parameter), parameter.placements, strict=True)
-    return any(name == "dp" and not isinstance(placement, Replicate) for name, placement in dimensions)
+    return any(name == "dp" and not placement.is_replicate() for name, placement in dimensions)
 
 
 def _check_sharded(stage: int, schedule: Schedule) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import PenstockError, PlanError
@@ -26,6 +25,7 @@ from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.torch_internals.modules import step_hooks
+from penstock.torch_internals.unimported import is_dtensor
 from penstock.training.losses import model_loss
 from penstock.values.plans import Plan
 
@@ -151,7 +151,7 @@ def _check_kinds(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         on_gpu = any(parameter.device.type == "cuda" for parameter in group["params"])
         at_once = group.get("fused") or (on_gpu if group.get("foreach", False) is None else group.get("foreach"))
-        if at_once and len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+        if at_once and len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
             raise PlanError(
                 f"optimizer=: a group of {type(optimizer).__name__} has DTensors and plain tensors, and PyTorch steps "
                 "all tensors of a group at once (foreach=, its default on a GPU, or fused=), which takes one kind "

@@ -30,8 +30,9 @@ from penstock.arguments import PATH, Rule, integer, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.weight_files import INDEX, SINGLE
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime.assembly.common_errors import Ranks, explained
-from penstock.runtime.assembly.safetensors_files import (
+from penstock.runtime.collectives.agreements import Ranks, gather_results
+from penstock.runtime.files.file_errors import files_explained
+from penstock.runtime.files.safetensors_files import (
     PARTIAL,
     SafetensorsWriter,
     StoredEntry,
@@ -40,7 +41,7 @@ from penstock.runtime.assembly.safetensors_files import (
     write_index,
 )
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.transport.worlds import World, gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.torch_internals.subclasses import wraps_tensors
 from penstock.values.plan_stages import Stage
 
@@ -305,12 +306,10 @@ def _write_all(tensors: Iterator[Tensor | None], shards: Sequence[tuple[Path, Se
     own = (tensor for tensor in tensors if tensor is not None)
     try:
         for path, entries in shards:
-            with SafetensorsWriter(path, entries) as writer:
+            # A disk that is full is found by a write, whose error has no file.
+            with files_explained(path), SafetensorsWriter(path, entries) as writer:
                 for _ in entries:
                     writer.append(next(own))
-    except OSError as error:
-        # A disk that is full is found by a write, whose error has no file.
-        raise explained(error, path) from error
     finally:
         # Also after a failure: other processes wait for this one in the collectives that bring the rest.
         for _ in own:

@@ -22,12 +22,12 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.manifests import copied_value
 from penstock.runtime.checkpoints.training_state import TrainingState, kept
+from penstock.runtime.collectives.store_gathers import PatientGather
 from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.local_stage import LocalStages
 from penstock.runtime.engine.snapshots import REST, Snapshot
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.parameters.weight_versions import VersionedWeights
-from penstock.runtime.transport.store_gathers import PatientGather
 from penstock.scheduling.schedules import Schedule
 
 Count: TypeAlias = int | None

@@ -15,11 +15,11 @@ from typing import Any
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL
 from penstock.runtime.checkpoints.manifests import Damaged, Manifest, StoredTensor, read_manifest
-from penstock.runtime.checkpoints.step_directories import MANIFEST, step_of, steps_in
-from penstock.runtime.transport.plain_values import Json, name_of
+from penstock.runtime.collectives.agreements import Ranks
+from penstock.runtime.files.plain_values import Json, name_of
+from penstock.runtime.files.step_directories import MANIFEST, step_of, steps_in
 from penstock.torch_internals import pytrees as pytree
 
 

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.common_errors import Ranks, explained
-from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index, write_through
 from penstock.runtime.checkpoints.manifests import bytes_of, manifest_text
-from penstock.runtime.checkpoints.step_directories import (
+from penstock.runtime.collectives.agreements import Ranks
+from penstock.runtime.files.file_errors import files_explained
+from penstock.runtime.files.plain_values import Json, name_of, type_named
+from penstock.runtime.files.safetensors_files import SafetensorsWriter, StoredEntry, write_index, write_through
+from penstock.runtime.files.step_directories import (
     MANIFEST,
     Retention,
     begin,
@@ -36,7 +38,6 @@ from penstock.runtime.checkpoints.step_directories import (
     recover,
 )
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.transport.plain_values import Json, name_of, type_named
 
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""
@@ -178,24 +179,21 @@ def _write_own(state: CheckpointState, owners: Mapping[str, int], written: Path,
 
 def _write_file(path: Path, entries: Mapping[str, StoredEntry], own: Iterator[tuple[str, Tensor]], part: _Part) -> None:
     tensors, files = part
-    try:
-        with SafetensorsWriter(path, list(entries.values()), mode=0o600) as writer:
-            header = start = writer.header_bytes
-            for _ in entries:
-                key, tensor = next(own)
-                values = tensor.cpu().contiguous()
-                writer.append(values)
-                tensors[key] = {
-                    "file": path.name,
-                    "dtype": name_of(values.dtype),
-                    "shape": list(values.shape),
-                    "start": start,
-                    "sha256": hashlib.sha256(bytes_of(values)).hexdigest(),
-                }
-                start += entries[key].bytes
-            files[path.name] = {"bytes": start, "header_bytes": header, "header_sha256": writer.header_sha256}
-    except OSError as error:
-        raise explained(error, path) from error
+    with files_explained(path), SafetensorsWriter(path, list(entries.values()), mode=0o600) as writer:
+        header = start = writer.header_bytes
+        for _ in entries:
+            key, tensor = next(own)
+            values = tensor.cpu().contiguous()
+            writer.append(values)
+            tensors[key] = {
+                "file": path.name,
+                "dtype": name_of(values.dtype),
+                "shape": list(values.shape),
+                "start": start,
+                "sha256": hashlib.sha256(bytes_of(values)).hexdigest(),
+            }
+            start += entries[key].bytes
+        files[path.name] = {"bytes": start, "header_bytes": header, "header_sha256": writer.header_sha256}
 
 
 def _write_manifest(
@@ -216,14 +214,12 @@ def _write_manifest(
     }
     model = {key: entry for key, entry in tensors.items() if key.startswith(MODEL)}
     homes = {key.removeprefix(MODEL): entry["file"] for key, entry in model.items()}
-    path = written
-    try:
+    path = written / MANIFEST
+    # A disk that is full is found by a write, whose error has no file.
+    with files_explained(written):
         write_index(written, homes, [_entry(key, (entry["shape"], entry["dtype"])) for key, entry in model.items()])
-        path = written / MANIFEST
+    with files_explained(path):
         path.write_text(manifest_text(path, content), encoding="utf-8")
-    except OSError as error:
-        # A disk that is full is found by a write, whose error has no file.
-        raise explained(error, path) from error
     for path in written.iterdir():
         # Umasks can only take away more.
         path.chmod(0o600 & path.stat().st_mode)

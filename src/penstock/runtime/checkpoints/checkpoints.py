@@ -14,7 +14,6 @@ from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.initialization import rooted
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.assembly.guarded_calls import FailureGuard
 from penstock.runtime.assembly.weight_exports import shared_names
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves, StageStates
@@ -30,12 +29,13 @@ from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
-from penstock.runtime.checkpoints.step_directories import Retention
 from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, add_beside, describe_run, loss_module
+from penstock.runtime.collectives.agreements import Ranks
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.engine.local_stage import parameters_of
+from penstock.runtime.files.plain_values import Json, encode, name_of
+from penstock.runtime.files.step_directories import Retention
 from penstock.runtime.parameters.optimizer_steps import Updater
-from penstock.runtime.transport.plain_values import Json, encode, name_of
 from penstock.runtime.transport.worlds import World
 from penstock.torch_internals.subclasses import TensorParts
 from penstock.training.recipes import Recipe

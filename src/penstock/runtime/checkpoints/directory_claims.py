@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.common_errors import Ranks
-from penstock.runtime.assembly.file_locks import FileLock, lock_of
 from penstock.runtime.checkpoints.manifests import read_manifest
-from penstock.runtime.checkpoints.step_directories import LOCK, check_target, make_directory, steps_in
+from penstock.runtime.collectives.agreements import Ranks
+from penstock.runtime.files.file_locks import FileLock, lock_of
+from penstock.runtime.files.step_directories import LOCK, check_target, make_directory, steps_in
 
 
 class DirectoryClaims:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.step_directories import MANIFEST, is_file_name
-from penstock.runtime.transport.plain_values import Json, decode, type_named
+from penstock.runtime.files.plain_values import Json, decode, type_named
+from penstock.runtime.files.step_directories import MANIFEST, is_file_name
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.subclasses import put_together, taken_apart
 

@@ -16,8 +16,8 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.manifests import copied_value, read_value
 from penstock.runtime.checkpoints.own_states import keep_copy
+from penstock.runtime.files.plain_values import encode
 from penstock.runtime.parameters.shards import assign
-from penstock.runtime.transport.plain_values import encode
 from penstock.torch_internals.modules import loads_itself
 from penstock.torch_internals.pytrees import tree_map_only
 from penstock.torch_internals.subclasses import plain_tensors

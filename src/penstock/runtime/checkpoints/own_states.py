@@ -20,8 +20,8 @@ from torch import Tensor
 from penstock.data import Batches, warn_of_untracked
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.manifests import Manifest, bytes_of
+from penstock.runtime.files.plain_values import Json, encode
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.transport.plain_values import Json, encode
 
 _OBJECTS, BESIDE = "objects", "beside"
 ALL_KINDS = ("generators", "loaders", _OBJECTS)

@@ -24,12 +24,12 @@ from types import FrameType
 from typing import Protocol, SupportsFloat
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime.assembly.common_errors import Ranks
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
-from penstock.runtime.checkpoints.step_directories import recover, steps_in
+from penstock.runtime.collectives.agreements import Ranks
+from penstock.runtime.collectives.stop_agreements import StopAgreement
 from penstock.runtime.devices.process_hooks import hooks_allowed
-from penstock.runtime.transport.stop_agreements import StopAgreement
+from penstock.runtime.files.step_directories import recover, steps_in
 from penstock.runtime.transport.worlds import World
 
 MOST_RETURNS = 3

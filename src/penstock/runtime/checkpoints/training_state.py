@@ -34,10 +34,10 @@ from penstock.runtime.checkpoints.manifests import StoredTensor, bytes_of, copie
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
 from penstock.runtime.checkpoints.own_states import give_state
 from penstock.runtime.engine.engine import Engine
+from penstock.runtime.files.plain_values import decode, decode_plain, encode, encode_plain, name_of, type_named
 from penstock.runtime.parameters.host_states import in_parts
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import distributed_like, whole
-from penstock.runtime.transport.plain_values import decode, decode_plain, encode, encode_plain, name_of, type_named
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree

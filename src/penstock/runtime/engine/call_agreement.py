@@ -31,8 +31,8 @@ from torch import Tensor
 from penstock.capturing.samples import flatten
 from penstock.errors import TransportError
 from penstock.runtime.batches.microbatches import Microbatch
-from penstock.runtime.transport.failures import SAME_CALLS
-from penstock.runtime.transport.store_watch import StoreWatch
+from penstock.runtime.collectives.failures import SAME_CALLS
+from penstock.runtime.collectives.store_watch import StoreWatch
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 
 FULL_BYTES = 2**20

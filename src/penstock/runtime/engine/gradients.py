@@ -18,7 +18,6 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.devices.timestamps import Timestamp
@@ -29,6 +28,7 @@ from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.definitions import VersionRule
 from penstock.scheduling.schedules import Schedule
+from penstock.torch_internals.unimported import PLAIN, is_dtensor
 from penstock.training.scaling import LossScaler
 
 
@@ -275,4 +275,4 @@ def _memory(gradient: Tensor) -> Tensor:
     """The tensor to change in place: the local shard of a `DTensor`, else `gradient` itself, since a change of another
     view of a sparse tensor may not reach it.
     """
-    return local_shard(gradient) if isinstance(gradient, DTensor) else gradient
+    return gradient if type(gradient) in PLAIN else local_shard(gradient) if is_dtensor(gradient) else gradient

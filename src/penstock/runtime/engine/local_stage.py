@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.streams import UpdateOrder
@@ -24,6 +23,7 @@ from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.scheduling.placements import Placement
+from penstock.torch_internals.unimported import is_dtensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -125,7 +125,7 @@ class ReplicaChecksums:
 
     def _compared(self) -> dict[str, Tensor]:
         parameters = self._weights.parameters.items()
-        return {name: p.detach() for name, p in parameters if p.requires_grad and not isinstance(p, DTensor)}
+        return {name: p.detach() for name, p in parameters if p.requires_grad and not is_dtensor(p)}
 
 
 def _checksum(tensor: Tensor) -> Tensor:

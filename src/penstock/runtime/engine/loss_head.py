@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import LayerChain, LayerRunner, StageModule
 from penstock.errors import PenstockError
@@ -29,6 +28,7 @@ from penstock.runtime.parameters.shards import whole
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.autograd import leaves_behind
 from penstock.torch_internals.modules import tensor_tables
+from penstock.torch_internals.unimported import PLAIN, compiled_code_runs_eagerly
 from penstock.training.losses import LossFunction, compute_loss
 
 _ADVICE = (
@@ -101,7 +101,7 @@ class LossHead:
         if module is not None:
             self._parameters = None
         # A loss may be a DTensor where the layers before it are split over processes.
-        return (whole(loss) if isinstance(loss, DTensor) else loss,)
+        return (loss if type(loss) in PLAIN else whole(loss),)
 
     def end_forward(
         self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor], received: Sequence[Tensor]
@@ -219,7 +219,7 @@ class LossParameters:
 
         def examine(output: Any, target: Any) -> Any:
             # Compiled code would hide what it reads.
-            with torch.compiler.set_stance("force_eager"):
+            with compiled_code_runs_eagerly():
                 found = loss_fn(output, target)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
             for number, tensor in enumerate(tensors):

@@ -23,6 +23,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.batches.results import ActionTiming, BatchRun
+from penstock.runtime.collectives.failures import explained
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.flight_recorder import FlightRow
 from penstock.runtime.engine.forwards import Forwards
@@ -33,7 +34,6 @@ from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.weight_versions import VersionedWeights
-from penstock.runtime.transport.failures import explained
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.actions import (
     Action,

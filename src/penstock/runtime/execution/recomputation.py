@@ -19,7 +19,6 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +29,7 @@ from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PenstockError
 from penstock.torch_internals.autograd import is_profiling
 from penstock.torch_internals.tensors import times_written
+from penstock.torch_internals.unimported import is_fully_sharded
 
 Granularity: TypeAlias = Literal["stage", "layers"]
 _Results: TypeAlias = tuple[Tensor, ...]
@@ -154,7 +154,7 @@ class Recomputation:
         It looks at the first repetition only, which takes a copy of the module's state. By then caches are made.
         """
         # Fully sharded modules put whole parameters in place of shards, and free them, in every forward.
-        if module is None or module in self._watched or any(isinstance(m, FSDPModule) for m in module.modules()):
+        if module is None or module in self._watched or any(is_fully_sharded(m) for m in module.modules()):
             yield
             return
         self._watched.add(module)

@@ -17,15 +17,18 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like
 from penstock.runtime.transport.transport import PendingMessage, Transport
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that it is sent early."""
@@ -241,7 +244,7 @@ class ShardedReducer(Reducer):
         rank: int,
         stage: int,
         parameters: Mapping[str, nn.Parameter],
-        modules: Sequence[FSDPModule],
+        modules: Sequence["FSDPModule"],
         now: Callable[[], Timestamp],
     ) -> None:
         super().__init__(transport, group, rank, stage, parameters, now=now)

@@ -15,12 +15,12 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.runtime.parameters.shards import local_shard, whole
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.norms import carried_norms
 from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
+from penstock.torch_internals.unimported import is_dtensor
 
 _EPSILON = 1e-6
 """The constant of ``torch.nn.utils.clip_grad_norm_``."""
@@ -123,7 +123,7 @@ class GradientNorms:
     def add(self, stage: int, version: int, gradients: Mapping[str, Tensor], scale: float) -> None:
         """Adds the vector of this rank's `stage`, made from its final `gradients`. `scale`: of the losses."""
         own = {name: gradients[name] for name in self._counted[stage] if name in gradients}
-        plain = {name: gradient for name, gradient in own.items() if not isinstance(gradient, DTensor)}
+        plain = {name: gradient for name, gradient in own.items() if not is_dtensor(gradient)}
         norms = dict(zip(plain, norms_of(list(plain.values())), strict=True))
         for name, gradient in own.items():
             if name not in plain:

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import PenstockError
@@ -29,6 +28,7 @@ from penstock.runtime.parameters.shards import local_shard, set_local_shard
 from penstock.torch_internals.modules import step_hooks
 from penstock.torch_internals.pytrees import tree_leaves
 from penstock.torch_internals.tensors import storage_references
+from penstock.torch_internals.unimported import is_dtensor
 
 Key = TypeVar("Key")
 _Part: TypeAlias = Mapping[Any, nn.Parameter]
@@ -139,7 +139,7 @@ def _tensors_of(states: Mapping[Tensor, Any], part: _Part) -> list[Any]:
 def check_steps_apart(optimizer: torch.optim.Optimizer) -> None:
     """Raises `PenstockError` if small parameters have other numbers where `optimizer` steps them in halves."""
     found = "hooks on its steps" if step_hooks(optimizer) else ""
-    if any(isinstance(p, DTensor) and p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+    if any(is_dtensor(p) and p.is_cuda for group in optimizer.param_groups for p in group["params"]):
         found = "DTensors of a GPU, which cannot be put together on the host"
     try:
         if not found and not all(map(torch.equal, _small_steps(optimizer, 1), _small_steps(optimizer, 2))):

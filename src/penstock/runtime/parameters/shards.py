@@ -13,21 +13,21 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.torch_internals.distributed import local_tensor, replace_local_tensor
+from penstock.torch_internals.unimported import PLAIN, is_dtensor
 
 T = TypeVar("T")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """The memory of this process's shard, as a plain tensor without history."""
-    return local_tensor(tensor).data if isinstance(tensor, DTensor) else tensor.data
+    return local_tensor(tensor).data if type(tensor) not in PLAIN and is_dtensor(tensor) else tensor.data
 
 
 def set_local_shard(parameter: Tensor, shard: Tensor) -> None:
     """Makes `shard` the memory of this process's shard of `parameter`, which keeps its identity."""
-    if not isinstance(parameter, DTensor):
+    if type(parameter) in PLAIN or not is_dtensor(parameter):
         parameter.data = shard
     elif shard.dtype == parameter.dtype:
         # Setting .data of a DTensor changes the storage that it reports, but not the shard that it computes with.
@@ -38,17 +38,17 @@ def set_local_shard(parameter: Tensor, shard: Tensor) -> None:
 
 def from_local_shard(shard: Tensor, like: Tensor) -> Tensor:
     """The tensor laid out as `like` whose local shard is `shard`."""
-    if not isinstance(like, DTensor):
+    if type(like) in PLAIN or not is_dtensor(like):
         return shard
     with torch.no_grad():
-        return DTensor.from_local(
+        return like.from_local(
             shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
 
 def redistributed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """`gradient` laid out as `parameter`. Autograd may leave it as a sum over the mesh that is still to be taken."""
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+    if type(gradient) in PLAIN or not is_dtensor(gradient) or not is_dtensor(parameter):
         return gradient
     if gradient.placements == parameter.placements:
         return gradient
@@ -57,13 +57,15 @@ def redistributed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 def whole(tensor: T) -> T:
     """All of `tensor` as a plain tensor, with its history; anything but a `DTensor` is returned as it is."""
-    return cast(T, tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor
+    return cast(T, tensor.full_tensor()) if type(tensor) not in PLAIN and is_dtensor(tensor) else tensor
 
 
 def distributed_like(tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor`, which every process has whole, laid out as `like`."""
-    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+    if not is_dtensor(like) or is_dtensor(tensor):
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     # Every process has the same values, so each takes its own shard, without a message.
     own = tensor.detach().to(like.device)
     return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
@@ -78,7 +80,7 @@ def dimensions_of(tensor: Tensor) -> tuple[str, ...]:
     """The names of the mesh dimensions that a `DTensor` is laid out over ('?' for one without a name); () for another
     tensor.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ()
     mesh = tensor.device_mesh
     return mesh.mesh_dim_names or ("?",) * mesh.ndim

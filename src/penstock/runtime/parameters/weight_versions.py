@@ -40,7 +40,6 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.capturing.chain import StageModule
 from penstock.capturing.module_copies import Copies
@@ -49,6 +48,7 @@ from penstock.runtime.devices.staging import Memory, layout_of
 from penstock.runtime.parameters.shards import local_shard, redistributed_like, set_local_shard
 from penstock.torch_internals.modules import TENSOR_TABLES, tensor_tables
 from penstock.torch_internals.tensors import copy_each, set_times_written, times_each_written
+from penstock.torch_internals.unimported import PLAIN, is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class _Slots:
             cast(Any, parameters[name]).grad_dtype = parameters[name].dtype
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         moved = {name: p for name, p in trained.items() if versions > 1 or name in masters}
-        apart = lenders or masters or windows or any(isinstance(p, DTensor) for p in moved.values())
+        apart = lenders or masters or windows or any(is_dtensor(p) for p in moved.values())
         return cls(
             parameters=parameters,
             trained=trained,
@@ -439,7 +439,7 @@ class VersionedWeights:
             if parameter.grad is not None:
                 gradient, parameter.grad = parameter.grad, None
                 # Autograd may leave it as a sum over the mesh that is still to be taken.
-                gradients[name] = redistributed_like(gradient, parameter) if type(gradient) is DTensor else gradient
+                gradients[name] = gradient if type(gradient) in PLAIN else redistributed_like(gradient, parameter)
         return gradients
 
     def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> None:

@@ -40,9 +40,9 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
+from penstock.runtime.collectives.failures import descriptor_error
+from penstock.runtime.collectives.timeouts import run_bounded
 from penstock.runtime.devices.communicators import without_monitor
-from penstock.runtime.transport.failures import descriptor_error
-from penstock.runtime.transport.timeouts import run_bounded
 from penstock.torch_internals.distributed import INTERFACE
 
 T = TypeVar("T")

@@ -24,6 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.collectives.failures import FailureBoard, require_descriptors
+from penstock.runtime.collectives.store_gathers import StoreGather
+from penstock.runtime.collectives.timeouts import GRACE_SECONDS, POLL_SECONDS, Timeout
 from penstock.runtime.devices.accelerators import Stream, accelerator_of
 from penstock.runtime.devices.communicators import Communicator, Members, break_gloo, connect_gloo
 from penstock.runtime.devices.process_hooks import hooks_allowed
@@ -39,7 +42,6 @@ from penstock.runtime.transport.backend_selection import (
     warn_of_many_communicators,
     warn_of_shared_gpus,
 )
-from penstock.runtime.transport.failures import FailureBoard, require_descriptors
 from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
@@ -52,8 +54,6 @@ from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.shared_memory.endpoints import SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.local_peers import Gather, LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
-from penstock.runtime.transport.store_gathers import StoreGather
-from penstock.runtime.transport.timeouts import GRACE_SECONDS, POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import ALL_RECEIVES, Channel, Edge, PendingMessage, SumKinds
 from penstock.torch_internals.distributed import device_backend
 

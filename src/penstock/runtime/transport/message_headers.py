@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain, name_of
+from penstock.runtime.files.plain_values import decode_plain, encode_plain, name_of
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 
 MOST_HEADER_BYTES = 2**22

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.collectives.store_gathers import StoreGather
 from penstock.runtime.devices.communicators import Communicator, coalesce
-from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.transport import SumKinds
 from penstock.torch_internals.distributed import gather_into
 

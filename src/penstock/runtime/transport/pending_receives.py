@@ -4,8 +4,8 @@ import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
+from penstock.runtime.collectives.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, Staging
-from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import Message
 
 

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.message_headers import Awaited, Specs, SpecsAhead
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 from penstock.torch_internals.distributed import gather_into
+from penstock.torch_internals.unimported import is_dtensor
 
 _CLOSE = 1e-3
 """The allowed relative difference between tensor-parallel ranks. Replicated tensors differ by rounding at most. Slices
@@ -179,7 +179,7 @@ class TensorParallelTransport:
     def _check(self, edge: Edge, message: Sequence[Tensor | None]) -> None:
         """Raises `PenstockError` on all tensor-parallel ranks unless the tensors of `message` are the same on all."""
         for tensor in message:
-            if isinstance(tensor, DTensor):
+            if is_dtensor(tensor):
                 raise PenstockError(
                     f"a DTensor ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh.mesh_dim_names}) is "
                     f"to cross the cut {edge}: expected a plain tensor that is the same on all tensor-parallel "

@@ -9,29 +9,29 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import PenstockError, PlanError, TransportError
+from penstock.errors import PlanError, TransportError
 from penstock.process_states import ProcessIdentity
+from penstock.runtime.collectives.failures import FailureBoard, WaitObserver, require_descriptors
+from penstock.runtime.collectives.store_gathers import PatientGather, StoreGather
+from penstock.runtime.collectives.store_watch import StoreWatch
+from penstock.runtime.collectives.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.default_groups import call_at_meeting, check_token, launched_rank, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
-from penstock.runtime.transport.failures import FailureBoard, WaitObserver, require_descriptors
-from penstock.runtime.transport.store_gathers import PatientGather, StoreGather
-from penstock.runtime.transport.store_watch import StoreWatch
-from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 T = TypeVar("T")
@@ -298,52 +298,3 @@ def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
         )
     make_default_group(rank, processes, timeout_seconds)
     return Processes(timeout_seconds)
-
-
-def gather_results(world: World, context: str, work: Callable[[], T]) -> Sequence[T]:
-    """Returns the results of `work`, which are plain, on every process of `world`, by rank. Collective.
-
-    Raises like `agreed` if the work raised on one of them.
-    """
-    results: list[T] = []
-    with agreed(world, context):
-        results.append(work())
-    return world.gather(results[0], context)
-
-
-@contextmanager
-def agreed(world: World, context: str) -> Iterator[None]:
-    """Raises on every rank if the block raises on one. Collective: every rank reaches the end of the block, or raises.
-
-    The failed rank raises its own error. The others raise the error of the first failed rank: one of the same type if
-    the error is Penstock's, else a `TransportError` with the traceback. `context` says what the rank did: ``while it
-    ...``.
-    """
-    try:
-        yield
-    except Exception as error:
-        own = isinstance(error, PenstockError)
-        text = str(error) if own else "".join(traceback.format_exception(error))
-        # The error says more than that of a rank which does not come to read it.
-        with suppress(TransportError):
-            kind = next((base for base in type(error).__mro__ if base in _errors()), type(error))
-            world.gather((kind.__name__, text), context)
-        raise
-    for rank, failure in enumerate(world.gather(None, context)):
-        if failure is not None:
-            _raise(world, context, rank, *failure)
-
-
-def _errors() -> list[type[PenstockError]]:
-    """Penstock's own errors: only these exist under the same name on every rank."""
-    return [PenstockError, *PenstockError.__subclasses__()]
-
-
-def _raise(world: World, context: str, rank: int, kind: str, text: str) -> NoReturn:
-    known = {each.__name__: each for each in _errors()}
-    if kind in known:
-        raise known[kind](f"rank {rank}, {context}: {text}")
-    raise TransportError(
-        f"rank {rank} failed {context}, so rank {world.rank} stops too. Fix the error below, which is rank {rank}'s, "
-        f"and start again:\n{text}"
-    )

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.collectives.failures import FailureBoard
+from penstock.runtime.collectives.timeouts import Timeout
 from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.tensor_parallel_transport import processes_of
-from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 from penstock.scheduling.actions import Action, Receive, Send
 from penstock.scheduling.definitions import Drain, Segment, Step

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.collectives.failures import FailureBoard
+from penstock.runtime.collectives.timeouts import Timeout
 from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
 from penstock.runtime.devices.communicators import Communicator, Members
 from penstock.runtime.transport.backend_selection import (
@@ -29,11 +31,9 @@ from penstock.runtime.transport.backend_selection import (
     warn_of_shared_gpus,
 )
 from penstock.runtime.transport.distributed_transport import DistributedTransport
-from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.endpoints import AHEAD, EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
-from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage
 from support.jobs.staging_jobs import sum_over_nccl
 from support.processes import Pool

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from penstock.runtime.collectives.timeouts import Timeout
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.pending_receives import PendingResult
-from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import PendingMessage, SumKinds
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.collectives.timeouts import SpinPolicy, Timeout
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.gloo.senders import HEADER_BYTES
@@ -36,7 +37,6 @@ from penstock.runtime.transport.message_headers import (
     contiguous_view,
 )
 from penstock.runtime.transport.pending_receives import PendingResult, PostedReceive
-from penstock.runtime.transport.timeouts import SpinPolicy, Timeout
 from penstock.runtime.transport.transport import PendingMessage
 
 _POSTED_AHEAD, _POSTED_AHEAD_BYTES = 2, 2**18

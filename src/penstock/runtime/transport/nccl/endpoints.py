@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.runtime.collectives.timeouts import Timeout
 from penstock.runtime.devices.accelerators import Accelerator, Event, Layout, Stream
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork, coalesce
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, Specs, assemble
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import PendingWork
 from penstock.runtime.transport.pending_receives import PostedReceive
-from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 
 AHEAD = 4

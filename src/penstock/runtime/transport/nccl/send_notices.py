@@ -31,9 +31,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from penstock.runtime.transport.store_gathers import delete_keys
-from penstock.runtime.transport.store_watch import StoreUnreachable, StoreWatch
-from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
+from penstock.runtime.collectives.store_gathers import delete_keys
+from penstock.runtime.collectives.store_watch import StoreUnreachable, StoreWatch
+from penstock.runtime.collectives.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge
 
 _SETTLED_SEGMENTS = 2

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.transport.timeouts import FAST_POLL_SECONDS, POLL_SECONDS, Timeout
+from penstock.runtime.collectives.timeouts import FAST_POLL_SECONDS, POLL_SECONDS, Timeout
 
 ABORT_SECONDS = 20.0
 """How long the communicators may take to abort."""

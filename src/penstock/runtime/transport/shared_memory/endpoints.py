@@ -24,11 +24,11 @@ from io import FileIO
 import torch
 from torch import Tensor
 
+from penstock.runtime.collectives.timeouts import POLL_SECONDS, SpinPolicy, Timeout
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, assemble
 from penstock.runtime.transport.pending_receives import PostedReceive
 from penstock.runtime.transport.shared_memory.local_peers import LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import Piece, RingReader, RingWriter
-from penstock.runtime.transport.timeouts import POLL_SECONDS, SpinPolicy, Timeout
 from penstock.runtime.transport.transport import PendingMessage
 
 _SPINS_PER_YIELD = 50

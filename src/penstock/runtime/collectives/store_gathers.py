@@ -18,10 +18,10 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.failures import SAME_CALLS
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.store_watch import StoreUnreachable
-from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
+from penstock.runtime.collectives.failures import SAME_CALLS
+from penstock.runtime.collectives.store_watch import StoreUnreachable
+from penstock.runtime.collectives.timeouts import POLL_SECONDS, Timeout
+from penstock.runtime.files.plain_values import decode_plain, encode_plain
 
 _POLL_SECONDS = 1e-3, 20e-3
 """How often a rank looks whether the others have come: at first, and in the end."""
@@ -139,8 +139,8 @@ class PatientGather(StoreGather):
         board.report_last_error()
         return board.failed or board.watch.failure is not None
 
-    def __call__(self, value: Any, context: str = "a save beside the training") -> Sequence[Any]:
-        return super().__call__(value, context)
+    def __call__(self, value: Any, context: str = "") -> Sequence[Any]:
+        return super().__call__(value, context or "a save beside the training")
 
     def _exchange(self, data: bytes, number: int, context: str) -> Sequence[Any]:
         values, keys = super()._exchange(data, number, context), self._keys(number)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import CheckpointError, TransportError
-from penstock.runtime.transport.plain_values import decode, decode_plain, encode, encode_plain
+from penstock.runtime.files.plain_values import decode, decode_plain, encode, encode_plain
 
 KEYS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 KEYS |= st.tuples(KEYS, KEYS)

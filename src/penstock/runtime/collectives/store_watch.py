@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from penstock.process_states import ProcessIdentity, ProcessState
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.files.plain_values import decode_plain, encode_plain
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES, read_index
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.file_locks import lock_of
+from penstock.runtime.files.file_locks import lock_of
 
 PARTIAL, REPLACED, _LOCK = ".weights.partial", ".weights.replaced.json", ".weights.lock"
 """In the directory: where files are while they are written, the index of the weights that they replace while these are

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.store_watch import StoreWatch
+from penstock.runtime.collectives.store_watch import StoreWatch
 
 _POLL_SECONDS = 0.1
 _REASON = "stop"

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
 from penstock.process_states import ProcessIdentity, ProcessState
-from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
+from penstock.runtime.collectives.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
+from penstock.runtime.files.plain_values import decode_plain, encode_plain
 
 SAME_CALLS = "Make the same calls in the same order on every rank, also those whose result only one rank needs"
 _ANSWER_SECONDS = 1.0

@@ -9,9 +9,9 @@ from torch.distributed import HashStore, Store
 
 from penstock.errors import TransportError
 from penstock.process_states import ProcessIdentity, ProcessState
-from penstock.runtime.transport import failures
-from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.store_watch import READERS
+from penstock.runtime.collectives import failures
+from penstock.runtime.collectives.failures import FailureBoard
+from penstock.runtime.collectives.store_watch import READERS
 
 
 @pytest.fixture

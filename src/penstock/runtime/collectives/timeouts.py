@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.collectives.failures import FailureBoard, name_ranks
 from penstock.runtime.devices.host_copies import fulfil
-from penstock.runtime.transport.failures import FailureBoard, name_ranks
 
 T = TypeVar("T")
 

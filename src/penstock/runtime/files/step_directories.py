@@ -24,7 +24,7 @@ from pathlib import Path
 
 from penstock.arguments import is_count
 from penstock.errors import CheckpointError
-from penstock.runtime.assembly.safetensors_files import write_through
+from penstock.runtime.files.safetensors_files import write_through
 
 MANIFEST = "manifest.json"
 LOCK = ".penstock-lock"

@@ -9,8 +9,8 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.stop_agreements import StopAgreement
-from penstock.runtime.transport.store_watch import StoreWatch
+from penstock.runtime.collectives.stop_agreements import StopAgreement
+from penstock.runtime.collectives.store_watch import StoreWatch
 from support.processes import Pool
 
 
