@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import penstock
 from penstock.errors import CheckpointError, PenstockError
+from penstock.runtime.checkpoints.own_states import OwnStates
 from penstock.testing import faults
 from support import models
 from support.jobs.hook_jobs import Dragging
@@ -335,6 +336,13 @@ def test_the_first_save_names_a_loader_whose_place_is_lost(
 
     (message,) = [each for each in caplog.messages if "tracked" in each]
     assert "not tracked ({'seed': 3, 'epoch': 0, 'position': 2, " in message
+
+
+def test_places_of_an_older_checkpoint_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    own = [{"loaders": [{"epoch": 2, "position": 7}], "generators": None, "objects": {}}]
+    OwnStates(torch.device("cpu")).choose(own, 0, 1)
+
+    assert "set_epoch(epoch, position) with these: [{'epoch': 2, 'position': 7}]" in caplog.text
 
 
 @pytest.mark.parametrize(
