@@ -17,22 +17,21 @@ T = TypeVar("T")
 
 
 class Gathering(Protocol):
-    """Processes that gather values: the `World` of a pipeline, or `Ranks`."""
+    """The `World` of a pipeline, or `Ranks`. ``gather(value, context)`` returns the plain value of each rank to all."""
 
     @property
     def rank(self) -> int: ...
 
     @property
-    def gather(self) -> Callable[..., Sequence[Any]]:
-        """``gather(value, context)`` returns the plain `value` of each, by rank, to all."""
+    def gather(self) -> Callable[..., Sequence[Any]]: ...
 
 
-def gather_results(ranks: Gathering, context: str, work: Callable[[], T], *, alike: bool = False) -> Sequence[T]:
+def gather_results(ranks: Gathering, context: str, work: Callable[[], T]) -> Sequence[T]:
     """Returns the results of `work`, which are plain, on every process of `ranks`, by rank. Collective.
 
     Raises like `agreed` if the work raised on one of them.
     """
-    with agreed(ranks, context, alike=alike):
+    with agreed(ranks, context):
         result = work()
     return ranks.gather(result, context)
 
@@ -71,16 +70,13 @@ def _errors(kind: type[PenstockError] = PenstockError) -> dict[str, type[Penstoc
 
 def _raise_first(here: int, context: str, outcomes: Sequence[Any], cause: Exception | None) -> None:
     """Raises, on rank `here`, the error of the first rank that failed, if there is one."""
-    rank, failed = next(((rank, failed) for rank, failed in enumerate(outcomes) if failed is not None), (0, None))
-    if failed is None:
-        return
-    kind, text = failed
-    if known := _errors().get(kind):
-        raise known(f"rank {rank}, {context}: {text}" if context else f"rank {rank}: {text}") from cause
-    raise TransportError(
-        f"rank {rank} failed {context}, so rank {here} stops too. Fix the error below, which is rank {rank}'s, "
-        f"and start again:\n{text}"
-    ) from cause
+    for rank, (kind, text) in ((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None):
+        if known := _errors().get(kind):
+            raise known(f"rank {rank}, {context}: {text}" if context else f"rank {rank}: {text}") from cause
+        raise TransportError(
+            f"rank {rank} failed {context}, so rank {here} stops too. Fix the error below, which is rank {rank}'s, "
+            f"and start again:\n{text}"
+        ) from cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,7 @@ class Ranks:
 
     def together(self, work: Callable[[], T]) -> Sequence[T]:
         """The plain results of `work` on every process, by rank. Collective."""
-        return gather_results(self, "", files_explained()(work), alike=True)
+        return self.gather(self.each(work))
 
     def each(self, work: Callable[[], T]) -> T:
         """The result of `work` on this process. Collective."""
