@@ -554,17 +554,17 @@ class Pipeline:
         """The norm of the gradients of this process's last update, before clipping. None without ``clip_grad_norm`` or
         before the first update.
         """
-        return self._engine.gradient_norm()
+        return self._engine.scales.gradient_norm()
 
     @property
     def loss_scale(self) -> float | None:
         """The present scale of the loss, by the last message to this process; None without ``loss_scale``."""
-        return None if self._options.recipe.loss_scale is None else self._engine.loss_scale()
+        return None if self._options.recipe.loss_scale is None else self._engine.scales.present()
 
     @property
     def skipped_updates(self) -> int:
         """The updates that a stage of this process left out since their gradients were not finite (the most of one)."""
-        return self._engine.skipped_updates()
+        return self._engine.scales.skipped_updates()
 
     @property
     def rollbacks(self) -> int:

@@ -89,7 +89,7 @@ class StageStates:
         state = {
             "model": {name: kept(t) for name, t in training.held.items() if id(t) in own},
             "optimizer": training.named(whole, weights.stepped.keys()),
-            "pipeline": {**updater.state(stage), **engine.scale_state(stage)},
+            "pipeline": {**updater.state(stage), **engine.scales.state(stage)},
         }
         if engine.in_run and (self.predicted or not self.schedule.flushes):
             history = engine.history_of(stage)

@@ -92,7 +92,7 @@ class TrainingState:
         return {
             "model": {name: kept(tensor, take) for name, tensor in self.held.items()},
             "optimizer": self.named(take),
-            "pipeline": {**self.progress, **updater.state(), **engine.scale_state()},
+            "pipeline": {**self.progress, **updater.state(), **engine.scales.state()},
         }
 
     def copied(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class TrainingState:
         history = _open_history(state, self.run, self.rank)
         updates = {} if history is None else {int(stage): kept["updates"] for stage, kept in history["stages"].items()}
         self.updater.load_state(progress, updates, exact=history is not None or "history" not in state)
-        engine.load_scale(progress)
+        engine.scales.load(progress)
         engine.seed, engine.steps = progress["seed"], progress["steps"]
         engine.resume(progress["microbatches"], history)
 
@@ -322,14 +322,14 @@ class TrainingState:
             expected = f"{_UPDATES.expected}, those that the learning-rate scheduler has seen"
             _refuse("updates in the part 'pipeline'", expected, saved.get("updates"))
         scale = saved.get("loss_scale")
-        if scale is not None and not self.engine.scales_loss:
+        if scale is not None and not self.engine.scales.used:
             raise CheckpointError(
                 "the state is of a training with loss_scale=, and this pipeline has none: expected the same. Pass the "
                 "same loss_scale="
             )
         numbers: list[Any] = [scale.get(key) for key in ("scale", "good")] if isinstance(scale, Mapping) else [None]
         valid = all(is_number(value) and value >= 0 for value in numbers)
-        if not valid and (scale is not None or self.engine.scale_state()):
+        if not valid and (scale is not None or self.engine.scales.state()):
             _refuse(
                 "loss_scale in the part 'pipeline'", "the scale of the loss and the updates without overflow", scale
             )

@@ -21,6 +21,7 @@ from penstock.runtime.batches.results import ActionTiming, BatchRun, Loss, Resul
 from penstock.runtime.devices.local_devices import DeviceContext
 from penstock.runtime.engine.call_agreement import CallAgreement
 from penstock.runtime.engine.flight_recorder import FlightRecorder
+from penstock.runtime.engine.gradients import LossScales
 from penstock.runtime.engine.local_stage import LocalStages, ReplicaChecksums, share_buffers
 from penstock.runtime.engine.loss_head import LateLosses
 from penstock.runtime.engine.snapshots import REST, Collect, Snapshot
@@ -77,13 +78,8 @@ class Engine:
         self.calls = CallAgreement(transport, self._ranks[0], ranks, schedule.placement.stages[-1][0])
         """Compares the calls of this process with those of the others."""
         self.snapshots, self._updater = workers[0].snapshots, workers[0].updater
-        last = schedule.stages - 1
-        self._scalers = [
-            worker.gradients.scaler
-            for worker in workers
-            if worker.gradients.scaler is not None and last in worker.stages
-        ]
-        """The loss scalers of the ranks that hold the last stage. Only these change their scale."""
+        self.scales = LossScales([worker.gradients for worker in workers], schedule.stages - 1)
+        """The loss scales and the norms of the stages of this process."""
         # On the CPU the loss head checks them.
         late = context.device.type != "cpu" and any(worker.checks_losses for worker in workers)
         self._late = LateLosses(schedule.microbatches) if late else None
@@ -264,43 +260,6 @@ class Engine:
         self._announce("predict", microbatches)
         batch = self._infer(microbatches, keeps_outputs=True)
         return self._results.outputs(batch, self._round_robin, microbatches)
-
-    def gradient_norm(self) -> float | None:
-        """The norm at the last update; None before the first one, or if norms are not exchanged."""
-        found = [norms.newest for worker in self._workers if (norms := worker.gradients.norms) is not None]
-        return float(found[0]) if found and found[0] is not None else None
-
-    def loss_scale(self) -> float | None:
-        """The scale of the loss, on processes without the last stage that of the last update; None if there is none."""
-        if self._scalers:
-            return self._scalers[0].scale
-        gradients = self._workers[0].gradients
-        norms = gradients.norms
-        if norms is None or norms.newest_scale is None or gradients.scaler is None:
-            return None
-        return float(norms.newest_scale)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, on any process."""
-        return any(worker.gradients.scaler is not None for worker in self._workers)
-
-    def skipped_updates(self) -> int:
-        """The updates that a stage of this process skipped; of the stage with the most."""
-        return max((count for worker in self._workers for count in worker.gradients.skipped.values()), default=0)
-
-    def scale_state(self, stage: int | None = None) -> dict[str, Any]:
-        """The state of a loss scaler that changes, for a checkpoint; {} on processes without the last stage, or of
-        another `stage` than the last.
-        """
-        last = stage is None or stage == self._schedule.stages - 1
-        state = self._scalers[0].state() if self._scalers and last else {}
-        return {"loss_scale": state} if state else {}
-
-    def load_scale(self, state: Mapping[str, Any]) -> None:
-        """Restores what `scale_state` returned, if there is something."""
-        for scaler in self._scalers:
-            scaler.load_state(state.get("loss_scale", {}))
 
     def timeline(self, world: World, tensor_parallel_size: int, minibatches: int) -> Timeline:
         """The actions of every rank in its last `minibatches`. Collective.

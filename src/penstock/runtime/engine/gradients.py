@@ -13,8 +13,9 @@ Laws of this file:
      since its summands may be in flight to another stage, or be the sum of that stage as well.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -276,3 +277,48 @@ def _memory(gradient: Tensor) -> Tensor:
     view of a sparse tensor may not reach it.
     """
     return gradient if type(gradient) in PLAIN else local_shard(gradient) if is_dtensor(gradient) else gradient
+
+
+class LossScales:
+    """The loss scales, and the norms, of the stages whose `gradients` are here, those of one rank each. `last`: the
+    last stage, whose rank alone changes its scale.
+    """
+
+    def __init__(self, gradients: Sequence[Gradients], last: int) -> None:
+        self._gradients, self._last = gradients, last
+        self._scalers = [each.scaler for each in gradients if each.scaler is not None and last in each._stages]
+
+    def gradient_norm(self) -> float | None:
+        """The norm at the last update; None before the first one, or if norms are not exchanged."""
+        found = [each.norms.newest for each in self._gradients if each.norms is not None]
+        return float(found[0]) if found and found[0] is not None else None
+
+    def present(self) -> float | None:
+        """The scale of the loss, on processes without the last stage that of the last update; None if there is none."""
+        if self._scalers:
+            return self._scalers[0].scale
+        first = self._gradients[0]
+        if first.norms is None or first.norms.newest_scale is None or first.scaler is None:
+            return None
+        return float(first.norms.newest_scale)
+
+    @property
+    def used(self) -> bool:
+        """Whether the loss is scaled, on any process."""
+        return any(each.scaler is not None for each in self._gradients)
+
+    def skipped_updates(self) -> int:
+        """The updates that a stage of this process skipped; of the stage with the most."""
+        return max((count for each in self._gradients for count in each.skipped.values()), default=0)
+
+    def state(self, stage: int | None = None) -> dict[str, Any]:
+        """The state of a loss scaler that changes, for a checkpoint; {} on processes without the last stage, or of
+        another `stage` than the last.
+        """
+        state = self._scalers[0].state() if self._scalers and stage in (None, self._last) else {}
+        return {"loss_scale": state} if state else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state` returned, if there is something."""
+        for scaler in self._scalers:
+            scaler.load_state(state.get("loss_scale", {}))

@@ -199,7 +199,7 @@ class Worker:
             else:
                 lasted = carry_out(self, action)
         except BaseException as found:
-            self._raise(found, action)
+            _explain(found, action, self.rank, self.stages[action.stage].weights.stage.names)
         self._timings.append((self.rank, action, *(lasted or (start, self._now()))))
         row.stops.append(perf_counter())
         return True
@@ -216,18 +216,6 @@ class Worker:
                 executor.recompute(action.microbatch)
             case _:
                 assert_never(action)
-
-    def _raise(self, found: BaseException, action: Action) -> NoReturn:
-        """Raises `found`, with what `action` was and where."""
-        error = explained(found, action.stage)
-        layers = self.stages[action.stage].weights.stage.names
-        error.add_note(
-            f"penstock: this was action {action} of rank {self.rank}; stage {action.stage} holds the layers "
-            f"{layers[0]} to {layers[-1]}"
-        )
-        if error is not found:
-            raise error from found
-        raise found
 
     def _forward(self, action: Forward) -> None:
         index, k = action.stage, action.microbatch
@@ -340,6 +328,18 @@ class Worker:
                     self.snapshots.after_update(each, version)
             stop = self._now()
         return start, stop
+
+
+def _explain(found: BaseException, action: Action, rank: int, layers: Sequence[str]) -> NoReturn:
+    """Raises `found`, with what `action` was and where. `layers`: of its stage."""
+    error = explained(found, action.stage)
+    error.add_note(
+        f"penstock: this was action {action} of rank {rank}; stage {action.stage} holds the layers "
+        f"{layers[0]} to {layers[-1]}"
+    )
+    if error is not found:
+        raise error from found
+    raise found
 
 
 _METHODS: dict[type[Action], Callable[[Worker, Any], Lasted | None]] = {
