@@ -332,8 +332,11 @@ class VersionedWeights:
         Raises `PenstockError` if a parameter was replaced or frozen since the pipeline was built.
         """
         slots, same = self._slots, list(map(len, self._tables)) == self._sizes
-        for table, key, parameter in self._places:
-            same = same and table.get(key) is parameter
+        try:
+            for table, key, parameter in self._places:
+                same = same and table[key] is parameter
+        except KeyError:
+            same = False
         if not same:
             self._check_places()
         for name, parameter in slots.parameters.items():
