@@ -242,7 +242,7 @@ class FleetExecutor:
         if name not in self._processes:
             return saved
         try:
-            return max(saved, int(self._begun_file(name).read_text()))
+            return max(saved, int((self._folder(name) / "begun").read_text()))
         except (OSError, ValueError):
             return saved
 
@@ -271,13 +271,13 @@ class FleetExecutor:
         )
         self._state.leases.append(record)
         self._records[name] = record
-        self._begun_file(name).unlink(missing_ok=True)
+        (self._folder(name) / "begun").unlink(missing_ok=True)
         # The name of the lease is on disk before the process is there.
         self._save()
         environment = {
             "PENSTOCK_FLEET_KIND": lease.kind,
             "PENSTOCK_FLEET_WORKERS": ",".join(map(str, lease.workers)),
-            "PENSTOCK_FLEET_BEGUN": str(self._begun_file(name)),
+            "PENSTOCK_FLEET_BEGUN": str(self._folder(name) / "begun"),
             "OMP_NUM_THREADS": "1",
         }
         steps = self._steps(name)
@@ -345,7 +345,7 @@ class FleetExecutor:
 
     def _notice_begins(self) -> None:
         for name, record in self._records.items():
-            if record.begun is None and self._begun_file(name).exists():
+            if record.begun is None and (self._folder(name) / "begun").exists():
                 record.begun = self._now()
 
     def _close(self, name: str, code: int) -> None:
@@ -410,9 +410,6 @@ class FleetExecutor:
 
     def _checkpoints(self, name: str) -> Path:
         return self._folder(name) / "checkpoints"
-
-    def _begun_file(self, name: str) -> Path:
-        return self._folder(name) / "begun"
 
     def _result(self) -> FleetRun:
         # Of a fleet that all jobs of the file share, for their whole lives.

@@ -153,7 +153,7 @@ class Cluster:
         if len(set(ranks)) < len(ranks) or not ranks:
             raise PlanError(f"ranks: expected devices, each once, found {text_of(ranks)}: name each device once")
         kinds = tuple(self.kinds[rank] for rank in ranks) if self.kinds else ()
-        return replace(self, links=self._pick_links(tuple(ranks)), kinds=kinds)
+        return replace(self, links=_pick_links(self, tuple(ranks)), kinds=kinds)
 
     @property
     def is_equal(self) -> bool:
@@ -302,7 +302,7 @@ class Cluster:
             *COST_KEYS,
         )
         places = place.mapping(("format",), known)
-        made = cls._read(path, place, places)
+        made = _read_cluster(path, place, places)
         if "kinds" in places:
             kinds = read_kinds(places["kinds"])
             made = place.build(lambda: made.with_kinds(kinds))
@@ -314,44 +314,6 @@ class Cluster:
             )
         return made
 
-    @classmethod
-    def _read(cls, path: str | Path, place: YamlNode, places: Mapping[str, YamlNode]) -> "Cluster":
-        if ("levels" in places) == ("matrix" in places):
-            found = "both" if "levels" in places else "neither"
-            raise PlanError(f"{path}: expected either `levels` or `matrix`, found {found}: describe the links once")
-        known = read_known(places, dict.fromkeys(_NUMBERS, YamlNode.number))
-        if "levels" in places:
-            for key in {"latency_seconds", *COST_KEYS} & places.keys():
-                places[key].fail("no such key beside `levels`", f"write {key} inside each level")
-            read = [_read_level(level) for level in places["levels"].items()]
-            levels, latencies, costs = zip(*read, strict=True) if read else ((), (), ())
-            return place.build(lambda: cls(LinkLevels(levels, latencies, costs), **known))
-        rows = _read_rows(places["matrix"])
-        cost_rows = read_costs(place, places, len(rows))
-        latency_rows: tuple[tuple[float, ...], ...] = ()
-        if "latency_seconds" in places:
-            latency = places["latency_seconds"]
-            one = () if isinstance(latency.value, list) else (latency.number(),) * len(rows)
-            latency_rows = (one,) * len(rows) if one else _read_rows(latency)
-        return place.build(lambda: cls(LinkMatrix(rows, latency_rows, cost_rows), **known))
-
-    def _pick_links(self, ranks: tuple[int, ...]) -> Links:
-        match self.links:
-            case LinkLevels(levels, latencies, costs) if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-                size = 1
-                for depth, (count, bandwidth) in enumerate(levels):
-                    outer, rest = divmod(len(ranks), size)
-                    if not rest and ranks[0] % size == 0 and ranks[0] % (size * count) + len(ranks) <= size * count:
-                        return LinkLevels(
-                            (*levels[:depth], (outer, bandwidth)), latencies[: depth + 1], costs[: depth + 1]
-                        )
-                    size *= count
-            case _:
-                pass
-        rows = tuple(tuple(self.bandwidth(a, b) for b in ranks) for a in ranks)
-        delays = tuple(tuple(self.latency(a, b) for b in ranks) for a in ranks)
-        return LinkMatrix(rows, delays, tuple(tuple(self.message_costs(a, b) for b in ranks) for a in ranks))
-
     def _check_ranks(self, *ranks: int) -> None:
         for rank in ranks:
             if type(rank) is int and 0 <= rank < self.devices:
@@ -361,6 +323,43 @@ class Cluster:
                     f"rank {rank} is not in this cluster: expected 0 to {self.devices - 1}. "
                     "Use fewer ranks or describe more devices"
                 )
+
+
+def _read_cluster(path: str | Path, place: YamlNode, places: Mapping[str, YamlNode]) -> Cluster:
+    if ("levels" in places) == ("matrix" in places):
+        found = "both" if "levels" in places else "neither"
+        raise PlanError(f"{path}: expected either `levels` or `matrix`, found {found}: describe the links once")
+    known = read_known(places, dict.fromkeys(_NUMBERS, YamlNode.number))
+    if "levels" in places:
+        for key in {"latency_seconds", *COST_KEYS} & places.keys():
+            places[key].fail("no such key beside `levels`", f"write {key} inside each level")
+        read = [_read_level(level) for level in places["levels"].items()]
+        levels, latencies, costs = zip(*read, strict=True) if read else ((), (), ())
+        return place.build(lambda: Cluster(LinkLevels(levels, latencies, costs), **known))
+    rows = _read_rows(places["matrix"])
+    cost_rows = read_costs(place, places, len(rows))
+    latency_rows: tuple[tuple[float, ...], ...] = ()
+    if "latency_seconds" in places:
+        latency = places["latency_seconds"]
+        one = () if isinstance(latency.value, list) else (latency.number(),) * len(rows)
+        latency_rows = (one,) * len(rows) if one else _read_rows(latency)
+    return place.build(lambda: Cluster(LinkMatrix(rows, latency_rows, cost_rows), **known))
+
+
+def _pick_links(cluster: Cluster, ranks: tuple[int, ...]) -> Links:
+    match cluster.links:
+        case LinkLevels(levels, latencies, costs) if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+            size = 1
+            for depth, (count, bandwidth) in enumerate(levels):
+                outer, rest = divmod(len(ranks), size)
+                if not rest and ranks[0] % size == 0 and ranks[0] % (size * count) + len(ranks) <= size * count:
+                    return LinkLevels((*levels[:depth], (outer, bandwidth)), latencies[: depth + 1], costs[: depth + 1])
+                size *= count
+        case _:
+            pass
+    rows = tuple(tuple(cluster.bandwidth(a, b) for b in ranks) for a in ranks)
+    delays = tuple(tuple(cluster.latency(a, b) for b in ranks) for a in ranks)
+    return LinkMatrix(rows, delays, tuple(tuple(cluster.message_costs(a, b) for b in ranks) for a in ranks))
 
 
 def _read_level(place: YamlNode) -> tuple[tuple[int, float], float, MessageCosts]:

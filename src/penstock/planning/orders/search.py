@@ -249,7 +249,7 @@ class _Search:
             starts = [each for overtakes in (False, True) for each in self._delayed(tried, rows, overtakes=overtakes)]
             if starts:
                 start = min(starts, key=lambda each: each.judged.seconds)
-                is_short = self._searched(start.costs) is start.costs
+                is_short = _searched(start.costs) is start.costs
                 held = [start.judged, *filter(self._fits, self._improved(start) if is_short else ())]
                 return min(held, key=lambda each: each.seconds).plan
         rank = max(range(len(self.limits)), key=lambda rank: named.peaks[rank] / self.limits[rank])
@@ -335,11 +335,11 @@ class _Search:
     def _starts(self, costs: OrderCosts) -> Iterator[_Start]:
         """The best seed that fits. Where messages and workspace take more than was known, under lower limits."""
         for _ in range(_ROUNDS):
-            short = self._searched(costs)
+            short = _searched(costs)
             named = named_plans(replace(self.plan, microbatches=short.microbatches))
             seeds = find_seeds(short, list(map(schedule, named)))
-            seed = min(seeds[:_LOOKED_AT], key=partial(self._whole_score, costs), default=None)
-            if seed is None or self._whole_score(costs, seed) == inf:
+            seed = min(seeds[:_LOOKED_AT], key=partial(_whole_score, costs), default=None)
+            if seed is None or _whole_score(costs, seed) == inf:
                 return
             judged = self._judge(self._plan(costs, seed))
             if self._fits(judged):
@@ -372,7 +372,7 @@ class _Search:
 
     def _descended(self, best: _Start, moves: StageMoves) -> _Start:
         """The start that moves lead to from `best`, as long as they shorten the step."""
-        left = max(_LEAST_MOVES, _MOVED_STAGES // self._searched(best.costs).operations)
+        left = max(_LEAST_MOVES, _MOVED_STAGES // _searched(best.costs).operations)
         found: _Start | None = best
         while found is not None and left > 0:
             best, found = found, None
@@ -420,9 +420,9 @@ class _Search:
 
     def _start_near(self, best: _Start, costs: OrderCosts) -> _Start | None:
         """The start from a seed like that of `best`; None if it does not fit or is not faster."""
-        score = partial(self._whole_score, costs)
-        seed = min(adapted_seeds(self._searched(costs), best.seed.rows), key=score, default=None)
-        if seed is None or score(seed) >= best.search._whole_score(best.costs, best.seed):
+        score = partial(_whole_score, costs)
+        seed = min(adapted_seeds(_searched(costs), best.seed.rows), key=score, default=None)
+        if seed is None or score(seed) >= _whole_score(best.costs, best.seed):
             return None
         judged = self._judge(self._plan(costs, seed))
         faster = self._fits(judged) and judged.seconds < best.judged.seconds
@@ -430,29 +430,13 @@ class _Search:
 
     def _improved(self, start: _Start) -> Iterator[_Judged]:
         """The best order that leads on from `start`, if it can be repeated; it may not fit."""
-        short = self._searched(start.costs)
+        short = _searched(start.costs)
         tries = _MOVED_OPERATIONS // short.operations
         improved = improve(short, start.seed, tries)
-        score = partial(self._whole_score, start.costs)
+        score = partial(_whole_score, start.costs)
         best = min((improved, *spread_weights(short, improved)), key=score)
         if score(best) < inf:
             yield self._judge(self._plan(start.costs, best))
-
-    def _whole_score(self, costs: OrderCosts, timed: TimedRows) -> float:
-        """The score of rows with some more microbatches, if their middle is repeated; infinite if that cannot run."""
-        short = self._searched(costs)
-        if short is costs:
-            return timed.score
-        longer = replace(short, microbatches=short.microbatches + _MORE)
-        rows = repeated(timed.rows, _MORE)
-        whole = None if rows is None else time_rows(longer, rows)
-        return inf if whole is None else whole.score
-
-    def _searched(self, costs: OrderCosts) -> OrderCosts:
-        """`costs` with the microbatches that an order is found for."""
-        if costs.microbatches <= max(_LONG[0] * costs.length, _LONG[1]):
-            return costs
-        return replace(costs, microbatches=max(_SHORT[0] * costs.length, _SHORT[1]))
 
     def _plan(self, costs: OrderCosts, timed: TimedRows) -> Plan:
         """The plan with the order of these rows."""
@@ -524,6 +508,24 @@ class _Search:
         limits = map(sub, self.limits, _weight_bytes(costs, ranks))
         # Any backward that directly follows its forward recomputes nothing.
         return bound_of(search._costs(whole, tuple(limits), recomputes=False))
+
+
+def _whole_score(costs: OrderCosts, timed: TimedRows) -> float:
+    """The score of rows with some more microbatches, if their middle is repeated; infinite if that cannot run."""
+    short = _searched(costs)
+    if short is costs:
+        return timed.score
+    longer = replace(short, microbatches=short.microbatches + _MORE)
+    rows = repeated(timed.rows, _MORE)
+    whole = None if rows is None else time_rows(longer, rows)
+    return inf if whole is None else whole.score
+
+
+def _searched(costs: OrderCosts) -> OrderCosts:
+    """`costs` with the microbatches that an order is found for."""
+    if costs.microbatches <= max(_LONG[0] * costs.length, _LONG[1]):
+        return costs
+    return replace(costs, microbatches=max(_SHORT[0] * costs.length, _SHORT[1]))
 
 
 def _weight_bytes(costs: Costs, ranks: Sequence[int]) -> list[float]:
