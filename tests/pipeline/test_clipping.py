@@ -39,7 +39,7 @@ def run_clipped(case: Case, most: Any = MOST) -> Outcome:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> None:
     ranks = max(1, stages // stages_on_a_rank(schedule))
-    stages = max(stages, stages_on_a_rank(schedule)) if schedule == "zb-v" else stages
+    stages = max(stages, stages_on_a_rank(schedule)) if schedule in ("zb-v", "v-half", "v-min") else stages
     case = Case("perceptron", schedule, ranks, 1, stages_per_rank=stages // ranks)
     case = replace(case, microbatches=ranks) if schedule == "interleaved" else case
     model, options = case.build(), case.options

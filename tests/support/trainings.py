@@ -37,7 +37,7 @@ IN_PARTS = ("zb-h1", "zb-v", "v-half", "v-min")
 CHOICES: dict[str, dict[Any, Sequence[str]]] = {
     "subject": {
         **dict.fromkeys(("perceptron", "normalized", "skipping", "stateful", "layered"), EVERYWHERE),
-        **dict.fromkeys(("web", "typed", "embedded", "columns", "averaging"), EVERYWHERE),
+        **dict.fromkeys(("web", "typed", "embedded", "averaging"), EVERYWHERE),
         **dict.fromkeys(("tied", "tied ends", "tied neighbours"), AT_ONCE),
     },
     "placement": {
@@ -81,43 +81,6 @@ MOST = 5
 """Values of a training of `covering` that are not plain."""
 
 
-class Columns(nn.Module):
-    """A linear layer over a copy with its columns in memory, so that the gradient of the input has such columns."""
-
-    def __init__(self, tokens: bool) -> None:
-        super().__init__()
-        self.tokens, self.linear = tokens, nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.tokens:
-            return torch.tanh(self.linear(x.transpose(1, 2)).transpose(1, 2))
-        return torch.tanh(self.linear(x.reshape(-1, 6).T.contiguous().T.reshape(x.shape)))
-
-
-class Spread(nn.Module):
-    """A token for each of six multiples of a sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(1) * torch.arange(1, 7, device=x.device).to(x).unsqueeze(1)
-
-
-class Head(nn.Module):
-    """Classes of the tokens together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(36, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.flatten(1))
-
-
-def _columns() -> nn.Module:
-    torch.manual_seed(7)
-    columns = (Columns(tokens) for tokens in (False, True, False, True, False, False))
-    return nn.Sequential(Spread(), *columns, Head()).double()
-
-
 def _averaging() -> nn.Module:
     torch.manual_seed(7)
     return nn.Sequential(*(Averaging() for _ in range(7)), nn.Linear(6, 3)).double()
@@ -128,7 +91,6 @@ BUILDS: dict[str, Any] = {
     "layered": models.LAYERED.build,
     "typed": CAST["typed"],
     "embedded": CAST["embedded"],
-    "columns": _columns,
     "averaging": _averaging,
     "web": partial(build_web, REACHING),
     "tied": partial(build_tied, ((0, 3, 7), (2, 5)), detaching=(3,)),
@@ -193,9 +155,7 @@ class Training:
                 made = replace(made, **{name: getattr(PLAIN, name)})
         replicas = made.replicas
         if replicas:
-            # What blocks keep in Python is one for all replicas in the oracle only.
-            subject = "skipping" if made.subject == "stateful" else made.subject
-            made = replace(made, ranks=len(replicas), subject=subject)
+            made = replace(made, ranks=len(replicas))
         else:
             made = replace(made, split=False)
         if replicas and any(
@@ -217,7 +177,12 @@ class Training:
             # With low versions a save beside the training writes the rounded weights: a fault that is known.
             precision = "autocast" if made.precision == "low versions" else made.precision
             made = replace(made, drains=(), ragged=False, precision=precision)
-        return made
+        # What blocks keep in Python is one for all replicas in the oracle only, and in no checkpoint.
+        if made.subject == "stateful" and (replicas or made.saves or made.recompute):
+            made = replace(made, subject="averaging")
+        # Batch normalization takes two samples or more.
+        share = (9 if made.ragged else 16) // made.microbatches // (max(replicas) if made.split else 1)
+        return replace(made, subject="averaging") if made.subject == "normalized" and share < 2 else made
 
     def _allowed_microbatches(self) -> int:
         least = len(self.replicas or range(self.ranks)) * stages_on_a_rank(self.schedule)
