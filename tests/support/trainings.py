@@ -8,6 +8,7 @@ of `reference_train`.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,6 +189,9 @@ class Training:
         least = len(self.replicas or range(self.ranks)) * stages_on_a_rank(self.schedule)
         turns = 1 if self.split else max(self.replicas, default=1)
         match self.schedule:
+            case "v-half" if not self.saves:
+                # Replicas of unequally many microbatches sum in another order of stages: a fault that is known.
+                return -(-self.microbatches // turns) * turns
             case "interleaved":
                 return least * turns
             case "2bw":
@@ -328,6 +332,7 @@ def run_trainings(trainings: Sequence[Training], folder: str) -> list[list[Outco
     """Several runs, one after the other, in the present process group; every second one over Gloo."""
     found = []
     for number, training in enumerate(trainings):
+        Path(folder, str(number)).mkdir(parents=True, exist_ok=True)
         with sharing_memory(number % 2 == 0):
             found.append(run_training(training, f"{folder}/{number}"))
     return found
