@@ -1,83 +1,118 @@
-"""The runtime equals the oracle bit for bit: every schedule, in one process and in several."""
+"""The runtime equals the oracle bit for bit: every schedule with every option, in one process and in several."""
 
-from dataclasses import replace
-from itertools import cycle
+import tempfile
+from itertools import islice
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
-from penstock.scheduling import METHODS
-from support import models
+import penstock
 from support.processes import Pool
-from support.training import (
-    FLUSHING,
-    Case,
-    assert_equal,
-    assert_ranks_equal,
-    run_cases,
-    run_pipeline,
-    run_reference,
-    share_reference,
-    stages_on_a_rank,
+from support.training import FLUSHING, Outcome, assert_equal
+from support.trainings import (
+    AT_ONCE,
+    CHOICES,
+    IN_PARTS,
+    PLAIN,
+    SCHEDULES,
+    Training,
+    allowed,
+    ask_oracle,
+    covering,
+    draw_training,
+    drawn_trainings,
+    expected_of,
+    run_training,
+    run_trainings,
 )
 
-SCHEDULES = (*(method.name for method in METHODS), "vertical")
-OPTIMIZERS = ("momentum", "adamw")
+COVERING = list(covering())
 
 
-def case(subject: str, schedule: str, ranks: int, **more: Any) -> Case:
-    """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule has more than one.
-
-    The optimizers take turns, so that each meets every schedule.
-    """
-    optimizer = OPTIMIZERS[(ranks + SCHEDULES.index(schedule)) % 2]
-    if schedule == "interleaved":
-        return Case(subject, schedule, ranks, 2 * ranks, optimizer, stages_per_rank=2, **more)
-    return Case(subject, schedule, ranks, 4, optimizer, stages_per_rank=stages_on_a_rank(schedule), **more)
+def assert_runs(training: Training, found: list[Outcome]) -> None:
+    """Both the run and what went on from its checkpoint have the bits of the oracle."""
+    for expected, outcome in zip(expected_of(training), found, strict=True):
+        assert_equal(expected, outcome)
 
 
-def in_turn(schedule: str, ranks: int, turn: int) -> str:
-    """The subject of a schedule: over 1 to 4 `ranks` every schedule has every subject once in a turn."""
-    return list(models.SUBJECTS)[(SCHEDULES.index(schedule) + ranks + 2 * turn) % len(models.SUBJECTS)]
+def run_here(training: Training) -> list[Outcome]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_training(training, folder)
+
+
+def test_every_option_meets_every_schedule_that_allows_it() -> None:
+    """And each pair is in a fair share of what is drawn: no rule of `fitted` removes it from most cases."""
+    met = {(training.schedule, *value) for training in COVERING for value in training.on}
+    pairs = {(schedule, *each) for schedule in SCHEDULES for each in allowed(schedule)}
+    assert met == {pair for pair in pairs if pair[2] != getattr(PLAIN, pair[1])}
+
+    kept = dict.fromkeys(pairs, 0)
+    draws = Random(0)
+    for schedule in SCHEDULES:
+        for _ in range(500):
+            training = draw_training(draws.choice, [schedule])
+            for name in CHOICES:
+                kept[schedule, name, getattr(training, name)] += 1
+    assert min(kept.values()) >= 5, sorted(kept.items(), key=lambda item: item[1])[:5]
 
 
 @pytest.mark.parametrize("subject", ["skipping", "normalized"])
 def test_the_oracle_trains_alike_under_all_schedules_that_flush(subject: str) -> None:
-    for ranks, schedule in zip(cycle((2, 4)), FLUSHING, strict=False):
-        tried = case(subject, schedule, ranks)
-        assert_equal(share_reference(tried), run_reference(tried))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_process(schedule: str, ranks: int) -> None:
-    tried = case(in_turn(schedule, ranks, 0), schedule, ranks)
-    actual = run_pipeline(tried)
-
-    assert_equal(share_reference(tried), actual)
-    assert set(share_reference(tried).state) == set(actual.state)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_several_processes(pool: Pool, ranks: int) -> None:
-    cases = [case(in_turn(schedule, ranks, 1), schedule, ranks) for schedule in SCHEDULES]
-    assert_ranks_equal(pool.run(ranks, run_cases, cases), [share_reference(tried) for tried in cases])
-
-
-def test_stages_may_be_on_any_rank(pool: Pool) -> None:
-    """The first stage on the last rank, and so on: a planner that orders devices puts stages where links are fast."""
-    cases = [replace(case("layered", schedule, 3), turned=True) for schedule in SCHEDULES]
-    outcomes = pool.run(3, run_cases, cases)
-    for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
-        alone = run_pipeline(tried)
-        for part in (*parts, alone):
-            assert_equal(share_reference(replace(tried, turned=False)), part)
-            assert part.evaluated == alone.evaluated is not None
+    for schedule in FLUSHING:
+        tried = Training(schedule, 2, subject=subject)
+        assert_equal(expected_of(tried)[0], ask_oracle(tried))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_drained_runs_start_anew(schedule: str) -> None:
-    tried = case("layered", schedule, 2, drain_after=(0, 2))
+def test_every_option_in_one_process(schedule: str) -> None:
+    for training in COVERING:
+        if training.schedule == schedule:
+            assert_runs(training, run_here(training))
 
-    assert_equal(share_reference(tried), run_pipeline(tried))
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 5])
+def test_several_processes(pool: Pool, processes: int, tmp_path: Any) -> None:
+    """Of those that the table covers, a third; together the ranks hold all tensors."""
+    trainings = [training for training in COVERING if training.processes == processes][:: 2 if processes > 3 else 3]
+    outcomes = pool.run(processes, run_trainings, trainings, str(tmp_path))
+    for training, parts in zip(trainings, zip(*outcomes, strict=True), strict=True):
+        alone = run_here(training)
+        for part in parts:
+            assert_runs(training, part)
+            assert part[0].evaluated == alone[0].evaluated
+            assert (part[0].evaluated is not None) == training.evaluates
+        assert alone[0].state.keys() == {name for part in parts for name in part[0].state}
+
+
+@pytest.mark.hypothesis
+@settings(max_examples=30)
+@given(drawn_trainings())
+def test_any_training_in_one_process(training: Training) -> None:
+    assert_runs(training, run_here(training))
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "recompute": (IN_PARTS, "hardly hold less than recompute=True"),
+    "subject": (AT_ONCE, "the copies would drift apart"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_table_leaves_out_is_refused(name: str) -> None:
+    schedules, said = REFUSED[name]
+    value, found = next(item for item in CHOICES[name].items() if item[1])
+    assert tuple(found) == schedules
+    for schedule in schedules:
+        training = Training(schedule, **{name: value})
+        with pytest.raises(penstock.PlanError, match=said):
+            run_here(training)
+
+
+def test_options_change_what_is_computed() -> None:
+    """An option that is not handed on would equal an oracle that does not have it either."""
+    plain = ask_oracle(Training("2bw", 3))
+    for name in ("clips", "scales", "weighs", "falls", "hooks", "precision", "wire", "drains", "optimizer"):
+        for value in islice(CHOICES[name], 1, None):
+            assert ask_oracle(Training("2bw", 3, **{name: value})).losses[:4] != plain.losses, (name, value)

@@ -13,40 +13,14 @@ from support.jobs.loss_weight_jobs import (
     BATCHES,
     build,
     loss_fn,
-    replicated,
-    run_replicated,
     run_weighted,
     tokens,
     weighted_options,
 )
 from support.processes import Pool
-from support.training import Case, assert_equal, train_by_loop, train_by_oracle, with_accuracy
+from support.training import Case, train_by_loop, with_accuracy
 
 SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "2bw")
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("microbatches", [3, 5, 6])
-def test_weighted_losses_equal_the_oracle(schedule: str, microbatches: int) -> None:
-    options = weighted_options(schedule, 3, microbatches)
-
-    assert_equal(train_by_oracle(build(), BATCHES, **options), run_weighted(**options))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
-@pytest.mark.parametrize("split", [False, True])
-def test_replicas_weigh_what_they_have(schedule: str, split: bool) -> None:
-    options = replicated(schedule, split)
-
-    assert_equal(train_by_oracle(build(), BATCHES, **options), run_weighted(**options))
-
-
-def test_in_several_processes(pool: Pool) -> None:
-    expected = run_replicated("2bw", True)
-    for outcome in pool.run(3, run_replicated, "2bw", True):
-        assert_equal(expected, outcome)
-        assert outcome.evaluated == expected.evaluated
 
 
 @pytest.mark.parametrize("microbatches", [3, 6])

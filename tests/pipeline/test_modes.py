@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from support.models import Blocks
 from support.processes import Pool
 
 WIDTH, SAMPLES, PARTS = 8, 8, 4
@@ -32,15 +33,9 @@ class Layer(nn.Module):
         return x + torch.tanh(F.linear(x, self.frozen()) + self.own(x))
 
 
-class Net(nn.Module):
+class Net(Blocks):
     def __init__(self, kind: Callable[[], nn.Module] = Layer) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(kind)
 
     def after_step(self, here: Collection[nn.Parameter]) -> None:
         """What a loop does after a step, with the parameters `here`."""

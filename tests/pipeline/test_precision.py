@@ -1,7 +1,6 @@
 """Autocast: the same numbers as a plain loop under autocast, for every schedule, recomputed or not."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from support import models
-from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options, run_cast, run_low
-from support.processes import Pool
-from support.training import Outcome, assert_equal, train, train_by_oracle
+from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options, run_cast
+from support.training import assert_equal
 
 SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")
 
@@ -35,37 +33,12 @@ run_once = cache(run_cast)
 """Nothing changes what it returns."""
 
 
-@cache
-def reference(subject: str, schedule: str, **more: Any) -> Outcome:
-    """The oracle's run of three stages under bfloat16."""
-    return train_by_oracle(CAST[subject](), CAST_BATCHES, **cast_options(schedule, 3, 4, torch.bfloat16), **more)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("subject", CAST)
 def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: torch.dtype) -> None:
     pipe = penstock.Pipeline(CAST[subject](), **cast_options("gpipe", 3, 1, dtype))
 
     assert [float(pipe.step(x, y).loss) for x, y in CAST_BATCHES] == plain_losses(CAST[subject](), CAST_BATCHES, dtype)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("subject", CAST)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_autocast_equals_the_oracle(schedule: str, subject: str) -> None:
-    """Each kind of recomputation meets every schedule and every subject."""
-    recompute = (None, True, "layers")[(SCHEDULES.index(schedule) + list(CAST).index(subject)) % 3]
-    assert_equal(reference(subject, schedule), run_once(subject, schedule, 3, 4, recompute))
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("subject", CAST)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_versions_of_low_precision_equal_the_oracle(schedule: str, subject: str) -> None:
-    recompute = (None, "layers")[(SCHEDULES.index(schedule) + list(CAST).index(subject)) % 2]
-    expected = reference(subject, schedule, version_dtype=torch.bfloat16)
-
-    assert_equal(expected, run_once(subject, schedule, 3, 4, recompute, version_dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -95,30 +68,6 @@ def _slots(versions: int, dtype: torch.dtype | None) -> int:
     slots = [tensor for slot in weights._slots.tensors for tensor in slot.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*slots, *layer.parameters()]}
     return sum(storages.values())
-
-
-def test_low_precision_and_hooks_together() -> None:
-    options = {
-        **cast_options("2bw", 3, 4, torch.bfloat16),
-        "version_dtype": torch.bfloat16,
-        "update_hooks": [penstock.WeightPrediction()],
-        "clip_grad_norm": 0.5,
-    }
-    pipe = penstock.Pipeline(CAST["typed"](), **options)
-
-    assert_equal(train_by_oracle(CAST["typed"](), CAST_BATCHES, **options), train(pipe, CAST_BATCHES))
-
-
-def test_low_precision_in_several_processes(pool: Pool) -> None:
-    for schedule in ("pipedream", "2bw"):
-        expected = run_once("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)
-        for outcome in pool.run(3, run_low, schedule):
-            assert_equal(expected, outcome)
-
-
-def test_autocast_in_several_processes(pool: Pool) -> None:
-    for outcome in pool.run(3, run_cast, "linear", "2bw", 3, 4, None):
-        assert_equal(run_once("linear", "2bw", 3, 4, None), outcome)
 
 
 def test_half_of_the_bytes_cross_a_cut() -> None:

@@ -1,6 +1,7 @@
 """Layers of bitsandbytes and torchao train with the numbers of a plain loop. No job of CI installs these."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from support.models import Blocks
 
 WIDTH = 64
 """bitsandbytes packs weights of this width on processors with AVX512-BF16."""
@@ -24,17 +26,6 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.up(self.down(x)) + torch.tanh(self.base(x))
-
-
-class Net(nn.Module):
-    def __init__(self, quantized: Callable[[nn.Linear], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Adapted(quantized) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def of_four_bits(linear: nn.Linear) -> nn.Module:
@@ -69,7 +60,7 @@ KINDS = {
 
 def setting(kind: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
-    return Net(KINDS[kind]), [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(3)]
+    return Blocks(partial(Adapted, KINDS[kind])), [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(3)]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

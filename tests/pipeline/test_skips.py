@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import penstock
 from penstock.capturing import capture
@@ -15,10 +13,9 @@ from penstock.runtime.assembly.scheduled_plans import make_schedule
 from penstock.runtime.assembly.started_engines import edges_of
 from penstock.runtime.transport.transport import Edge
 from support.processes import Pool
-from support.skip_models import Run, build_web, count_tensors, run_pipeline, run_reference, run_several
+from support.skip_models import Run, build_web, count_tensors, run_pipeline, run_reference
 from support.training import assert_equal, stages_on_a_rank
 
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
 REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
 """Of a web of eight blocks: that of the first goes from reader to reader, 0, 1, 2, 4, 6; that of the second 1, 2, 7."""
 
@@ -30,56 +27,11 @@ def plan_of(layers: int, stages: int, schedule: str, **more: Any) -> penstock.Pl
     return replace(plan, **more)
 
 
-@st.composite
-def webs(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
-    """What the blocks read: one early value is read at once and by the last block, the others by any."""
-    blocks = draw(st.integers(4, 6))
-    far = draw(st.integers(0, blocks - 4))
-    reads = [
-        draw(st.lists(st.sampled_from([i for i in range(index + 1) if i != far] or [index]), max_size=2, unique=True))
-        for index in range(blocks - 2)
-    ]
-    return (*map(tuple, reads), (far, far))
-
-
-@given(webs(), st.sampled_from(SCHEDULES))
-@settings(max_examples=8)
-def test_random_models_have_the_bits_of_one_device(reads: tuple[tuple[int, ...], ...], schedule: str) -> None:
-    layers = len(reads) + 1
-    run = Run(plan_of(layers, layers, schedule), reads)
-
-    assert_equal(run_reference(run), run_pipeline(run))
-
-
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw", "zb-h1"])
 def test_a_u_net_has_the_bits_of_one_device(schedule: str) -> None:
     run = Run(plan_of(8, 4, schedule))
 
     assert_equal(run_reference(run), run_pipeline(run))
-
-
-def test_several_processes_have_the_bits_of_one_device(pool: Pool) -> None:
-    runs = [
-        Run(plan_of(8, 4, "2bw")),
-        Run(plan_of(8, 8, "interleaved"), REACHING, evaluates=True),
-        Run(plan_of(8, 4, "zb-h1")),
-        Run(plan_of(8, 8, "zb-v"), REACHING),
-    ]
-    for run, parts in zip(runs, zip(*pool.run(4, run_several, runs), strict=True), strict=True):
-        alone = run_pipeline(run)
-        for part in (*parts, alone):
-            assert_equal(run_reference(run), part)
-            assert part.evaluated == alone.evaluated
-            assert (part.evaluated is not None) == run.evaluates
-
-
-def test_replicas_that_take_turns_send_past_stages(pool: Pool) -> None:
-    groups = ((0, 1), (2,), (3,))
-    stages = [penstock.Stage(*cut, ranks) for cut, ranks in zip(((0, 2), (2, 4), (4, 7)), groups, strict=True)]
-    plan = penstock.Plan(tuple(stages), "1f1b-flush", 4)
-    run = Run(plan, ((), (), (), (), (0,), ()))
-    for part in pool.run(4, run_pipeline, run):
-        assert_equal(run_reference(run), part)
 
 
 @pytest.mark.sampled(1)

@@ -1,7 +1,6 @@
 """Pipelines whose backwards are in two parts: the bits of the oracle with everything that pipelines do."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,39 +12,10 @@ import penstock
 from penstock.scheduling import BackwardInput, BackwardWeight
 from penstock.scheduling.actions import Reduce
 from support import models
-from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options, run_cast
 from support.split_backward_cases import CASES
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank, train_by_oracle
+from support.training import Case, assert_equal, run_pipeline, run_reference, stages_on_a_rank
 
 SCHEDULES = ("zb-h1", "zb-v")
-
-
-@cache
-def reference(subject: str, microbatches: int) -> Outcome:
-    """Where a schedule flushes, stages change no number."""
-    return run_reference(Case(subject, "gpipe", 1, microbatches))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_any_number_of_microbatches(schedule: str, ranks: int) -> None:
-    for microbatches in (1, 2, 3, 5, 9):
-        case = Case("layered", schedule, ranks, microbatches, stages_per_rank=stages_on_a_rank(schedule))
-
-        assert_equal(reference("layered", microbatches), run_pipeline(case))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("subject", CAST)
-@pytest.mark.parametrize("options", [{}, {"version_dtype": torch.bfloat16}], ids=["autocast", "low versions"])
-def test_precisions(subject: str, options: dict[str, Any]) -> None:
-    given = {**cast_options("zb-h1", 3, 4, torch.bfloat16), **options}
-    for recompute in (None, True):
-        assert_equal(
-            train_by_oracle(CAST[subject](), CAST_BATCHES, **given),
-            run_cast(subject, "zb-h1", 3, 4, recompute, **options),
-        )
 
 
 def test_replicas_sum_up_when_the_last_weight_part_is_done() -> None:

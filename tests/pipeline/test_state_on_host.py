@@ -12,13 +12,9 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import HostStaging, Staged, layout_of, on_host
 from penstock.runtime.parameters.weight_versions import _Window
-from support.jobs.hook_jobs import HOOKED
 from support.jobs.peak_jobs import Training, measure_peaks
-from support.jobs.snapshot_jobs import RECIPES, Cut, run_cut
-from support.jobs.tied_jobs import BATCHES, TiedRun, build
-from support.jobs.tied_jobs import run_reference as run_tied_reference
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train, train_by_oracle
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train
 
 CASES = {
     **{name: Case("layered", name, 3, 4, "adamw") for name in ("1f1b-flush", "zb-h1", "pipedream", "vertical")},
@@ -28,68 +24,10 @@ CASES = {
     "turns": Case("layered", "pipedream", 2, 4, "adamw", replicas=(2, 1)),
     "split": Case("normalized", "2bw", 2, 4, replicas=(1, 2), split=True),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "recomputed": {"recompute": True},
-    "versions in bfloat16": {"version_dtype": torch.bfloat16, "autocast": torch.bfloat16},
-    **{name: RECIPES[name] for name in ("clipped", "scheduled and scaled")},
-    **{name: HOOKED[name] for name in ("several", "nadam")},
-}
 
 
 def run_on_host(case: Case, **options: Any) -> Outcome:
     return run_pipeline(case, state_on_host=True, **options)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", CASES)
-def test_every_schedule_equals_the_oracle(name: str, tmp_path: Path) -> None:
-    expected = run_reference(CASES[name])
-
-    assert_equal(expected, run_on_host(CASES[name]))
-    assert_equal(expected, run_on_host(CASES[name], offload_to=tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["1f1b-flush", "turns", "2bw"])
-def test_processes_equal_the_oracle(pool: Pool, name: str, tmp_path: Path) -> None:
-    for part in pool.run(CASES[name].processes, partial(run_on_host, offload_to=tmp_path), CASES[name]):
-        assert_equal(run_reference(CASES[name]), part)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("schedule", "name"), [*(("2bw", name) for name in OPTIONS), ("pipedream", "recomputed"), ("pipedream", "several")]
-)
-def test_options_equal_the_oracle(schedule: str, name: str, tmp_path: Path) -> None:
-    case, options = Case("layered", schedule, 3, 4, "adamw"), OPTIONS[name]
-    expected = run_reference(case, **{key: value for key, value in options.items() if key != "recompute"})
-
-    assert_equal(expected, run_on_host(case, check="off", offload_to=tmp_path, **options))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("tied", [TiedRun(((0, 7),), (1, 1), 4), TiedRun(((0, 7), (1, 4)), (2, 2), 5)])
-def test_weights_that_stages_share_equal_the_oracle(tied: TiedRun, tmp_path: Path) -> None:
-    pipe = penstock.Pipeline(build(tied.shared), **tied.options, state_on_host=True, offload_to=tmp_path)
-
-    assert_equal(run_tied_reference(tied), train(pipe, BATCHES))
-
-
-class OnHost(Cut):
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "state_on_host": True}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("cut", [OnHost(CASES["2bw"], 2, "clipped"), OnHost(CASES["turns"], 3, "several", again=1)])
-def test_saves_beside_the_training_are_exact(cut: OnHost, tmp_path: Path) -> None:
-    expected = train_by_oracle(cut.case.build(), cut.batches, **Cut.options.fget(cut))  # type: ignore[attr-defined]
-    whole, resumed = run_cut(cut, str(tmp_path / "saved"))
-
-    assert_equal(expected, whole)
-    assert_equal(Outcome(expected.losses[cut.steps + cut.again :], expected.state), resumed)
 
 
 @pytest.mark.parametrize("moved", [True, False])

@@ -1,8 +1,6 @@
 """Hooks at the update: corrections of staleness and averages equal the oracle, and the formulas written out by hand."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,53 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import penstock
 from convergence.corrections import ErrorFeedback, LookAhead
 from support import models
-from support.jobs.hook_jobs import HOOKED, NORMED, run_hooked
-from support.processes import Pool
+from support.jobs.hook_jobs import HOOKED, run_hooked
 from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train_by_loop
-
-CASES = [
-    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "pipedream", "vertical", "2bw")),
-    Case("layered", "interleaved", 2, 4, stages_per_rank=2),
-    Case("layered", "pipedream", 2, 4, replicas=(2, 2), drain_after=(1,)),
-    Case("normalized", "2bw", 2, 4, drain_after=(0, 2)),
-    Case("layered", "2bw", 2, 4, replicas=(2, 1)),
-]
-
-
-@cache
-def reference(case: Case, recipe: str) -> Outcome:
-    return run_reference(case, **HOOKED[recipe])
-
-
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize(
-    ("case", "recipe"),
-    [
-        (case, recipe)
-        for case in CASES
-        for recipe in HOOKED
-        if recipe not in NORMED or case.schedule not in ("pipedream", "vertical")
-    ],
-    ids=str,
-)
-def test_hooks_equal_the_oracle(case: Case, recipe: str) -> None:
-    assert_equal(reference(case, recipe), run_hooked(case, recipe))
-
-
-@pytest.mark.parametrize("recipe", HOOKED)
-def test_hooks_change_what_is_computed(recipe: str) -> None:
-    case = Case("layered", "2bw", 3, 4)
-    plain = {key: value for key, value in HOOKED[recipe].items() if key != "update_hooks"} if recipe != "nadam" else {}
-
-    assert run_hooked(case, recipe).losses != run_pipeline(case, **plain).losses
-
-
-def test_hooks_in_several_processes(pool: Pool) -> None:
-    """The schedules take turns."""
-    for recipe, schedule in zip(HOOKED, cycle(("pipedream", "2bw")), strict=False):
-        case = Case("layered", "2bw" if recipe in NORMED else schedule, 3, 4)
-        for outcome in pool.run(3, run_hooked, case, recipe):
-            assert_equal(reference(case, recipe), outcome)
 
 
 @pytest.mark.parametrize("recipe", ["prediction", "clipped"])

@@ -22,26 +22,13 @@ from support.training import (
     Case,
     Outcome,
     assert_equal,
-    assert_ranks_equal,
     run_pipeline,
     run_reference,
-    stages_on_a_rank,
     train,
     train_by_oracle,
 )
-from support.transport_selection import sharing_memory
-
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw", "zb-h1", "zb-v")
-SUBJECTS = ("skipping", "stateful", "layered")
-
 
 KINDS: dict[str, WireDtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "rows": RowInt8()}
-
-
-def run_wired(runs: list[tuple[Case, str]], shared: bool) -> list[Outcome]:
-    """The cases, each with its kind of wire, through shared memory or over Gloo."""
-    with sharing_memory(shared):
-        return [run_pipeline(case, wire_dtype=KINDS[kind]) for case, kind in runs]
 
 
 class Masking(nn.Module):
@@ -100,49 +87,11 @@ def reference(case: Case, kind: str) -> Outcome:
     return run_reference(case, wire_dtype=KINDS[kind])
 
 
-def cases(ranks: int) -> list[tuple[Case, str]]:
-    """Every schedule; subjects and kinds take turns."""
-    made = []
-    for number, schedule in enumerate(SCHEDULES, ranks):
-        microbatches = 2 * ranks if schedule == "interleaved" else 4
-        subject = SUBJECTS[number % 3]
-        case = Case(subject, schedule, ranks, microbatches, stages_per_rank=stages_on_a_rank(schedule))
-        made.append((case, list(KINDS)[number // 3 % 3]))
-    return made
-
-
-def test_one_process() -> None:
-    for case, kind in cases(3):
-        assert_equal(reference(case, kind), run_pipeline(case, wire_dtype=KINDS[kind]))
+def test_values_that_go_directly_past_stages() -> None:
+    """In a large microbatch."""
     case, large = Case("skipping", "1f1b-flush", 8, 4), (torch.zeros(3000, 6, dtype=torch.float64),)
-    # In a large microbatch values go directly past stages.
+
     assert_equal(reference(case, "bfloat16"), run_pipeline(case, wire_dtype=torch.bfloat16, sample=large))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_processes(pool: Pool, ranks: int) -> None:
-    runs = cases(ranks)
-    shared, sent = runs[::2], runs[1::2]
-    for some, memory in ((shared, True), (sent, False)):
-        assert_ranks_equal(pool.run(ranks, run_wired, some, memory), [reference(*run) for run in some])
-
-
-def replicated(split: bool) -> list[tuple[Case, str]]:
-    """Cuts between stages of other numbers of replicas."""
-    return [
-        (Case("skipping", "1f1b-flush", 2, 5, replicas=(2, 1), split=split), "rows"),
-        (Case("layered", "pipedream", 2, 5, replicas=(1, 2), split=split), "bfloat16"),
-    ]
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
-def test_replicas(pool: Pool, split: bool) -> None:
-    runs = replicated(split)
-    outcomes = pool.run(3, run_wired, runs, True)
-    for (case, kind), parts in zip(runs, zip(*outcomes, strict=True), strict=True):
-        for part in (*parts, run_pipeline(case, wire_dtype=KINDS[kind])):
-            assert_equal(reference(case, kind), part)
 
 
 def test_the_numbers_depend_on_the_stages_and_not_on_their_ranks() -> None:
@@ -151,13 +100,6 @@ def test_the_numbers_depend_on_the_stages_and_not_on_their_ranks() -> None:
     folded = Case("skipping", "zb-v", 2, 4, "adamw", stages_per_rank=2)
 
     assert_equal(reference(straight, "rows"), run_pipeline(folded, wire_dtype=RowInt8()))
-
-
-@pytest.mark.parametrize("recompute", [None, True, "layers"])
-def test_what_is_computed_again_was_received_rounded(recompute: Any) -> None:
-    case = Case("layered", "1f1b-flush", 3, 4)
-
-    assert_equal(reference(case, "rows"), run_pipeline(case, wire_dtype=RowInt8(), recompute=recompute))
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, RowInt8()], ids=str)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.models import Blocks
+
 Arguments = dict[str, Any]
 
 
@@ -51,17 +53,11 @@ class Block(nn.Module):
         return x + self.b(torch.tanh(self.a(x)))
 
 
-class Chain(nn.Module):
+class Chain(Blocks):
     """Four blocks in a row."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(block)
 
 
 def chained(model: nn.Module, **options: Any) -> Arguments:

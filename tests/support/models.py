@@ -27,6 +27,19 @@ class InARow(nn.Module):
         return x
 
 
+class Blocks(nn.Module):
+    """Blocks of a kind in a row, which are found in a list."""
+
+    def __init__(self, kind: Callable[[], nn.Module], count: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Perceptron(nn.Module):
     """A chain of blocks."""
 

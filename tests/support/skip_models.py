@@ -16,6 +16,8 @@ from support.training import Outcome, train, train_by_oracle
 WIDTH = 6
 SAMPLES = 3000
 """The samples of the batch: each of its values is then worth a message of its own."""
+REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
+"""Of a web of eight blocks: that of the first goes from reader to reader, 0, 1, 2, 4, 6; that of the second 1, 2, 7."""
 
 
 class Web(nn.Module):
@@ -100,10 +102,6 @@ def run_pipeline(run: Run) -> Outcome:
     pipe = run.pipeline()
     assert pipe.schedule.skips, "nothing passes a stage"
     return train(pipe, run.batches, evaluates=run.evaluates)
-
-
-def run_several(runs: list[Run]) -> list[Outcome]:
-    return [run_pipeline(run) for run in runs]
 
 
 @cache

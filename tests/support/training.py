@@ -19,7 +19,7 @@ LAYERS = 8
 """Of every subject."""
 PAIRED = ("interleaved", "zb-v", "v-half", "v-min")
 """The schedules under which a rank has two stages, in these tests."""
-FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
+FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "v-half", "v-min")
 """Schedules that end every step with all updates made."""
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
+from support import models
 from support.processes import Pool
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).double()
@@ -214,7 +215,7 @@ def divided_by_calls(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target) / CALLS[0]
 
 
-@pytest.mark.parametrize("model", [perceptron, lambda: Traced().double()], ids=["in a row", "traced"])
+@pytest.mark.parametrize("model", [perceptron, lambda: models.Blocks(Block, 3).double()], ids=["in a row", "traced"])
 def test_a_loss_that_counts_its_calls_is_not_the_fault_of_the_model(model: Callable[[], nn.Module]) -> None:
     texts, error = first_step(model, (X[:2],), X, Y, divided_by_calls)
     assert texts == []
@@ -257,19 +258,6 @@ def test_a_chain_that_holds_for_the_capture_only_is_an_error() -> None:
     _, error = first_step(Chained, (X[:2],), X, Y, functional.mse_loss, microbatches=4, lr_scheduler=switch)
     FACTOR.reset(before)
     assert "the captured chain of Chained has a loss of " in error
-
-
-class Traced(nn.Module):
-    """A model with all that a run leaves behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Block(nn.Module):
@@ -329,7 +317,7 @@ def test_it_leaves_no_trace(schedule: str, seed: int | None, closure: bool) -> N
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
-        model, loss, count = Traced().double(), Centred().double(), [0]
+        model, loss, count = models.Blocks(Block, 3).double(), Centred().double(), [0]
         loss_fn = counted(loss, count) if closure else loss
         options: dict[str, Any] = {"schedule": schedule, "stages": 2, "microbatches": 2, "seed": seed, "check": check}
         pipe = penstock.Pipeline(model, (X[:2],), loss_fn, sgd, **options)

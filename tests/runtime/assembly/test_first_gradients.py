@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from support.models import Blocks
 
 X, Y = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -37,20 +38,9 @@ class WipingOne(Block):
         return super().forward(x)
 
 
-class Net(nn.Module):
-    def __init__(self, kind: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def made(kind: Callable[[], nn.Module] = Block) -> Net:
+def made(kind: Callable[[], nn.Module] = Block) -> Blocks:
     torch.manual_seed(0)
-    return Net(kind).double()
+    return Blocks(kind).double()
 
 
 def hooked(model: nn.Module, hook: Callable[[nn.Module], None], *, backwards: bool) -> nn.Module:
@@ -138,9 +128,9 @@ class Counting(Block):
         return super().forward(self.dropout(self.norm(x)))
 
 
-class Tied(Net):
+class Tied(Blocks):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Block)
         self.blocks[3].other.weight = self.blocks[0].one.weight  # type: ignore[union-attr]
 
 

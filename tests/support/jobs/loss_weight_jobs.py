@@ -71,7 +71,3 @@ def replicated(schedule: str, split: bool) -> dict[str, Any]:
 
 def run_weighted(**options: Any) -> Outcome:
     return train(penstock.Pipeline(build(), **options), BATCHES, evaluates=True)
-
-
-def run_replicated(schedule: str, split: bool) -> Outcome:
-    return run_weighted(**replicated(schedule, split))

@@ -47,7 +47,7 @@ class Embedded(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.randn(5, 6))
         self.added = nn.Parameter(torch.randn(1, 6))
-        self.blocks = nn.ModuleList(Typed() for _ in range(6))
+        self.blocks = nn.ModuleList(Typed() for _ in range(7))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,8 +94,3 @@ def run_cast(subject: str, schedule: str, stages: int, microbatches: int, recomp
     """A run under bfloat16."""
     options = cast_options(schedule, stages, microbatches, torch.bfloat16)
     return train(penstock.Pipeline(CAST[subject](), **options, recompute=recompute, **more), CAST_BATCHES)
-
-
-def run_low(schedule: str) -> Outcome:
-    """With versions of low precision."""
-    return run_cast("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)

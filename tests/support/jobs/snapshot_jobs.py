@@ -62,11 +62,6 @@ def run_cut(cut: Cut, directory: str) -> tuple[Outcome, Outcome]:
     return whole, _run(cut, _resume(cut, place), start, None, "")
 
 
-def run_cuts(cuts: list[Cut], directory: str) -> list[tuple[Outcome, Outcome]]:
-    """Several, one after the other, in the present process group."""
-    return [run_cut(cut, f"{directory}/{number}") for number, cut in enumerate(cuts)]
-
-
 def _build(cut: Cut) -> penstock.Pipeline:
     return penstock.Pipeline(cut.case.build(), check="off", **cut.options)
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from support.models import Blocks
 
 WIDTH, BLOCKS, STEPS, SAVED = 4, 4, 5, 3
 """What is trained, for how many steps, and after how many it is saved."""
@@ -129,18 +130,12 @@ class Noisy(nn.Module):
         return torch.tanh(self.linear(x)) * (1 + 0.5 * np.random.rand() + random.random())
 
 
-class Counted(nn.Module):
+class Counted(Blocks):
     """A model whose own code is around its blocks, with an extra state of its own that does not change."""
 
     def __init__(self, form: str = "number") -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Scaled() for _ in range(BLOCKS))
+        super().__init__(Scaled, BLOCKS)
         self.version = 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
     def get_extra_state(self) -> Any:
         return {"version": self.version}

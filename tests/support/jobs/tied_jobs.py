@@ -30,20 +30,23 @@ BATCHES = _make_batches()
 
 
 class Curved(nn.Module):
-    """A linear layer and a tanh."""
+    """A linear layer and a tanh, which may make no gradient of its weight for some data."""
 
-    def __init__(self) -> None:
+    def __init__(self, detaching: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.detaching = nn.Linear(WIDTH, WIDTH), detaching
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        weight = self.linear.weight
+        if self.detaching and x.sum() > 0:
+            weight = weight.detach()
+        return torch.tanh(F.linear(x, weight, self.linear.bias))
 
 
-def build(shared: tuple[tuple[int, ...], ...]) -> nn.Sequential:
+def build_tied(shared: tuple[tuple[int, ...], ...], detaching: tuple[int, ...] = ()) -> nn.Sequential:
     """Layers, each with a bias of its own; those of a group in `shared` have one weight."""
     torch.manual_seed(3)
-    layers = [Curved() for _ in range(LAYERS)]
+    layers = [Curved(number in detaching) for number in range(LAYERS)]
     for first, *others in shared:
         for other in others:
             layers[other].linear.weight = layers[first].linear.weight
@@ -84,7 +87,7 @@ class TiedRun:
 
 def run_here(run: TiedRun) -> Outcome:
     """By `Pipeline`: all ranks, or this process's part of them."""
-    return train(penstock.Pipeline(build(run.shared), **run.options), BATCHES, run.drain_after)
+    return train(penstock.Pipeline(build_tied(run.shared), **run.options), BATCHES, run.drain_after)
 
 
 def run_these(runs: list[TiedRun]) -> list[Outcome]:
@@ -93,4 +96,4 @@ def run_these(runs: list[TiedRun]) -> list[Outcome]:
 
 
 def run_reference(run: TiedRun) -> Outcome:
-    return train_by_oracle(build(run.shared), BATCHES, drain_after=run.drain_after, **run.options)
+    return train_by_oracle(build_tied(run.shared), BATCHES, drain_after=run.drain_after, **run.options)

@@ -331,8 +331,6 @@ SUBJECTS = {
     "gpt2-tied": Subject(lambda: gpt2(tied=True), text, **_WORDS),
     "bert-tied": Subject(lambda: bert(tied=True, **NO_DROPOUT), padded, **_WORDS),
     "neighbours": Subject(lambda: Sharing(4, (2, 3)), text, **_WORDS),
-    "three-sharing": Subject(lambda: Sharing(4, (0, 2, 3)), text, **_WORDS),
-    "every-second": Subject(lambda: Sharing(4, (0, 2)), text, **_WORDS),
     "shared-experts": Subject(SharedExperts, text, **_WORDS),
     # With six layers or more, for two stages on each of three ranks, and with dropout where the model has it.
     "GPT2LMHeadModel": Subject(lambda: gpt2(tied=True, layers=4, dropout=0.1), text, **_WORDS),
@@ -351,5 +349,5 @@ SUBJECTS = {
     "vipllava": Subject(vipllava, pictures, **_WORDS),
 }
 
-LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6, "shared-experts": 6}
+LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "shared-experts": 6}
 """Of the subjects that are planned by hand."""

@@ -1,0 +1,395 @@
+"""One generator of trainings: a subject, a placement, a schedule, a recipe and options.
+
+`CHOICES` is the table of what may vary. `covering` names each of its values once with every schedule that allows it,
+in cases that are plain otherwise; `drawn_trainings` draws combinations. Whatever the case is, the pipeline has the bits
+of `reference_train`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import penstock
+from penstock import RowInt8
+from penstock.scheduling import METHODS
+from support import models
+from support.jobs.hook_jobs import Shrinking
+from support.jobs.precision_jobs import CAST
+from support.jobs.tied_jobs import build_tied
+from support.own_schedules import offloading
+from support.random_models import Averaging
+from support.skip_models import REACHING, build_web
+from support.training import FLUSHING, LAYERS, Case, Outcome, stages_on_a_rank, train_by_oracle
+from support.transport_selection import sharing_memory
+
+SCHEDULES = (*(method.name for method in METHODS), "vertical")
+EVERYWHERE: tuple[str, ...] = ()
+AT_ONCE = ("pipedream", "vertical")
+"""Under which a stage updates behind every microbatch, and waits for no other."""
+IN_PARTS = ("zb-h1", "zb-v", "v-half", "v-min")
+"""Whose backwards are in two parts."""
+CHOICES: dict[str, dict[Any, Sequence[str]]] = {
+    "subject": {
+        **dict.fromkeys(("perceptron", "normalized", "skipping", "stateful", "layered"), EVERYWHERE),
+        **dict.fromkeys(("web", "typed", "embedded", "averaging"), EVERYWHERE),
+        **dict.fromkeys(("tied", "tied ends", "tied neighbours"), AT_ONCE),
+    },
+    "placement": {
+        "straight": EVERYWHERE,
+        "turned": EVERYWHERE,
+        **dict.fromkeys(((2, 2), (3,)), EVERYWHERE),
+        **dict.fromkeys(((2, 1), (1, 2, 1), (2, 3), (3, 1)), ("interleaved", "zb-v", "v-half", "v-min", "vertical")),
+    },
+    "split": {False: EVERYWHERE, True: EVERYWHERE},
+    "drains": {(): EVERYWHERE, (0, 2): EVERYWHERE, (1,): EVERYWHERE},
+    "ragged": {False: EVERYWHERE, True: EVERYWHERE},
+    "optimizer": {"momentum": EVERYWHERE, "adamw": EVERYWHERE, "nadam": EVERYWHERE},
+    "clips": {False: EVERYWHERE, True: AT_ONCE},
+    "scales": {False: EVERYWHERE, True: AT_ONCE},
+    "weighs": {False: EVERYWHERE, True: EVERYWHERE},
+    "falls": {False: EVERYWHERE, True: EVERYWHERE},
+    "hooks": dict.fromkeys(("none", "prediction", "average", "own"), EVERYWHERE),
+    "precision": dict.fromkeys(("float64", "autocast", "low versions"), EVERYWHERE),
+    "wire": dict.fromkeys(("as it is", "bfloat16", "float32", "rows"), EVERYWHERE),
+    "recompute": {None: EVERYWHERE, True: EVERYWHERE, "layers": IN_PARTS},
+    "offloads": {None: EVERYWHERE, "host": EVERYWHERE, "files": EVERYWHERE},
+    "state": {"device": EVERYWHERE, "host": EVERYWHERE, "files": EVERYWHERE},
+    "saves": {0: EVERYWHERE, 1: EVERYWHERE, 3: EVERYWHERE},
+}
+"""The values of each field, the plain one first, and the schedules that do not allow a value."""
+
+HOOKS: dict[str, tuple[penstock.UpdateHook, ...]] = {
+    "none": (),
+    "prediction": (penstock.WeightPrediction(),),
+    "average": (penstock.WeightPrediction(0.3), penstock.WeightAverage(0.5)),
+    "own": (Shrinking(),),
+}
+WIRES: dict[str, Any] = {"as it is": None, "bfloat16": torch.bfloat16, "float32": torch.float32, "rows": RowInt8()}
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": models.momentum,
+    "adamw": models.adamw,
+    "nadam": partial(torch.optim.NAdam, lr=0.01, betas=(0.99, 0.999)),
+}
+LOUD = 2.0**12
+MOST = 5
+"""Values of a training of `covering` that are not plain."""
+
+
+def _averaging() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(*(Averaging() for _ in range(7)), nn.Linear(6, 3)).double()
+
+
+BUILDS: dict[str, Any] = {
+    **{name: subject.build for name, subject in models.SUBJECTS.items()},
+    "layered": models.LAYERED.build,
+    "typed": CAST["typed"],
+    "embedded": CAST["embedded"],
+    "averaging": _averaging,
+    "web": partial(build_web, REACHING),
+    "tied": partial(build_tied, ((0, 3, 7), (2, 5)), detaching=(3,)),
+    "tied ends": partial(build_tied, ((0, 7), (1, 2))),
+    "tied neighbours": partial(build_tied, ((3, 4),)),
+}
+TIED = {"tied": ((0, 3, 7), (2, 5)), "tied ends": ((0, 7), (1, 2)), "tied neighbours": ((3, 4),)}
+
+
+def loss_of(output: Tensor, target: Tensor, *, weighs: bool, loud: bool) -> Tensor:
+    """The mean over the samples, or over those of class 1 and 2."""
+    if weighs:
+        total = F.cross_entropy(output, target, ignore_index=0, reduction="sum")
+        loss = total / count_weight(target).clamp(min=1)
+    else:
+        loss = F.cross_entropy(output, target)
+    return loss * LOUD if loud else loss
+
+
+def count_weight(target: Tensor) -> Tensor:
+    return (target != 0).sum()
+
+
+def _falling(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run. What its fields may be is in `CHOICES`."""
+
+    schedule: str = "gpipe"
+    ranks: int = 2
+    microbatches: int = 4
+    subject: str = "perceptron"
+    placement: Any = "straight"
+    """The replicas of each stage (of each position, where a rank has two stages), or the order of the ranks."""
+    split: bool = False
+    """Whether replicas share every microbatch."""
+    drains: tuple[int, ...] = ()
+    ragged: bool = False
+    optimizer: str = "momentum"
+    clips: bool = False
+    scales: bool = False
+    """Gradients overflow at first, and again when the scale grows."""
+    weighs: bool = False
+    falls: bool = False
+    hooks: str = "none"
+    precision: str = "float64"
+    wire: str = "as it is"
+    recompute: Any = None
+    offloads: str | None = None
+    state: str = "device"
+    saves: int = 0
+    """The step behind which a checkpoint is written beside the training, and resumed; 0 for never."""
+
+    def fitted(self) -> "Training":
+        """The training that is allowed and has the most of this one: its schedule and, if it can be, all others."""
+        made = self
+        for name, values in CHOICES.items():
+            if self.schedule in values[getattr(self, name)]:
+                made = replace(made, **{name: getattr(PLAIN, name)})
+        replicas = made.replicas
+        if replicas:
+            made = replace(made, ranks=len(replicas))
+        else:
+            made = replace(made, split=False)
+        if replicas and any(
+            len({replicas[made.stage_of(layer) % len(replicas)] for layer in tie}) > 1 for tie in made.ties
+        ):
+            made = replace(made, subject="layered")
+        if made.precision != "float64":
+            # Autocast leaves types that these do not expect.
+            rounding = {"stateful": "typed", "layered": "embedded"}
+            made = replace(made, subject=rounding.get(made.subject, made.subject))
+            made = replace(made, wire="as it is" if made.wire == "as it is" else "rows")
+        if made.offloads:
+            made = replace(made, recompute=None)
+        # Where replicas share a microbatch, each has a sample of it.
+        most = (9 if made.ragged else 16) // max(replicas) if made.split else made.microbatches
+        made = replace(made, microbatches=min(made.microbatches, most))
+        made = replace(made, microbatches=made._allowed_microbatches())
+        if made.saves:
+            # With low versions a save beside the training writes the rounded weights: a fault that is known.
+            precision = "autocast" if made.precision == "low versions" else made.precision
+            made = replace(made, drains=(), ragged=False, precision=precision)
+        # What blocks keep in Python is one for all replicas in the oracle only, and in no checkpoint.
+        if made.subject == "stateful" and (replicas or made.saves or made.recompute):
+            made = replace(made, subject="averaging")
+        # Batch normalization takes two samples or more.
+        share = (9 if made.ragged else 16) // made.microbatches // (max(replicas) if made.split else 1)
+        return replace(made, subject="averaging") if made.subject == "normalized" and share < 2 else made
+
+    def _allowed_microbatches(self) -> int:
+        least = len(self.replicas or range(self.ranks)) * stages_on_a_rank(self.schedule)
+        turns = 1 if self.split else max(self.replicas, default=1)
+        match self.schedule:
+            case "v-half" if not self.saves:
+                # Replicas of unequally many microbatches sum in another order of stages: a fault that is known.
+                return -(-self.microbatches // turns) * turns
+            case "interleaved":
+                return least * turns
+            case "2bw":
+                return least * turns if self.saves else max(self.microbatches, least if self.split else self.processes)
+        if self.saves:
+            return turns * (3 if turns % 2 == 0 and 3 in self.replicas else 2)
+        return self.microbatches
+
+    @property
+    def on(self) -> set[tuple[str, Any]]:
+        """The fields that are not plain, and their values."""
+        return {
+            (name, getattr(self, name)) for name, values in CHOICES.items() if getattr(self, name) != next(iter(values))
+        }
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.placement if isinstance(self.placement, tuple) else ()
+
+    @property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        return TIED.get(self.subject, ())
+
+    def stage_of(self, layer: int) -> int:
+        """In stages of equal numbers of layers."""
+        stages = self.ranks * stages_on_a_rank(self.schedule)
+        return next(stage for stage in range(stages) if layer < LAYERS * (stage + 1) // stages)
+
+    @property
+    def processes(self) -> int:
+        return sum(self.replicas) or self.ranks
+
+    @property
+    def evaluates(self) -> bool:
+        return self.placement == "turned" or self.weighs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the pipeline and of the oracle."""
+        per_rank = stages_on_a_rank(self.schedule)
+        turned = self.placement == "turned"
+        case = Case("layered", self.schedule, self.ranks, self.microbatches, "plain", per_rank, turned=turned)
+        rounds = self.precision != "float64"
+        given: dict[str, Any] = {
+            "sample": (torch.zeros(3000 if self.subject == "web" else 3, 6, dtype=self.dtype),),
+            "loss_fn": partial(loss_of, weighs=self.weighs, loud=self.scales),
+            "optimizer": OPTIMIZERS[self.optimizer],
+            "plan": replace(case, replicas=self.replicas, split=self.split).options["plan"],
+            "seed": 3,
+        }
+        if self.weighs:
+            given["loss_weight"] = count_weight
+        if self.clips:
+            given["clip_grad_norm"] = 0.3 * (LOUD if self.scales else 1)
+        if self.scales:
+            initial = 2.0 ** (127 if rounds else 1023)
+            given["loss_scale"] = penstock.LossScale(initial=initial, growth=2.0**5, backoff=2.0**-6, interval=2)
+        if self.falls:
+            given["lr_scheduler"] = _falling
+        if self.hooks != "none":
+            given["update_hooks"] = HOOKS[self.hooks]
+        if rounds:
+            given["autocast"] = torch.bfloat16
+        if self.precision == "low versions":
+            given["version_dtype"] = torch.bfloat16
+        if self.wire != "as it is":
+            given["wire_dtype"] = WIRES[self.wire]
+        return given
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    def build(self) -> nn.Module:
+        model: nn.Module = BUILDS[self.subject]()
+        return model.to(self.dtype)
+
+    @property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        batches = [(x.to(self.dtype), y) for x, y in models.LAYERED.batches]
+        if self.ragged:
+            return [(x[:size], y[:size]) for (x, y), size in zip(batches, (16, 13, 9, 16), strict=True)]
+        return batches * 2 if self.saves or self.scales else batches
+
+    def pipeline(self, folder: str) -> penstock.Pipeline:
+        given: dict[str, Any] = self.options
+        if self.offloads:
+            plan = given["plan"]
+            given["plan"] = replace(plan, schedule=offloading(plan.definition))
+        if "files" in (self.offloads, self.state):
+            given["offload_to"] = folder
+        plain = not self.on and self.ranks == 2
+        # The first batch is compared in plain trainings only, which takes a quarter of a run.
+        return penstock.Pipeline(
+            self.build(),
+            **given,
+            recompute=self.recompute,
+            state_on_host=self.state != "device",
+            check="warn" if plain else "off",
+        )
+
+
+PLAIN = Training()
+
+
+def run_training(training: Training, folder: str) -> list[Outcome]:
+    """The run by a pipeline: all ranks here, or this process's part; and that which goes on from its checkpoint."""
+    pipe, batches, saves = training.pipeline(folder), training.batches, training.saves
+    if training.subject == "web" and training.ranks > 2 and stages_on_a_rank(training.schedule) == 1:
+        assert pipe.schedule.skips, "nothing passes a stage"
+    found = [_train(training, pipe, batches, f"{folder}/saved")]
+    if saves:
+        resumed = training.pipeline(folder)
+        # What it has seen so far is forgotten.
+        resumed.step(*batches[-1])
+        resumed.load(f"{folder}/saved")
+        found.append(_train(replace(training, saves=0), resumed, batches[saves:], ""))
+    return found
+
+
+def _train(training: Training, pipe: penstock.Pipeline, batches: Sequence[Any], folder: str) -> Outcome:
+    losses, save = [], None
+    for number, batch in enumerate(batches):
+        if training.saves and number == training.saves:
+            save = pipe.save(folder, wait=False)
+        losses.append(pipe.step(*batch).loss)
+        if number in training.drains:
+            pipe.drain()
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    evaluated = float(pipe.evaluate(*batches[0]).loss) if training.evaluates else None
+    if save is not None:
+        save.wait()
+    pipe.close()
+    return Outcome(tuple(map(float, losses)), state, evaluated)
+
+
+def run_trainings(trainings: Sequence[Training], folder: str) -> list[list[Outcome]]:
+    """Several runs, one after the other, in the present process group; every second one over Gloo."""
+    found = []
+    for number, training in enumerate(trainings):
+        Path(folder, str(number)).mkdir(parents=True, exist_ok=True)
+        with sharing_memory(number % 2 == 0):
+            found.append(run_training(training, f"{folder}/{number}"))
+    return found
+
+
+def expected_of(training: Training) -> list[Outcome]:
+    """By the oracle: of the run, and of the steps behind its checkpoint. Schedules that flush share it, whatever the
+    stages: the oracle trains them alike, as a test finds.
+    """
+    rounds = training.wire != "as it is" or training.ties
+    if training.schedule in FLUSHING and not (training.drains or training.replicas or rounds):
+        training = replace(training, schedule="gpipe", ranks=1, placement="straight")
+    whole = ask_oracle(replace(training, recompute=None, offloads=None, state="device"))
+    return [whole, replace(whole, losses=whole.losses[training.saves :])][: 2 if training.saves else 1]
+
+
+@cache
+def ask_oracle(training: Training) -> Outcome:
+    return train_by_oracle(training.build(), training.batches, drain_after=training.drains, **training.options)
+
+
+def covering() -> Iterator[Training]:
+    """Every value of every field with every schedule that allows it, several in a training; ranks take turns."""
+    turn = 0
+    for schedule in SCHEDULES:
+        left = [(name, value) for name, value in allowed(schedule) if value != getattr(PLAIN, name)]
+        while left:
+            turn += 1
+            subject = ("layered", "skipping", "normalized")[turn % 3]
+            made = Training(schedule, 2 + turn % 3, (4, 5, 3)[turn % 3], subject).fitted()
+            chosen: set[tuple[str, Any]] = set()
+            # Each from another place of the list, so that other values meet under other schedules.
+            for name, value in left[turn % len(left) :] + left[: turn % len(left)]:
+                more = replace(made, **{name: value}).fitted()
+                if more.on >= {*chosen, (name, value)} and len(chosen) < MOST:
+                    made, chosen = more, {*chosen, (name, value)}
+            left = [each for each in left if each not in made.on]
+            yield made
+
+
+def allowed(schedule: str) -> Iterator[tuple[str, Any]]:
+    """The fields and their values that a schedule allows."""
+    for name, values in CHOICES.items():
+        yield from ((name, value) for value, refused in values.items() if schedule not in refused)
+
+
+def draw_training(choose: Callable[[Sequence[Any]], Any], schedules: Sequence[str]) -> Training:
+    """Of what `choose` takes of lists. Most fields are plain in two of three trainings."""
+    drawn: dict[str, Any] = {}
+    for name, values in CHOICES.items():
+        first, *others = values
+        often = {"subject": 1, "placement": len(others)}.get(name, 2 * len(others))
+        drawn[name] = choose([first] * often + others)
+    return Training(choose(schedules), choose((1, 2, 3, 4)), choose((1, 2, 3, 4, 5, 6)), **drawn).fitted()
+
+
+@st.composite
+def drawn_trainings(draw: st.DrawFn) -> Training:
+    """The plainest first."""
+    return draw_training(lambda values: draw(st.sampled_from(values)), SCHEDULES)
