@@ -72,6 +72,21 @@ def test_every_option_in_one_process(schedule: str) -> None:
             assert_runs(training, run_here(training))
 
 
+FOUND = {
+    "two stages sum over the same replicas, of unequally many microbatches": Training(
+        "v-half", 2, 3, "tied neighbours", (2, 2)
+    ),
+    "a save beside the training, whose forwards read another type": Training(
+        "2bw", 2, precision="low versions", saves=3
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_faults_that_were_found(fault: str) -> None:
+    assert_runs(FOUND[fault], run_here(FOUND[fault]))
+
+
 @pytest.mark.parametrize("processes", [2, 3, 4, 5])
 def test_several_processes(pool: Pool, processes: int, tmp_path: Any) -> None:
     """Of those that the table covers, a third; together the ranks hold all tensors."""

@@ -175,9 +175,7 @@ class Training:
         made = replace(made, microbatches=min(made.microbatches, most))
         made = replace(made, microbatches=made._allowed_microbatches())
         if made.saves:
-            # With low versions a save beside the training writes the rounded weights: a fault that is known.
-            precision = "autocast" if made.precision == "low versions" else made.precision
-            made = replace(made, drains=(), ragged=False, precision=precision)
+            made = replace(made, drains=(), ragged=False)
         # What blocks keep in Python is one for all replicas in the oracle only, and in no checkpoint.
         if made.subject == "stateful" and (replicas or made.saves or made.recompute):
             made = replace(made, subject="averaging")
@@ -189,9 +187,6 @@ class Training:
         least = len(self.replicas or range(self.ranks)) * stages_on_a_rank(self.schedule)
         turns = 1 if self.split else max(self.replicas, default=1)
         match self.schedule:
-            case "v-half" if not self.saves:
-                # Replicas of unequally many microbatches sum in another order of stages: a fault that is known.
-                return -(-self.microbatches // turns) * turns
             case "interleaved":
                 return least * turns
             case "2bw":

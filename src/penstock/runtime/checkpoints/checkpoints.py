@@ -73,11 +73,22 @@ class Checkpoints:
         """
         tensors: dict[str, Tensor] = {}
         own = self.own.collect(self.training.beside(), tensors)
-        return self._lay_out(self.training.collect(take=lambda value: value), own, tensors)
+        return self._lay_out(self.training.collect(take=lambda value: value), own, tensors, self._describe_model())
 
-    def _lay_out(self, state: Mapping[str, Any], own: Json, tensors: dict[str, Tensor]) -> CheckpointState:
-        """`state` and what the process keeps of its `own`, whose `tensors` are there already. Of the model `state` has
-        what this process saves.
+    def _describe_model(self) -> dict[str, dict[str, Json]]:
+        """What the manifest says of the entries of the model, between steps: in a step they may have another type."""
+        held = self.training.held
+        return {
+            name: {"dtype": name_of(held[name].dtype), "shape": list(held[name].shape), "stored": names[0]}
+            for names in shared_names(held)
+            for name in names
+        }
+
+    def _lay_out(
+        self, state: Mapping[str, Any], own: Json, tensors: dict[str, Tensor], model: dict[str, dict[str, Json]]
+    ) -> CheckpointState:
+        """`state`, the description of its `model`, and what the process keeps of its `own`, whose `tensors` are there
+        already. Of the model `state` has what this process saves.
         """
 
         def keep(tensor: Tensor, where: str) -> str:
@@ -89,18 +100,14 @@ class Checkpoints:
         def encoded(part: str, entries: Mapping[str, Any]) -> dict[str, Json]:
             return {name: encode(value, f"{part}/{name}", keep) for name, value in entries.items()}
 
-        held, model = self.training.held, dict[str, Json]()
-        for names in shared_names(held):
-            for name in names:
-                tensor = held[name]
-                model[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "stored": names[0]}
-            found = state["model"].get(names[0])
+        for name in dict.fromkeys(str(entry["stored"]) for entry in model.values()):
+            found = state["model"].get(name)
             if isinstance(found, TensorParts):
                 # Its class is that of the model that loads it.
                 parts = TensorParts(found.kind, str(found.context), found.tensors, found.layout)
-                model[names[0]]["parts"] = encode(parts, f"parts/{names[0]}", keep)
+                model[name]["parts"] = encode(parts, f"parts/{name}", keep)
             elif found is not None:
-                tensors[MODEL + names[0]] = found
+                tensors[MODEL + name] = found
         history = state.get("history", {})
         document = {
             "model": model,
@@ -125,16 +132,16 @@ class Checkpoints:
         """Begins to write a checkpoint beside the training. Collective."""
         self.saves.prepare()
 
-        def collect_own() -> tuple[Json, dict[str, Tensor]]:
+        def collect_own() -> tuple[Json, dict[str, Tensor], dict[str, dict[str, Json]]]:
             tensors: dict[str, Tensor] = {}
-            return self.own.collect(self.training.beside(), tensors), tensors
+            return self.own.collect(self.training.beside(), tensors), tensors, self._describe_model()
 
-        write_to, (own, tensors) = self._prepare(directory, step, keeping, collect_own)
+        write_to, beside = self._prepare(directory, step, keeping, collect_own)
         gather = self.world.gather_beside(self.timeout_seconds)
         ranks = Ranks(self.world.rank, gather or self.world.gather)
 
         def write_beside(collect: Callable[[], Mapping[str, Any]]) -> Path:
-            return write_to(ranks.each(lambda: self._lay_out(collect(), own, tensors)), ranks)
+            return write_to(ranks.each(lambda: self._lay_out(collect(), *beside)), ranks)
 
         return self.saves.begin(write_beside, gather)
 

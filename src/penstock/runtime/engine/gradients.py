@@ -66,6 +66,11 @@ class Gradients:
         """Returns d(loss of the update) / d(loss of a microbatch), times the loss scale; None if that is the weight of
         the microbatch, its share of the minibatch.
         """
+        groups = [schedule.placement.stages[stage] for stage in stages]
+        self._sums_early = frozenset(s for s in stages if groups.count(schedule.placement.stages[s]) == 1)
+        """The stages whose sums over replicas may begin within a backward. Where the same ranks sum for several stages,
+        the n-th sums of all belong together, and replicas may end the backwards of the stages in different orders.
+        """
         self._own: dict[tuple[int, int], dict[str, Tensor]] = {}
         """This rank's own gradients for an update, once its last backward for it is done."""
         self._lasts: dict[int, tuple[int, int | None]] = {}
@@ -108,7 +113,7 @@ class Gradients:
         held = self._stages[stage]
         # A deferred update with tied weights is summed after backwards of the next one, which other replicas may not
         # have run by then.
-        if held.reducer is not None and not (held.ties and stage in self._schedule.deferred):
+        if stage in self._sums_early and held.reducer and not (held.ties and stage in self._schedule.deferred):
             held.reducer.arm(update)
         return update
 
