@@ -63,8 +63,9 @@ def agreed(ranks: Gathering, context: str, *, alike: bool = False) -> Iterator[N
 
 
 def _errors(kind: type[PenstockError] = PenstockError) -> dict[str, type[PenstockError]]:
-    """`kind` and what inherits from it in Penstock, by name: only these exist on every rank."""
-    below = [each for each in kind.__subclasses__() if each.__module__.startswith("penstock.")]
+    """`kind` and what inherits from it in Penstock and is made of a text, by name: only these exist on every rank."""
+    of_ours = [each for each in kind.__subclasses__() if each.__module__.startswith("penstock.")]
+    below = [each for each in of_ours if "__init__" not in vars(each)]
     return {kind.__name__: kind} | {name: each for sub in below for name, each in _errors(sub).items()}
 
 
