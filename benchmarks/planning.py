@@ -1,10 +1,9 @@
-"""Times the planners and sets what they find beside bounds, beside brute force, and beside each other.
+"""Times the planners and sets what they find beside brute force.
 
     python benchmarks/planning.py --data DIR --save benchmarks/results/planning.txt
 
-Three tables. *times*: what issue and papers ask of planning times. *planners*: every planner on every profile and
-machine, with the samples per second that the simulator gives its plan. *small*: the first six layers of every profile,
-and the profile joined to six layers, on four devices, beside every plan that there is.
+Two tables. *times*: what issue and papers ask of planning times. *small*: the first six layers of every profile, and
+the profile joined to six layers, on four devices, beside every plan that there is.
 """
 
 import json
@@ -20,55 +19,37 @@ import penstock
 from measurement.reports import Report, conditions, option_parser, table
 from penstock.errors import PenstockError
 from penstock.planning.predictions import slowest_seconds
-from penstock.planning.requests import Request
-from penstock.planning.search.proposals import plan_uniform
 from penstock.planning.stage_costs import chain_costs
-from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
-from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
 from planners.profiles import join, load_profiles
-from planners.single_planners import partition, plan_pipedream, plan_spp
+from planners.single_planners import partition
 
-MACHINES = {
-    "flat 16": Cluster.uniform(16, 1.25e9),
-    "4x4": Cluster.hierarchical([(4, 12e9), (4, 1.25e9)]),
-    "2x8": Cluster.hierarchical([(8, 25e9), (2, 3.125e9)]),
-    "1x4": Cluster.uniform(4, 12e9),
-    "flat 64": Cluster.uniform(64, 3.125e9),
-}
-"""Servers x devices; 12 GB/s (4) or 25 GB/s (8) inside, 10 or 25 Gbps between; flat 16 at 10, flat 64 at 25 Gbps."""
-
+MACHINES = {"flat 16": Cluster.uniform(16, 1.25e9), "flat 64": Cluster.uniform(64, 3.125e9)}
 SMALL_MACHINES = {"flat 4": Cluster.uniform(4, 1.25e9), "2x2": Cluster.hierarchical([(2, 12e9), (2, 1.25e9)])}
 SMALL_LAYERS = 6
 PER_DEVICE = 4
 """Microbatches of a minibatch for every device, the default of the search."""
-LONG = 2.0
-"""Seconds: what takes longer in the table of planners is timed once."""
-MOST_ORDERED = 32
-"""Devices: with more, spp is left out, as by the search; its time grows with their fourth power."""
 
 Row = dict[str, Any]
 Make = Callable[[], Plan]
 
 
-def time_runs(make: Callable[[], object], repeats: int, long: float = float("inf")) -> tuple[Any, Row]:
-    """What `make` makes, and its seconds: wall, and of the processor, which other jobs change less. A run longer than
-    `long` is the last one.
-    """
+def time_runs(make: Callable[[], object], repeats: int) -> tuple[Any, Row]:
+    """What `make` makes, and its seconds: wall, and of the processor, which other jobs change less."""
     wall: list[float] = []
     processor: list[float] = []
     made: Any = None
-    while len(wall) < repeats and not any(seconds > long for seconds in wall):
+    for _ in range(repeats):
         start, worked = time.perf_counter(), time.process_time()
         made = make()
         wall.append(time.perf_counter() - start)
         processor.append(time.process_time() - worked)
     seconds = {"wall_min": min(wall), "wall_median": statistics.median(wall), "processor_min": min(processor)}
-    return made, {**seconds, "runs": len(wall)}
+    return made, {**seconds, "runs": repeats}
 
 
 def times(profiles: dict[str, Profile], repeats: int, *, large: bool) -> Iterator[Row]:
@@ -119,69 +100,6 @@ def shape(plan: Plan) -> str:
     text = "-".join(map(str, counts)) if len(counts) <= 8 else f"{len(counts)} stages x {min(counts)}"
     text += f" to {max(counts)}" if len(counts) > 8 and min(counts) < max(counts) else ""
     return f"{plan.schedule} {text}" + (f", t={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
-
-
-def planners(profile: Profile, cluster: Cluster) -> dict[str, Make]:
-    """Every planner, by name, for a minibatch of four microbatches per device."""
-
-    def request(schedule: str, **wishes: Any) -> Request:
-        microbatches = 1 if schedule == "pipedream" else PER_DEVICE * cluster.devices
-        return Request(schedule=schedule, microbatches=microbatches, **wishes)
-
-    flush, deepest = request("1f1b-flush"), min(cluster.devices, len(profile))
-    ways: dict[str, Make] = {
-        "search": lambda: penstock.plan(profile, cluster),
-        "search, synchronous": lambda: penstock.plan(profile, cluster, synchronous=True),
-        "pipedream, pipedream": lambda: plan_pipedream(profile, cluster, request("pipedream")),
-        "pipedream, flush": lambda: plan_synchronous_pipedream(profile, cluster, flush),
-        "spp": lambda: plan_spp(profile, cluster, request("spp"), whole_samples=True),
-        "2bw": lambda: rank_pipelines(profile, cluster, request("2bw"))[0].plan(),
-        "2bw, flush": lambda: rank_pipelines(profile, cluster, flush)[0].plan(),
-        "interleaved": lambda: penstock.plan(profile, cluster, planner="interleaved"),
-        "uniform, flush": lambda: plan_uniform(profile, cluster, request("1f1b-flush", stages=deepest, straight=True)),
-        "data parallel": lambda: plan_data_parallel(profile, cluster, flush),
-        "gpipe": lambda: plan_gpipe(profile, cluster, request("gpipe")),
-        "hetpipe": lambda: plan_hetpipe(profile, cluster, flush),
-    }
-    if cluster.devices > MOST_ORDERED:
-        del ways["spp"]
-    return ways
-
-
-def compare(profiles: dict[str, Profile], repeats: int, machines: dict[str, Cluster]) -> Iterator[Row]:
-    """Every planner on every profile and machine."""
-    for name, profile in profiles.items():
-        for machine, cluster in machines.items():
-            best = None
-            for planner, make in planners(profile, cluster).items():
-                row: Row = {"table": "planners", "profile": name, "machine": machine, "planner": planner}
-                try:
-                    plan, clock = time_runs(make, repeats, LONG)
-                except PenstockError as error:
-                    yield {**row, "refused": str(error).splitlines()[0]}
-                    continue
-                rate, share = judge(plan, profile, cluster)
-                best = rate if best is None else best
-                yield {
-                    **row,
-                    **clock,
-                    "plan": shape(plan),
-                    "samples_per_second": rate,
-                    "of_search": rate / best,
-                    "over_bound": share,
-                }
-
-
-def judge(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, float]:
-    """Simulated samples per second, and the busiest rank, link or all-reduce over what it is at least.
-
-    That is a share of the total for every device, and without replicas no less than the largest layer.
-    """
-    outcome = evaluate(plan, profile, cluster)
-    least = profile.seconds / cluster.devices
-    if all(len(stage.ranks) == 1 for stage in plan.stages):
-        least = max(least, *(layer.seconds for layer in profile.layers))
-    return outcome.samples_per_second, outcome.bottleneck_seconds / least
 
 
 def small(profiles: dict[str, Profile]) -> Iterator[Row]:
@@ -263,8 +181,6 @@ def every_plan(profile: Profile, cluster: Cluster, arrangements: list[tuple[Stag
 
 TITLES = {
     "times": "TIMES, seconds",
-    "planners": "PLANNERS (over_bound: busiest rank, link or all-reduce over max(total / devices, largest layer if\n"
-    "there are no replicas); samples_per_second: simulated; dnn-partitioning does not tell its samples: 1 is taken)",
     "small": "SMALL (beside all plans on consecutive ranks)",
 }
 
@@ -287,8 +203,7 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder with dnn-partitioning/ and piper/")
     parser.add_argument("--profiles", nargs="*", default=[], help="only these")
-    parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
-    parser.add_argument("--tables", nargs="*", default=["times", "planners", "small"])
+    parser.add_argument("--tables", nargs="*", default=["times", "small"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="without the thousand layers and the trillion parameters")
     options = parser.parse_args()
@@ -298,7 +213,6 @@ def main() -> None:
     profiles = load_profiles(options.data, options.profiles)
     made: dict[str, Callable[[], Iterator[Row]]] = {
         "times": lambda: times(profiles, options.repeats, large=not options.quick),
-        "planners": lambda: compare(profiles, options.repeats, {name: MACHINES[name] for name in options.machines}),
         "small": lambda: small(profiles),
     }
     rows = []

@@ -1,13 +1,15 @@
-"""Models of other libraries than transformers, small and with random weights."""
+"""Models of other libraries than transformers, small and with random weights. libraries.yaml has sizes of some."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 
 from model_cases.cases import LENGTH, Case, Draw, arguments, integers, keywords, normal, numbers
@@ -16,6 +18,16 @@ from model_cases.pages import WAYS_OUT
 from model_cases.transformers_models import GPT, SIZES, T5, decoder, masked, paired, tokens, transformer
 
 __all__ = ["CASES", "graph"]
+
+
+def tuples(value: Any) -> Any:
+    """`value` with tuples for its lists."""
+    if isinstance(value, dict):
+        return {name: tuples(each) for name, each in value.items()}
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
+TABLES = tuples(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 
 
 def imported(module: str, name: str, *args: Any, **kwargs: Any) -> Build:
@@ -98,37 +110,7 @@ TORCHVISION: dict[str, Build] = {
     "lraspp_mobilenet_v3_large": torchvision("lraspp_mobilenet_v3_large", "segmentation", **SEGMENTS),
 }  # fmt: skip
 
-# timm
-
-PATCHES: dict[str, Any] = dict(img_size=32, patch_size=8, embed_dim=32)
-VIT = PATCHES | dict(depth=4, num_heads=4)
-SWIN: dict[str, Any] = dict(img_size=32, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 2))
-CONVNEXT: dict[str, Any] = dict(depths=(1, 1, 2, 1), dims=(8, 8, 16, 16))
-TIMM: dict[str, dict[str, Any]] = {
-    "resnet10t": {},
-    "convnext_atto": CONVNEXT,
-    "convnextv2_atto": CONVNEXT,
-    "mobilenetv3_small_050": {},
-    "mobilenetv4_conv_small_035": {},
-    "ghostnet_050": {},
-    "regnetx_002": {},
-    "vit_tiny_patch16_224": VIT,
-    "deit3_small_patch16_224": VIT,
-    "beit_base_patch16_224": VIT,
-    "eva02_tiny_patch14_224": VIT,
-    "cait_xxs24_224": VIT | dict(depth=3),
-    "xcit_nano_12_p16_224": dict(img_size=32, embed_dim=32, depth=2, num_heads=4),
-    "swin_tiny_patch4_window7_224": SWIN,
-    "swinv2_tiny_window8_256": SWIN,
-    "pvt_v2_b0": dict(depths=(1, 1, 1, 1)),
-    "edgenext_xx_small": dict(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
-    "davit_tiny": dict(depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 2), window_size=4),
-    "twins_svt_small": dict(
-        img_size=64, embed_dims=(16, 16), num_heads=(2, 2), depths=(1, 2), mlp_ratios=(2, 2), sr_ratios=(2, 1),
-        wss=(4, 4),
-    ),
-    "visformer_tiny": dict(img_size=64, embed_dim=32, depth=(1, 1, 1), init_channels=8, num_heads=2),
-}  # fmt: skip
+mixer = imported("timm.models.mlp_mixer", "MlpMixer", num_classes=5, num_blocks=4, **TABLES["shared"]["patches"])
 
 # vit-pytorch
 
@@ -174,14 +156,6 @@ VITS: dict[str, Build] = {
 
 # diffusers
 
-HEADS: dict[str, Any] = dict(num_attention_heads=2, attention_head_dim=8)
-UNET: dict[str, Any] = dict(block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4)
-CODER: dict[str, Any] = dict(
-    block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
-    up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=2,
-)  # fmt: skip
-SQUARES: dict[str, Any] = dict(sample_size=8, patch_size=2, in_channels=4)
-JOINT: dict[str, Any] = dict(joint_attention_dim=16)
 step = integers(0, 100)
 words = normal(LENGTH, 16)
 latent = keywords(hidden_states=normal(4, 8, 8), encoder_hidden_states=words, timestep=step)
@@ -202,63 +176,31 @@ FLUX = keywords(
 SIZES_OF_IMAGES = keywords(added_cond_kwargs=lambda samples, length: {"resolution": None, "aspect_ratio": None})
 
 
-def diffusers(name: str, sizes: Mapping[str, Any], draw: Draw, *other_length: int, **options: Any) -> Case:
-    return Case(name, "diffusers", imported("diffusers", name, **sizes), draw, lengths=(8, *other_length), **options)
+def diffusers(name: str, draw: Draw, *other_length: int, **options: Any) -> Case:
+    build = imported("diffusers", name, **TABLES["diffusers"][name])
+    return Case(name, "diffusers", build, draw, lengths=(8, *other_length), **options)
 
 
+controlled = keywords(noisy(4, 8, 8), encoder_hidden_states=words, controlnet_cond=normal(3, 16, 16))
+prior = keywords(hidden_states=normal(8), timestep=step, proj_embedding=normal(8), encoder_hidden_states=normal(7, 8))
+labelled = keywords(hidden_states=normal(4, 8, 8), timestep=step, class_labels=step)
+frames = keywords(hidden_states=normal(2, 4, 8, 8), encoder_hidden_states=normal(8, 16), timestep=step)
 DIFFUSERS = (
-    diffusers("UNet2DModel", UNET | dict(
-        sample_size=16, in_channels=3, out_channels=3, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    ), noisy(3, 16, 16)),
-    diffusers("UNet2DConditionModel", UNET | dict(
-        sample_size=16, in_channels=4, out_channels=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=16,
-    ), keywords(noisy(4, 16, 16), encoder_hidden_states=words), 11),
-    diffusers("AutoencoderKL", CODER, image(16)),
-    diffusers("VQModel", CODER | dict(num_vq_embeddings=8), image(16)),
-    diffusers(
-        "DiTTransformer2DModel",
-        HEADS | SQUARES | dict(out_channels=4, num_layers=4, norm_num_groups=4, num_embeds_ada_norm=100),
-        keywords(hidden_states=normal(4, 8, 8), timestep=step, class_labels=step), draws=True, microbatches=1,
-    ),
-    diffusers(
-        "Transformer2DModel", HEADS | dict(in_channels=8, num_layers=3, norm_num_groups=4, cross_attention_dim=16),
-        keywords(hidden_states=normal(8, 8, 8), encoder_hidden_states=words), 11,
-    ),
-    diffusers("PixArtTransformer2DModel", HEADS | SQUARES | dict(
-        out_channels=8, num_layers=4, cross_attention_dim=16, caption_channels=16, use_additional_conditions=False,
-    ), keywords(latent, SIZES_OF_IMAGES), 11),
-    diffusers("SD3Transformer2DModel", HEADS | SQUARES | JOINT | dict(
-        num_layers=4, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4, pos_embed_max_size=8,
-    ), keywords(latent, pooled_projections=normal(16)), 11),
-    diffusers("FluxTransformer2DModel", JOINT | dict(
-        patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
-        pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
-    ), FLUX, 11),
-    diffusers("AuraFlowTransformer2DModel", HEADS | SQUARES | JOINT | dict(
-        num_mmdit_layers=2, num_single_dit_layers=2, caption_projection_dim=16, out_channels=4, pos_embed_max_size=64,
-    ), latent, 11),
-    diffusers(
-        "PriorTransformer",
-        HEADS | dict(num_layers=4, embedding_dim=8, num_embeddings=7, additional_embeddings=4),
-        keywords(
-            hidden_states=normal(8), timestep=step, proj_embedding=normal(8), encoder_hidden_states=normal(7, 8)
-        ),
-    ),
-    diffusers("ControlNetModel", UNET | dict(
-        in_channels=4, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), cross_attention_dim=16,
-        conditioning_embedding_out_channels=(4, 8),
-    ), keywords(noisy(4, 8, 8), encoder_hidden_states=words, controlnet_cond=normal(3, 16, 16)), 11),
-    diffusers("CogVideoXTransformer3DModel", HEADS | dict(
-        in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=3, sample_width=8,
-        sample_height=8, sample_frames=5, patch_size=2, temporal_compression_ratio=4, max_text_seq_length=8,
-    ), keywords(hidden_states=normal(2, 4, 8, 8), encoder_hidden_states=normal(8, 16), timestep=step)),
-    diffusers("UNet3DConditionModel", UNET | dict(
-        sample_size=8, down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"), cross_attention_dim=16,
-    ), keywords(noisy(4, 3, 8, 8), encoder_hidden_states=words)),
-)  # fmt: skip
+    diffusers("UNet2DModel", noisy(3, 16, 16)),
+    diffusers("UNet2DConditionModel", keywords(noisy(4, 16, 16), encoder_hidden_states=words), 11),
+    diffusers("AutoencoderKL", image(16)),
+    diffusers("VQModel", image(16)),
+    diffusers("DiTTransformer2DModel", labelled, draws=True, microbatches=1),
+    diffusers("Transformer2DModel", keywords(hidden_states=normal(8, 8, 8), encoder_hidden_states=words), 11),
+    diffusers("PixArtTransformer2DModel", keywords(latent, SIZES_OF_IMAGES), 11),
+    diffusers("SD3Transformer2DModel", keywords(latent, pooled_projections=normal(16)), 11),
+    diffusers("FluxTransformer2DModel", FLUX, 11),
+    diffusers("AuraFlowTransformer2DModel", latent, 11),
+    diffusers("PriorTransformer", prior),
+    diffusers("ControlNetModel", controlled, 11),
+    diffusers("CogVideoXTransformer3DModel", frames),
+    diffusers("UNet3DConditionModel", keywords(noisy(4, 3, 8, 8), encoder_hidden_states=words)),
+)
 
 # x-transformers
 
@@ -461,12 +403,10 @@ CASES: tuple[Case, ...] = (
         "timm",
         {
             name: imported("timm", "create_model", name, pretrained=False, num_classes=5, **sizes)
-            for name, sizes in TIMM.items()
+            for name, sizes in TABLES["timm"].items()
         },
     ),
-    *images(
-        "timm", {"MlpMixer": imported("timm.models.mlp_mixer", "MlpMixer", num_classes=5, num_blocks=4, **PATCHES)}
-    ),
+    *images("timm", {"MlpMixer": mixer}),
     *images(
         "segmentation-models-pytorch",
         {

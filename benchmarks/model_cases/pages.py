@@ -3,7 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 __all__ = ["WAYS_OUT", "outcome_of", "page", "summary"]
 
@@ -14,52 +17,7 @@ WAYS_OUT = "ways out of refusals"
 
 Record = Mapping[str, Any]
 
-# What stands in the way, by a pattern in the error, with the way out. The first that is found counts.
-CAUSES: tuple[tuple[str, str, str], ...] = (
-    (
-        r"the model has no blocks|cannot cut \d+ layers",
-        "it is one layer: its blocks are no modules of their own, or are called by other methods than `forward`",
-        "make each block a module and call it as `block(x)`",
-    ),
-    (
-        r"its forward changes|draws random numbers of Python|has the hook",
-        "its forward keeps state, runs a hook, or draws random numbers of Python, outside of its blocks",
-        "move that into a block, or draw with `torch.rand`",
-    ),
-    (
-        r"Python control flow depends on the values|it leaves PyTorch for NumPy|was called \d+ times in one run",
-        "the code between its blocks decides by the values in a tensor, or by random numbers",
-        "move the decision into a block, pass what it decides as an argument, or use `torch.where`",
-    ),
-    (
-        r"fixes the batch size",
-        "the code between its blocks fixes the number of samples",
-        "compute sizes from `x.shape[0]` and not from `len(x)`, loop over no samples, or compute the loss in `loss_fn`",
-    ),
-    (
-        r"another tensor was assigned|requires_grad is|since the pipeline was built|is in evaluation mode",
-        "something outside of its blocks, or what is trained, was changed after the pipeline was built",
-        "write in the parameter, change a block, or build the pipeline again",
-    ),
-    (
-        r"the trace of .* differs from|would be lost, since this code is traced|wrap_with_autocast|_add_batch_dim",
-        "the code between its blocks does what a trace cannot keep",
-        "move it into a block",
-    ),
-    (
-        r"written in place after its forward",
-        "a block writes in its forward what the backward of an earlier microbatch still needs",
-        "have the block read a copy: `self.weight.clone()`",
-    ),
-    (
-        r"cannot be copied for every call",
-        "the code between its blocks puts tensors in an object that it passes to blocks",
-        "make the object in each block, or pass the tensors",
-    ),
-    (r"use_reentrant=True", "its checkpoints are reentrant", "`use_reentrant=False`"),
-    (r"cannot be traced", "`torch.export` cannot trace the code between its blocks", "change the line that is named"),
-    (r"", "another reason", "the error names it"),
-)
+CAUSES: list[dict[str, str]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 OUTCOMES = {
     "equal": "equal to the bit",
     "close": "equal within rounding",
@@ -194,12 +152,11 @@ def _refusals(records: Sequence[Record], ways: Sequence[Record]) -> str:
     by_cause: dict[int, list[str]] = {}
     for name, record in refused.items():
         error = next((entry["error"] for entry in record["trainings"] if "error" in entry), "")
-        cause = next(number for number, (pattern, *_) in enumerate(CAUSES) if re.search(pattern, error))
+        cause = next(number for number, each in enumerate(CAUSES) if re.search(each["pattern"], error))
         by_cause.setdefault(cause, []).append(name)
     lines = ["| reason | way out | models |", "|---|---|---|"]
     for number, names in sorted(by_cause.items()):
-        _, reason, way_out = CAUSES[number]
-        lines.append(f"| {reason} | {way_out} | {len(names)} |")
+        lines.append(f"| {CAUSES[number]['reason']} | {CAUSES[number]['way_out']} | {len(names)} |")
     right = [way for way in ways if outcome_of(way) in ("equal", "close")]
     out = refused.keys() & {_refused_by(way) for way in right}
     same = {_refused_by(way) for way in right if _has_same_losses(way, refused.get(_refused_by(way), {}))}

@@ -18,12 +18,11 @@ from support.paths import ROOT
 pytestmark = pytest.mark.processes
 
 README = (ROOT / "README.md").read_text()
-INDEX = (ROOT / "docs" / "README.md").read_text()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def blocks(language: str, page: str = README) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
 def run(fork_server: ForkServer, arguments: list[str], folder: Path) -> str:
@@ -70,22 +69,6 @@ def test_saving_and_evaluating_works_as_shown(tmp_path: Path, monkeypatch: pytes
     assert list(Path("weights").glob("*.safetensors"))
     assert "pipe.gather_model()" in block
     assert len(block.splitlines()) == 7
-
-
-def test_python_of_the_index_runs() -> None:
-    import torch
-
-    import penstock
-
-    names = {
-        "penstock": penstock,
-        "torch": torch,
-        "model": torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))),
-    }
-    found = blocks("python", INDEX)
-    assert len(found) == 1
-    for block in found:
-        exec(block.replace("plan.yaml", os.devnull), {**names, "sample": (torch.randn(2, 8),)})
 
 
 def test_training_loop_changes_in_six_lines() -> None:
