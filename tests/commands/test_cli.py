@@ -338,26 +338,11 @@ def test_profile_for_machines(here, capsys):
     ("spec", "error"),
     [
         ("nowhere.py:make", "nowhere.py: no such file: expected FILE.py:FUNCTION, found 'nowhere.py:make'"),
-        (
-            "model.py",
-            "model.py: expected FILE.py:FUNCTION, found no function; choose one of this file: "
-            "make, subject, one_number, three, no_model, broken, wrong_sample",
-        ),
-        (
-            "model.py:mak",
-            "model.py: there is no function 'mak'. Did you mean 'make'? The functions of this file: "
-            "make, subject, one_number, three, no_model, broken, wrong_sample",
-        ),
-        (
-            "model.py:one_number",
-            "model.py:one_number returned an object of type int: expected (model, sample) or "
-            "penstock.Subject(model, sample)",
-        ),
+        ("model.py", "model.py: expected FILE.py:FUNCTION, found no function; choose one of this file: make, subject"),
+        ("model.py:mak", "model.py: there is no function 'mak'. Did you mean 'make'? The functions of this file"),
+        ("model.py:one_number", "model.py:one_number returned an object of type int: expected (model, sample) or"),
         ("model.py:three", "model.py:three returned a tuple of 3: expected (model, sample)"),
-        (
-            "model.py:no_model",
-            "model.py:no_model returned an object of type str as the model: expected (model, sample)",
-        ),
+        ("model.py:no_model", "model.py:no_model returned an object of type str as the model: expected (model"),
         ("model.py:broken", "model.py, line 30: IndexError when model.py broken() was called: list index out of range"),
     ],
 )
@@ -568,27 +553,12 @@ def test_a_profile_under_another_name_is_found_by_its_content(here, capsys):
     [
         ("plan.yaml", "microbatches: 4", "microbatches: 1e30", "microbatches: expected a whole number from 1 to 65536"),
         ("plan.yaml", "microbatches: 4", "microbatches: 3000000", "from 1 to 65536, found 3000000"),
-        (
-            "plan.yaml",
-            "microbatches: 4",
-            f"microbatches: {'1' * 5000}",
-            "cannot be read: Exceeds",
-        ),
+        ("plan.yaml", "microbatches: 4", f"microbatches: {'1' * 5000}", "cannot be read: Exceeds"),
         ("plan.yaml", "microbatches: 4", f"microbatches: {'[' * 5000}", "a depth that cannot be read"),
         ("plan.yaml", "ranks: [1]", "ranks: [1e30]", "to hold a stage each, found none on"),
         ("cluster.yaml", "bytes_per_second: ", f"bytes_per_second: {'[' * 5000}", "a depth that cannot be read"),
-        (
-            "profile.json",
-            '"microbatch_size": ',
-            f'"microbatch_size": {"[" * 100_000}',
-            "a depth that cannot be read",
-        ),
-        (
-            "profile.json",
-            '"microbatch_size": ',
-            f'"microbatch_size": {"1" * 5000}',
-            "cannot be read: Exceeds",
-        ),
+        ("profile.json", '"microbatch_size": ', f'"microbatch_size": {"[" * 100_000}', "a depth that cannot be read"),
+        ("profile.json", '"microbatch_size": ', f'"microbatch_size": {"1" * 5000}', "cannot be read: Exceeds"),
     ],
 )
 def test_a_file_of_absurd_values_is_refused(here, capsys, name: str, old: str, new: str, message: str) -> None:

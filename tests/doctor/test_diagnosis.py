@@ -58,11 +58,7 @@ def test_a_wait_for_an_action_of_usual_length_is_healthy() -> None:
 @pytest.mark.parametrize(
     ("state", "verdict", "words"),
     [
-        (
-            ProcessState.STOPPED,
-            Verdict.STOPPED,
-            "rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger): process 101",
-        ),
+        (ProcessState.STOPPED, Verdict.STOPPED, "rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger): process 101"),
         (ProcessState.GONE, Verdict.DEAD, "rank 1 is dead: process 101 on host, 4 s ago in 1F8@2 of step 2"),
         (ProcessState.RUNNING, Verdict.SILENT, "rank 1 runs, but its Python interpreter does not answer"),
         (ProcessState.UNKNOWN, Verdict.UNKNOWN, "nothing is known of rank 1"),

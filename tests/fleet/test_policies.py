@@ -404,10 +404,7 @@ def test_reasons_say_what_limits_a_job():
         (lambda: Problem((), (), ()), "expected one job and one kind or more"),
         (lambda: replace(THESIS, throughputs=((1, 2),)), r"expected 3 rows \(one per job\), found 1"),
         (lambda: replace(THESIS, throughputs=((1,), (1,), (1,))), r"expected 2 numbers \(one per kind\), found 1"),
-        (
-            lambda: replace(THESIS, throughputs=((0, None), (1, 1), (1, 1))),
-            "job 'job 0': expected a kind that it runs on",
-        ),
+        (lambda: replace(THESIS, throughputs=((0, None), (1, 1), (1, 1))), "job 'job 0': expected a kind that it runs"),
         (lambda: replace(THESIS, jobs=(Job("x", 1),) * 3), "'x': expected names that differ"),
         (lambda: replace(THESIS, entities=(Entity("a"),)), "job 'job 0': entity: expected one of a, found ''"),
         (lambda: replace(THESIS, pairs=(Pair((1, 0), ((1, 1), (1, 1))),)), "pair: expected the numbers of two jobs"),

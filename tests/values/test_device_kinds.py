@@ -59,10 +59,7 @@ def test_a_file_lists_the_kinds_in_rows(tmp_path):
         ("- {devices: 3, speed: 0}", "kinds[0].speed: expected a number above 1e-30, 1e+30 or less, found 0"),
         ("- {devices: 3, pace: 2}", "kinds[0]: unknown key 'pace'"),
         ("- {name: a}", "kinds[0]: the key 'devices' is missing"),
-        (
-            "- {devices: 3, price_per_hour: -1}",
-            "kinds[0].price_per_hour: expected a number from 0 to 1e+30, found -1",
-        ),
+        ("- {devices: 3, price_per_hour: -1}", "kinds[0].price_per_hour: expected a number from 0 to 1e+30, found -1"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, line, said):
