@@ -230,11 +230,6 @@ def test_the_loss_belongs_to_the_last_layer() -> None:
     assert found.layers[1].cut_bytes == bare.layers[1].cut_bytes == logits
 
 
-def test_a_loss_that_is_no_number_is_refused() -> None:
-    with pytest.raises(PenstockError, match="must return one number as a tensor"):
-        quick(nn.Linear(6, 3), torch.randn(4, 6), loss_fn=lambda output, target: output, target=None)
-
-
 def test_a_tied_parameter_is_charged_to_every_layer_that_holds_it_and_once_in_each():
     tied = nn.Linear(6, 6)
     sample = (torch.randn(4, 6),)
@@ -514,11 +509,6 @@ def test_a_model_is_traced_in_the_types_that_it_is_measured_in() -> None:
     assert found.layers[-1].cut_bytes == 2 * 4 * 6 * BRAIN
 
 
-def test_a_type_that_autocast_does_not_know_is_refused() -> None:
-    with pytest.raises(PenstockError, match=r"autocast=.*: expected torch\.bfloat16 or torch\.float16"):
-        quick(nn.Linear(2, 2), torch.ones(1, 2), autocast=torch.float32)
-
-
 # The model is left alone
 
 
@@ -635,38 +625,37 @@ def test_any_module_with_its_skips(keywords):
 # Errors
 
 
-def test_a_layer_that_raises_is_named():
-    sample = (torch.randn(4, 6),)
-    layers = [make_layer("fine", nn.Linear(6, 6), "x0", "h"), make_layer("encoder.bad", nn.Linear(5, 6), "h", "y")]
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-    with pytest.raises(
-        ProfileError, match=r"layer 1 \(encoder\.bad\) raised RuntimeError in its forward: mat1 and mat2"
-    ):
-        quick(make_chain(layers, sample, "y"), sample)
-
-
-def test_a_layer_whose_backward_raises_is_named():
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ArithmeticError("no gradient today")
-
-    with pytest.raises(ProfileError, match=r"layer 1 \(second\) raised ArithmeticError in its backward: no gradient"):
-        after_linear(Broken.apply)
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("no gradient today")
 
 
-def test_a_model_without_weights_to_compute_with_is_refused():
-    with pytest.raises(ProfileError, match="meta device"):
-        profile(nn.Linear(2, 2, device="meta"), (torch.ones(1, 2),))
+def linear(**options: Any) -> Profile:
+    return quick(nn.Linear(6, 3), torch.randn(4, 6), **options)
 
 
-def test_a_device_that_nothing_here_can_time_is_refused():
-    with pytest.raises(ProfileError, match="expected a cpu or cuda device, found 'meta'"):
-        profile(nn.ReLU(), (torch.ones(1, 2),), device="meta")
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda: after_linear(nn.Linear(5, 6)),
+            r"layer 1 \(second\) raised RuntimeError in its forward: mat1 and mat2",
+        ),
+        (lambda: after_linear(Broken.apply), r"layer 1 \(second\) raised ArithmeticError in its backward: no gradient"),
+        (lambda: linear(loss_fn=lambda output, target: output, target=None), "must return one number as a tensor"),
+        (lambda: linear(autocast=torch.float32), r"autocast=.*: expected torch\.bfloat16 or torch\.float16"),
+        (lambda: profile(nn.Linear(2, 2, device="meta"), (torch.ones(1, 2),)), "meta device"),
+        (lambda: profile(nn.ReLU(), (torch.ones(1, 2),), device="meta"), "expected a cpu or cuda device, found 'meta'"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(PenstockError, match=says):
+        call()
 
 
 @pytest.mark.parametrize("call", range(1, 5))
