@@ -182,18 +182,6 @@ def test_a_rank_that_sends_too_soon_or_waits_for_an_earlier_stage_is_found(there
         verify_programs(parse_programs(text.replace("1N1<2 1N1>0 1N1<0 1N1>2", there)), flush, 1)
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_stages_that_update_at_their_own_times_have_no_norms(sync: bool) -> None:
-    with pytest.raises(ScheduleError, match=r"'pipedream': clip_grad_norm=.*choose '2bw' or a flushing .*1f1b-flush"):
-        Schedule("pipedream", 3, 1, vertical_sync=sync, norms=True)
-
-
-def test_tied_gradients_of_replicas_are_whole_too_late_for_norms() -> None:
-    placement = Placement(((0, 1), (2, 3)))
-    with pytest.raises(
-        ScheduleError, match="stage 0 shares weights and has 2 replicas, so that its gradients are whole"
-    ):
-        Schedule.placed("2bw", placement, 4, ties=((0, 1),), norms=True)
-
-    verify(Schedule.placed("gpipe", placement, 4, ties=((0, 1),), norms=True))
+def test_tied_gradients_are_whole_in_time_for_norms() -> None:
+    verify(Schedule.placed("gpipe", Placement(((0, 1), (2, 3))), 4, ties=((0, 1),), norms=True))
     verify(Schedule("2bw", 4, 4, ties=((0, 3), (1, 2)), norms=True))

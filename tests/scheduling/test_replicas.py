@@ -81,18 +81,6 @@ def test_two_bw_with_replicas_needs_two_versions(replicas: list[int], microbatch
     assert set(verification.versions) == {2}
 
 
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(replicated_schedules(4, 3, 9), st.integers(1, 4))
-def test_random_replicated_schedules_keep_the_laws(made: Schedule, minibatches: int) -> None:
-    verification = verify(made, minibatches)
-
-    assert verification.actions == sum(map(len, _distinct_rows(made, minibatches)))
-    assert all(
-        seen <= promised for seen, promised in zip(verification.in_flight, made.guarantees.in_flight, strict=True)
-    )
-
-
 def _distinct_rows(made: Schedule, minibatches: int):
     programs = made.program(minibatches)
     copies = {rank for ranks in made.placement.stages for rank in ranks[1:]} if made.placement.split else set()

@@ -1,8 +1,6 @@
 """Schedules whose backwards are in two parts: their tables, their promises, the time they take, and their laws."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, Backward, BackwardInput, BackwardWeight, Receive, Update
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.orders import v_half, v_min, zb_h1, zb_v
+from penstock.scheduling.orders import v_half, v_min, zb_v
 from penstock.scheduling.placements import Placement, StageLayout
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify, verify_programs
@@ -19,61 +17,12 @@ from penstock.scheduling.written_programs import define_by_programs
 from penstock.simulating import simulate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 from support.broken_programs import change, complaint, promising
-from support.drawn_programs import drawn_table, run_clock, short, with_stage
 
 FOLDED = {"zb-v": zb_v, "v-half": v_half, "v-min": v_min}
 
 
 def zero_bubble(method: str, ranks: int, microbatches: int) -> Schedule:
     return Schedule(method, ranks, microbatches, 2 if method in FOLDED else 1)
-
-
-def draw(schedule: Schedule, word: Callable[[Action], str]) -> list[str]:
-    """One step, a column for every forward and every part of a backward; a whole backward takes two."""
-    lines = []
-    for rank, row in enumerate(run_clock(schedule.step(0), backward=Fraction(2), weight=Fraction(1))):
-        words, tick = [f"rank {rank}"], 0
-        for action, start in row:
-            own = [word(action)]
-            words += ["." * len(own[0])] * (int(start) - tick)
-            own += ["-" * len(own[0])] if isinstance(action, Backward) else []
-            words += own
-            tick = int(start) + (0 if isinstance(action, Update) else len(own))
-        lines.append(" ".join(words))
-    return lines
-
-
-def test_zb_h1_table() -> None:
-    table = [
-        "rank 0 F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 -- U1",
-        "rank 1 .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 U1",
-        "rank 2 .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 U1",
-    ]
-
-    assert draw(zero_bubble("zb-h1", 3, 4), short) == table
-    assert drawn_table(zb_h1) == table
-
-
-TABLES = {
-    "zb-v": [
-        "rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 --- 3F2 3I2 3W2 0B1 --- 0B2 --- 0U1 3U1",
-        "rank 1 ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1",
-    ],
-    "v-half": [
-        "rank 0 0F0 0F1 ... 3F0 3I0 0F2 3W0 3F1 0B0 --- 3I1 3F2 3I2 0B1 --- 0B2 --- 3W1 3W2 0U1 3U1",
-        "rank 1 ... 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U1 2U1",
-    ],
-    "v-min": [
-        "rank 0 0F0 ... ... 3F0 3I0 0F1 3W0 0B0 --- 3F1 3I1 0F2 3W1 0B1 --- 3F2 3I2 3W2 ... 0B2 --- 0U1 3U1",
-        "rank 1 ... 1F0 2F0 ... ... 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2 1U1 2U1",
-    ],
-}
-
-
-@pytest.mark.parametrize("method", FOLDED)
-def test_tables_of_schedules_in_a_v(method: str) -> None:
-    assert draw(zero_bubble(method, 2, 3), with_stage) == TABLES[method]
-    assert drawn_table(FOLDED[method]) == TABLES[method]
 
 
 @pytest.mark.parametrize(
@@ -277,18 +226,6 @@ def test_input_parts_of_a_minibatch_wait_for_the_update_before() -> None:
 
     with pytest.raises(ScheduleError):
         verify_programs(programs, made, 3)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: Schedule("zb-v", 2, 4), "schedule 'zb-v': a rank holds two stages, got stages_per_rank=1; give"),
-        (lambda: Schedule.placed("zb-v", Placement(((0, 1), (2,), (2,), (0, 1))), 4), "a schedule in a V: all stages"),
-        (lambda: Schedule.placed("zb-v", Placement.straight(2, 2), 4), "a schedule in a V: stage s and stage 3 - s"),
-    ],
-)
-def test_what_zb_v_refuses(build: Callable[[], object], message: str) -> None:
-    assert message in complaint(build)[0]
 
 
 def test_a_plan_goes_there_and_back() -> None:
