@@ -481,12 +481,6 @@ def test_show_prints_a_plan_with_its_picture(here, capsys):
     }
 
 
-def test_show_prints_the_picture_of_a_plan_with_replicas(here, capsys):
-    Path("plan.yaml").write_text(Path("plan.yaml").read_text().replace("[1]", "[1, 2]"))
-
-    assert "+  sum of gradients" in printed(capsys, "show", "plan.yaml")
-
-
 def test_show_prints_a_profile(here, capsys):
     table = """\
 profile of four, cpu: 4 layers, microbatches of 8 samples

@@ -20,7 +20,6 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Profile
-from penstock.values.quantities import seconds_text
 from support.sample_timelines import SPANS as PICTURED
 from support.sample_timelines import classes, elements, large_timeline, shifted, timeline_with_memory
 
@@ -35,12 +34,6 @@ def test_seconds_busy_and_bubble() -> None:
     assert [timeline.busy_seconds(rank) for rank in range(2)] == [3.25, 3.25]
     assert timeline.bubble == 1 - 6.5 / (2 * 7.25)
     assert repr(timeline) == "Timeline(2 ranks, 10 spans, 7.25 seconds, bubble 55.2%)"
-
-
-def test_order_of_spans_and_origin_of_time_do_not_matter() -> None:
-    later = tuple(Span(s.rank, s.action, s.start_seconds + 64, s.stop_seconds + 64) for s in reversed(SPANS))
-
-    assert Timeline(later, 2).bubble == Timeline(SPANS, 2).bubble
 
 
 def test_empty_timeline_has_no_time_and_no_bubble(tmp_path: Path) -> None:
@@ -130,14 +123,6 @@ def test_span_reads_the_text_form_as_actions_do(action: str, words: str, details
     assert span.details == {"action": action, **details}
     assert list(details) == list(fields)
     assert span.computes == (action[1] in "FBU")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0"), (2e-7, "200 ns"), (4.56e-5, "45.6 us"), (0.00123, "1.23 ms"), (0.9996, "1 s"), (72.3, "72.3 s")],
-)
-def test_seconds_are_readable(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
 
 
 def test_trace_has_a_process_per_rank_and_tracks_without_overlap(tmp_path: Path) -> None:
