@@ -11,14 +11,6 @@ from penstock.values.link_tables import FREE, MessageCosts
 from support.strategies import clusters
 
 
-@given(clusters())
-def test_a_file_gives_back_the_cluster(tmp_path_factory, cluster):
-    path = tmp_path_factory.getbasetemp() / "cluster.yaml"
-    cluster.save(path)
-
-    assert Cluster.load(path) == cluster
-
-
 def test_the_innermost_level_that_joins_two_ranks_gives_their_bandwidth():
     cluster = Cluster.hierarchical([(2, 100.0), (3, 10.0), (2, 1.0)])
 

@@ -75,12 +75,6 @@ def test_whole_components_stay_levels():
     assert isinstance(cluster.pick((1, 0)).links, LinkMatrix)
 
 
-def test_a_layer_takes_its_seconds_over_the_speed():
-    times = Profile((LAYER,), 1, device="fast").times_on(DeviceKind("other", speed=0.5))
-
-    assert (times.forward_seconds, times.backward_seconds, times.weight_seconds) == ((0.5,), (1.0,), (0.5,))
-
-
 def test_a_layer_takes_what_was_measured_on_its_kind():
     measured = LayerProfile("h.0", 1.0, 3.0, 10, 20, 30, weight_seconds=1.25)
     both = Profile((LAYER,), 1, device="fast").joined(Profile((measured,), 1, device="slow"))

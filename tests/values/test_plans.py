@@ -8,15 +8,6 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.values import Cluster, Plan, Prediction, Stage
-from support.strategies import plans
-
-
-@given(plans())
-def test_a_file_gives_back_the_plan(tmp_path_factory, plan):
-    path = tmp_path_factory.getbasetemp() / "plan.yaml"
-    plan.save(path)
-
-    assert Plan.load(path) == plan
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 30))

@@ -1,20 +1,9 @@
 """Profiles: their files, and what is said of wrong ones."""
 
-from hypothesis import given
-
 from penstock.values import LayerProfile, Profile
 from penstock.values.crossings import Crossing
-from support.strategies import profiles
 
 LAYER = LayerProfile("h.0", 0.25, 0.5, 10, 20, 30, 40)
-
-
-@given(profiles())
-def test_a_file_gives_back_the_profile(tmp_path_factory, profile):
-    path = tmp_path_factory.getbasetemp() / "profile.json"
-    profile.save(path)
-
-    assert Profile.load(path) == profile
 
 
 def test_a_file_has_a_line_per_layer(tmp_path):

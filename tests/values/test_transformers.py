@@ -8,16 +8,6 @@ from hypothesis import strategies as st
 
 from penstock.values.transformers import Transformer
 
-
-@given(layers=st.integers(1, 99), heads=st.integers(1, 9), name=st.text(max_size=9))
-def test_a_file_gives_back_the_transformer(tmp_path_factory, layers: int, heads: int, name: str) -> None:
-    path = tmp_path_factory.getbasetemp() / "transformer.yaml"
-    model = Transformer(layers, 8 * heads, heads, 512, 1000, name)
-    model.save(path)
-
-    assert Transformer.load(path) == model
-
-
 SHAPES = st.builds(
     lambda layers, heads, size, sequence, vocabulary: Transformer(layers, heads * size, heads, sequence, vocabulary),
     st.integers(1, 200),
