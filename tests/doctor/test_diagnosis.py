@@ -41,11 +41,7 @@ def test_a_slow_rank_is_at_the_end_of_the_chain_of_waits() -> None:
         "rank 1 is slow: forward 8 of stage 1 (1F8@2) has lasted 30 s (usually 500 ms); it is at "
         "/home/ada/train.py:31 in forward: x = self.slow(x)"
     )
-    assert [one.condition for one in found.conditions] == [
-        Condition.WAITING,
-        Condition.COMPUTING,
-        Condition.WAITING,
-    ]
+    assert [one.condition for one in found.conditions] == [Condition.WAITING, Condition.COMPUTING, Condition.WAITING]
 
 
 def test_a_wait_for_an_action_of_usual_length_is_healthy() -> None:

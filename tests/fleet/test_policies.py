@@ -342,9 +342,7 @@ def test_equal_jobs_get_equal_shares_and_cost_nothing():
 
 def test_reasons_say_what_limits_a_job():
     problem = Problem(
-        (Job("a", 10), Job("b", 10), Job("c", 10)),
-        (Kind("V100", 1), Kind("K80", 2)),
-        ((10, 1), (10, 1), (0, 1)),
+        (Job("a", 10), Job("b", 10), Job("c", 10)), (Kind("V100", 1), Kind("K80", 2)), ((10, 1), (10, 1), (0, 1))
     )
     first = strict_fifo(problem)
     rows = ((0.5, 0.0), (0.0, 0.5), (0.0, 1.0))

@@ -128,10 +128,7 @@ def test_a_skip_connection_rides_along_in_every_cut_that_it_crosses():
 
 def test_the_inputs_of_the_model_cross_no_cut_but_may_be_its_output():
     sample = (torch.randn(4, 6), torch.ones(4, 2, dtype=torch.long))
-    layers = [
-        make_layer("a", nn.Linear(6, 3), "x0", "h"),
-        make_layer("b", lambda h, mask: h * mask.sum(), "h x1", "y"),
-    ]
+    layers = [make_layer("a", nn.Linear(6, 3), "x0", "h"), make_layer("b", lambda h, mask: h * mask.sum(), "h x1", "y")]
     found = quick(make_chain(layers, sample, "y x1"), sample)
 
     assert [layer.cut_bytes for layer in found.layers] == [4 * 3 * FLOAT, 4 * 3 * FLOAT + 4 * 2 * LONG]

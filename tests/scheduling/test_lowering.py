@@ -53,10 +53,7 @@ def test_one_stage_has_no_messages() -> None:
 
 
 @given(
-    st.sampled_from([GPIPE, PIPEDREAM, TWO_BW, INTERLEAVED]),
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.integers(0, 3),
+    st.sampled_from([GPIPE, PIPEDREAM, TWO_BW, INTERLEAVED]), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3)
 )
 def test_lowering_adds_messages_only_and_each_beside_its_action(method, ranks, factor, minibatch) -> None:
     shape = PipelineShape(Placement.straight(ranks, factor if method.layout.has_several else 1), ranks * factor)

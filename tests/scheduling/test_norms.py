@@ -85,9 +85,9 @@ def test_every_replica_receives_once_from_the_one_beside_it(method: str) -> None
     verify(made)
 
 
-@settings(max_examples=250, deadline=None)
-@given(st.one_of(schedules(5, 8), replicated_schedules(4, 3, 8)).filter(synchronizes), st.integers(1, 4))
-def test_every_schedule_verifies_with_norms(schedule: Schedule, minibatches: int) -> None:
+@settings(max_examples=120, deadline=None)
+@given(replicated_schedules(4, 3, 8).filter(synchronizes), st.integers(1, 4))
+def test_every_schedule_of_replicas_verifies_with_norms(schedule: Schedule, minibatches: int) -> None:
     verify(replace(schedule, norms=True), minibatches)
 
 

@@ -43,10 +43,7 @@ REFUSALS = [
     (lambda: A("1f1b-flsh", 2, 2), "there is no method '1f1b-flsh'. Did you mean '1f1b-flush'? Choose one of 'gpipe'"),
     (lambda: A("zzz", 2, 2), "schedule: there is no method 'zzz'. Choose one of 'gpipe', '1f1b-flush', "),
     (lambda: A("2bw", 4, 3), "schedule '2bw': 4 stages need at least 4 microbatches, got microbatches=3; with fewer"),
-    (
-        lambda: A("interleaved", 4, 6, 2),
-        "must be a multiple of the number of ranks, 4, got microbatches=6; give",
-    ),
+    (lambda: A("interleaved", 4, 6, 2), "must be a multiple of the number of ranks, 4, got microbatches=6; give"),
     (lambda: A("interleaved", 4, 3, 2), "got microbatches=3; give microbatches=4, or choose '1f1b-flush'"),
     (lambda: A("gpipe", 4, 3, 2), "a rank holds one stage, got stages_per_rank=2; give stages_per_rank=1, or choose"),
     (lambda: A("2bw", 4, 4, vertical_sync=True), "vertical_sync=True belongs to 'pipedream' only; drop it"),

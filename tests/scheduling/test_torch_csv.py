@@ -29,8 +29,7 @@ def test_an_order_goes_there_and_back(name: str, ranks: int, per_rank: int) -> N
 def test_waits_messages_and_overlapped_halves_are_read() -> None:
     text = "0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1I1,1W1,1F2,1B2\n"
     by_hand = define_by_programs(
-        "dual",
-        "0F0@0 0F1@0 0F2@0 0B0@0 0B1@0 0B2@0 0U1<0\n1F0@0 1B0@0 1F1@0 1I1@0 1W1@0 1F2@0 1B2@0 1U1<0",
+        "dual", "0F0@0 0F1@0 0F2@0 0B0@0 0B1@0 0B2@0 0U1<0\n1F0@0 1B0@0 1F1@0 1I1@0 1W1@0 1F2@0 1B2@0 1U1<0"
     )
 
     assert read_torch_csv("dual", text) is by_hand

@@ -53,8 +53,7 @@ def test_operations_are_equation_4_2(model: Transformer, batch: int) -> None:
 
     assert isclose(model.batch_operations(batch), 96 * factor * (1 + s / (6 * h) + vocabulary / (16 * layers * h)))
     assert isclose(
-        model.batch_operations(batch, recompute=False),
-        72 * factor * (1 + s / (6 * h) + vocabulary / (12 * layers * h)),
+        model.batch_operations(batch, recompute=False), 72 * factor * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
     )
 
 

@@ -6,12 +6,7 @@ That nothing wrong passes is the business of `test_verified_programs`.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.scheduling.actions import (
-    Backward,
-    Compute,
-    Forward,
-    Update,
-)
+from penstock.scheduling.actions import Backward, Compute, Forward, Update
 from penstock.scheduling.definitions import Drain, PipelineShape, Segment, Step
 from penstock.scheduling.orders import PIPEDREAM
 from penstock.scheduling.schedules import Schedule
