@@ -70,7 +70,7 @@ REFUSALS = [
     (skips((-1, 2)), SKIP),
     (skips((0, 2), (0, 2)), SKIP),
     (
-        lambda: lower(parse_programs("0F0@0 0B0@0\n2F0@0 2B0@0"), Placement.straight(2)),
+        lambda: lower(parse_programs("0F0@0 0B0@0\n2F0@0 2B0@0"), Placement.straight(2)),  # type: ignore[arg-type]
         "rank 1: 2F0@0: expected a stage from 0 to 1, found 2: give a stage",
     ),
     (csv("0F0,0B0\n1F0,1G0"), "schedule 'x': rank 1: cannot read '1G0' of the CSV: expected actions"),

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from penstock import values
 from penstock.commands.files import load_sweep
 from penstock.errors import PlanError, ProfileError
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from penstock.values.crossings import Crossing
 from penstock.values.transformers import Transformer
 
+A: Any = values
+"""Without types, so that wrong arguments can be passed."""
 LAYER = LayerProfile("h.0", 0.25, 0.5, 10, 20, 30, 40)
 ONE = Profile((LAYER,), 1, device="a")
 
@@ -43,11 +46,11 @@ PLANS = [
     (lambda: Plan(stages((0, 1, (0, 1)), (1, 2, (2,))), "interleaved"), r"stages\[1\].ranks: expected 2 ranks"),
     (lambda: Plan(stages((0, 1, (0, 1, 2))), tensor_parallel=2), r"stages\[0\].ranks: expected a multiple of 2"),
     (lambda: Plan(stages((0, 1, (1, 2))), tensor_parallel=2), r"stages\[0\].ranks: expected groups of 2"),
-    (lambda: Plan(stages((0, 3, (0,))), routing="splitt"), r"routing: .*found 'splitt'. Did you mean 'split'\?"),
+    (lambda: A.Plan(stages((0, 3, (0,))), routing="splitt"), r"routing: .*found 'splitt'. Did you mean 'split'\?"),
     (lambda: Plan(stages((0, 3, (0,))), "1f1b-flsh"), "schedule: .*found '1f1b-flsh'. Did you mean"),
     (lambda: Plan(stages((0, 3, (0,))), microbatches=0), "microbatches: expected a whole number from 1 to 65536"),
-    (lambda: Plan(stages((0, 3, (0,))), microbatch_size=2.5), "microbatch_size: expected a whole number"),
-    (lambda: Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected True or False, or the numbers of the"),
+    (lambda: A.Plan(stages((0, 3, (0,))), microbatch_size=2.5), "microbatch_size: expected a whole number"),
+    (lambda: A.Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected True or False, or the numbers of the"),
     (lambda: Plan.uniform(3, 3, recompute=(0, 3)), "recompute: expected stages 0 to 2, found 3"),
     (lambda: Prediction(1.0, math.nan, 1.0, (), 0.0), "samples_per_second: expected a number, 0 or more, found"),
     (
@@ -89,7 +92,7 @@ PLANS = [
     (lambda: replace(Cluster.uniform(2, 1e9), host_bandwidth=0), "host_bandwidth: expected a finite number above 0"),
     (lambda: Transformer(0, 8, 2), "^layers: expected"),
     (lambda: Transformer(2, 9, 2), "^heads: expected"),
-    (lambda: Transformer(2, 8, 2.0), "^heads: expected"),
+    (lambda: A.Transformer(2, 8, 2.0), "^heads: expected"),
     (lambda: Transformer(True, 8, 2), "^layers: expected"),
     (lambda: Transformer(2, 8, 2, 0), "^sequence: expected"),
     (lambda: Transformer(2, 8, 2, 4, -1), "^vocabulary: expected"),
@@ -99,13 +102,13 @@ PROFILES = [
     (lambda: LayerProfile("a", -1.0, 0, 0, 0, 0), "forward_seconds: expected a number of sec"),
     (lambda: LayerProfile("a", 0, math.nan, 0, 0, 0), "backward_seconds: .*found nan in layer 'a'"),
     (lambda: LayerProfile("a", 0, 0, math.inf, 0, 0), "cut_bytes: expected a number of bytes .*found inf"),
-    (lambda: LayerProfile("a", 0, 0, 0, "20", 0), "saved_bytes: .*found '20'"),
+    (lambda: A.LayerProfile("a", 0, 0, 0, "20", 0), "saved_bytes: .*found '20'"),
     (lambda: LayerProfile("a", 0, 0, 0, 0, True), "parameter_bytes: .*found True"),
-    (lambda: LayerProfile(3, 0, 0, 0, 0, 0), "name: expected text, found 3"),
+    (lambda: A.LayerProfile(3, 0, 0, 0, 0, 0), "name: expected text, found 3"),
     (lambda: Profile((), 1), "layers: expected one layer or more"),
-    (lambda: Profile((LAYER, 3), 1), r"layers\[1\]: expected a LayerProfile, found 3"),
+    (lambda: A.Profile((LAYER, 3), 1), r"layers\[1\]: expected a LayerProfile, found 3"),
     (lambda: Profile((LAYER,), 0), "microbatch_size: expected a whole number of samples, 1 or more, found 0"),
-    (lambda: Profile((LAYER,), 2.5), "microbatch_size: .*found 2.5"),
+    (lambda: A.Profile((LAYER,), 2.5), "microbatch_size: .*found 2.5"),
     (lambda: Profile((LAYER,), 2, split_share=-0.1), "split_share: expected a number from 0 to"),
     (lambda: Profile((LAYER,), 2, library_bytes=-1), "library_bytes: expected a number from 0 to"),
     (lambda: Profile((LAYER,), 2, fragmentation=0.9), "fragmentation: expected a number from 1 to .*, found 0.9"),
