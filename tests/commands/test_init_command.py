@@ -119,10 +119,7 @@ def test_a_link_is_not_written_through(target: str, tmp_path: Path, capsys: Any)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            ["models.py:no_loss"],
-            "models.py:no_loss: expected an output to compare with a target, or a loss, found tuple",
-        ),
+        (["models.py:no_loss"], "models.py:no_loss: expected an output to compare with a target, or a loss, found"),
         (["models.py:no_batches"], "expected batches"),
         (["models.py:net"], "models.py:net returned an object of type Sequential"),
         (["models.py:make", "-o", "scripts/train.py"], "expected a name beside models.py, found a folder"),

@@ -84,10 +84,7 @@ def test_json(capsys: Any) -> None:
         ("train_setup.py:nothing", "there is no function 'nothing'"),
         ("train_setup.py:broken", "line 20: IndexError"),
         ("train_setup.py:no_batches", "expected batches"),
-        (
-            "train_setup.py:pair",
-            "found (model, sample), as profile takes it: batches, loss_fn and optimizer are missing",
-        ),
+        ("train_setup.py:pair", "found (model, sample), as profile takes it: batches, loss_fn and optimizer are"),
     ],
 )
 def test_refusals(subject: str, text: str, capsys: Any) -> None:

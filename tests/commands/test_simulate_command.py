@@ -39,12 +39,7 @@ def test_options_of_the_simulator_are_options_of_the_command(files, capsys):
     assert not main(["simulate", "plan.yaml", "profile.json", "cluster.yaml", *options])
     found = json.loads(capsys.readouterr().out)["outcome"]
     outcome = evaluate(
-        *files,
-        overlap=False,
-        overlap_reduce=False,
-        allreduce="shared",
-        shared_nic=True,
-        update_seconds_per_byte=1e-9,
+        *files, overlap=False, overlap_reduce=False, allreduce="shared", shared_nic=True, update_seconds_per_byte=1e-9
     )
 
     assert found["minibatch_seconds"] == outcome.minibatch_seconds > evaluate(*files).minibatch_seconds

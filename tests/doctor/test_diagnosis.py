@@ -41,11 +41,7 @@ def test_a_slow_rank_is_at_the_end_of_the_chain_of_waits() -> None:
         "rank 1 is slow: forward 8 of stage 1 (1F8@2) has lasted 30 s (usually 500 ms); it is at "
         "/home/ada/train.py:31 in forward: x = self.slow(x)"
     )
-    assert [one.condition for one in found.conditions] == [
-        Condition.WAITING,
-        Condition.COMPUTING,
-        Condition.WAITING,
-    ]
+    assert [one.condition for one in found.conditions] == [Condition.WAITING, Condition.COMPUTING, Condition.WAITING]
 
 
 def test_a_wait_for_an_action_of_usual_length_is_healthy() -> None:
@@ -58,11 +54,7 @@ def test_a_wait_for_an_action_of_usual_length_is_healthy() -> None:
 @pytest.mark.parametrize(
     ("state", "verdict", "words"),
     [
-        (
-            ProcessState.STOPPED,
-            Verdict.STOPPED,
-            "rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger): process 101",
-        ),
+        (ProcessState.STOPPED, Verdict.STOPPED, "rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger): process 101"),
         (ProcessState.GONE, Verdict.DEAD, "rank 1 is dead: process 101 on host, 4 s ago in 1F8@2 of step 2"),
         (ProcessState.RUNNING, Verdict.SILENT, "rank 1 runs, but its Python interpreter does not answer"),
         (ProcessState.UNKNOWN, Verdict.UNKNOWN, "nothing is known of rank 1"),

@@ -304,11 +304,7 @@ def test_gangs_have_their_own_throughputs():
     work = poisson_workload(thesis_types(), 1000, 5.6, gangs=True)
 
     assert alone == {"A3C/4", "CycleGAN/1", *(f"Recoder/{size}" for size in (512, 1024, 2048, 4096, 8192))}
-    assert types["ResNet-50/64"].gangs == {
-        2: (7.922, 5.516, 1.264),
-        4: (9.452, 10.36, 2.412),
-        8: (17.3, 18.22, 4.569),
-    }
+    assert types["ResNet-50/64"].gangs == {2: (7.922, 5.516, 1.264), 4: (9.452, 10.36, 2.412), 8: (17.3, 18.22, 4.569)}
     for arrival in work:
         kind = types[arrival.job.name.split()[1]]
         workers = arrival.job.workers

@@ -119,11 +119,7 @@ def test_a_file_describes_a_fleet(path):
         ("{synchronous: true}", "{synchronic: true}", "jobs\\[0\\].plan: unknown key 'synchronic'"),
         ("name: other", "name: ../other", "jobs\\[1\\].name: expected a name without /"),
         ("arrives: 60", "arrives: -60", "jobs\\[1\\].arrives: expected 0 or more seconds"),
-        (
-            "  command: [train",
-            "  processes: {K80: 0}\n  command: [train",
-            "processes.K80: expected 1 or more processes",
-        ),
+        ("  command: [train", "  processes: {K80: 0}\n  command: [train", "processes.K80: expected 1 or more"),
         ("steps: 1e5", "steps: -1", "jobs\\[0\\].steps: expected a finite number of steps above 0"),
     ],
 )

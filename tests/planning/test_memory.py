@@ -73,16 +73,6 @@ def test_interleaved_ranks_keep_what_one_of_the_parallel_pipelines_does(ranks, p
         assert peaks[rank] == most == chunks_in_flight(ranks, per_rank, 2 * ranks)[0][rank % ranks]
 
 
-def test_a_stage_of_replicas_counts_the_workers_behind_it():
-    """Published examples of 1F1B-RR (thesis, 2.3): 2-1, 15-1, 2-1-1 and 1-1-1-1."""
-    for replicas, expected in [((2, 1), [2, 1]), ((15, 1), [2, 1]), ((2, 1, 1), [2, 2, 1]), ((1,) * 4, [4, 3, 2, 1])]:
-        behind, found = sum(replicas), []
-        for count in replicas:
-            found.append(live_counts("pipedream", 1, count, behind, sum(replicas))[0])
-            behind -= count
-        assert found == expected
-
-
 def test_a_profile_with_tensor_parallelism_is_that_of_one_rank_of_a_group():
     layers = tuple(LayerProfile(str(index), 1, 1, 7, 40, 100) for index in range(2))
     shared = Plan(pipeline((1, 1), 2), "1f1b-flush", 4, tensor_parallel=2)

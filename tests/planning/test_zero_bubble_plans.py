@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main
-from penstock.errors import PlanError, ProfileError
 from penstock.planning import plan
 from penstock.planning.memory import chunks_in_flight, peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.predictions import foresee, slowest_part
 from penstock.planning.requests import Request
-from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.stage_costs import chain_costs
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify
@@ -180,53 +178,6 @@ def test_replicas_of_a_folded_pipeline() -> None:
     # 6 microbatches in each pipeline, stages of 2 s; one forward is what is left of the bubble.
     assert made.predicted.minibatch_seconds == pytest.approx(6 * 12 + 2, abs=1e-2)
     assert peak_bytes(made, chain_costs(EQUAL), 0.0) == (4 * 20 + 2 * 400,) * 4
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Request("zb-v"), "stages_per_rank: expected 2 under zb-v, found 1: give 2, or plan for zb-h1"),
-        (
-            lambda: Request("zb-h1", stages_per_rank=2),
-            "stages_per_rank: expected 1 under zb-h1, found 2: only the schedules interleaved, zb-v, v-half and v-min "
-            "put several stages on a rank",
-        ),
-        (
-            lambda: PlanConstraints(schedule="zb-v", stages_per_rank=4),
-            "schedule='zb-v', stages_per_rank=4: expected choices that go together, found none that do: several stages "
-            "per rank need schedule='interleaved' (or zb-v, v-half or v-min, for two), vertical_sync needs "
-            "schedule='pipedream', synchronous=True rules out pipedream and 2bw, whole_backwards=True zb-h1, "
-            "zb-v, v-half and v-min, and the planner spp plans for schedule='spp'. Drop one of them",
-        ),
-        (
-            lambda: Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 3, (0,)), Stage(3, 4, (1,))), "zb-v"),
-            "stages[2].ranks: expected [1] (zb-v: stage s where stage 2 x 2 - 1 - s is), found [0] in layers [2, 3) on "
-            "rank 0: deal the stages to the ranks in a V",
-        ),
-        (
-            lambda: Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,))), "zb-v"),
-            "stages: expected 4 stages (zb-v on 2 ranks), found 2: the last is layers [1, 2) on rank 1. Give every "
-            "rank two stages",
-        ),
-        (
-            lambda: Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,)), Stage(2, 3, (2,)), Stage(3, 4, (0, 1))), "zb-v"),
-            "stages[1].ranks: expected 2 ranks (zb-v: as many as stage 0 has), found 1 in layers [1, 2) on rank 2: "
-            "give all stages the same number of replicas",
-        ),
-    ],
-)
-def test_what_does_not_go_together(make, message: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        make()
-
-    assert str(caught.value) == message
-
-
-def test_a_wrong_weight_part_says_where() -> None:
-    with pytest.raises(ProfileError, match=r"weight_seconds: expected at most backward_seconds = 2.0, .*found 3.0"):
-        replace(LAYER, weight_seconds=3.0)
-    with pytest.raises(ProfileError, match="weight_seconds: expected a number of seconds from 0 to"):
-        replace(LAYER, weight_seconds=-1.0)
 
 
 def test_files_with_and_without_weight_parts(tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from support.schedule_strategies import schedules
 
-
-def test_picture_of_gpipe() -> None:
-    assert (
-        render(Schedule("gpipe", 4, 4))
-        == """\
+PICTURES = {
+    "gpipe": (
+        Schedule("gpipe", 4, 4),
+        """\
 gpipe: 4 ranks, 4 microbatches a minibatch; 1 minibatch drawn
 bubble: 42.9% of wall time
 microbatches in flight, rank by rank: 4 4 4 4
@@ -29,14 +28,11 @@ rank 1  .  0  1  2  3  .  .  .  . [0][1][2][3]U.
 rank 2  .  .  0  1  2  3  .  . [0][1][2][3]U.  .
 rank 3  .  .  .  0  1  2  3 [0][1][2][3]U.  .  .
 
- 3  forward of microbatch 3   [3]  its backward   U  update   .  idle   (forward and backward drawn equally long)"""
-    )
-
-
-def test_picture_of_a_flush() -> None:
-    assert (
-        render(Schedule("1f1b-flush", 4, 8))
-        == """\
+ 3  forward of microbatch 3   [3]  its backward   U  update   .  idle   (forward and backward drawn equally long)""",
+    ),
+    "a flush": (
+        Schedule("1f1b-flush", 4, 8),
+        """\
 1f1b-flush: 4 ranks, 8 microbatches a minibatch; 1 minibatch drawn
 bubble: 27.3% of wall time
 microbatches in flight, rank by rank: 4 3 2 1
@@ -47,14 +43,11 @@ rank 1  .  0  1  2  .  . [0] 3 [1] 4 [2] 5 [3] 6 [4] 7 [5] . [6] . [7]U.
 rank 2  .  .  0  1  . [0] 2 [1] 3 [2] 4 [3] 5 [4] 6 [5] 7 [6] . [7]U.  .
 rank 3  .  .  .  0 [0] 1 [1] 2 [2] 3 [3] 4 [4] 5 [5] 6 [6] 7 [7]U.  .  .
 
- 7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)"""
-    )
-
-
-def test_picture_of_interleaved() -> None:
-    assert (
-        render(Schedule("interleaved", 4, 8, 2))
-        == """\
+ 7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)""",
+    ),
+    "interleaved": (
+        Schedule("interleaved", 4, 8, 2),
+        """\
 interleaved: 4 ranks, 2 stages per rank, 8 microbatches a minibatch; 1 minibatch drawn
 bubble: 15.8% of wall time
 microbatches in flight over its stages, rank by rank: 11 9 7 5
@@ -78,14 +71,11 @@ rank 2 stage 2 [1]   [2]   [3]             .     .    [4][5][6][7]U.  .
 rank 3 stage 3  6 [2] 7 [3]                        [4][5][6][7]U.  .  .
        stage 7              4 [4] 5 [5] 6 [6] 7 [7]            U.  .  .
 
- 7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)"""
-    )
-
-
-def test_picture_of_weight_stashing() -> None:
-    assert (
-        render(Schedule("pipedream", 4, 1))
-        == """\
+ 7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)""",
+    ),
+    "weight stashing": (
+        Schedule("pipedream", 4, 1),
+        """\
 pipedream: 4 ranks, 1 microbatch a minibatch; 8 minibatches drawn
 bubble: 0.0% of wall time while the pipe is full; 27.3% of this picture, with fill and drain
 microbatches in flight, rank by rank: 4 3 2 1
@@ -97,14 +87,11 @@ rank 2  .    .    0    1    .   [0  ]U2   [1@0]U3   [2@1]U4   [3@2]U5   [4@3]U6 
 rank 3  .    .    .    0   [0  ]U1   [1  ]U2   [2  ]U3   [3  ]U4   [4  ]U5   [5  ]U6   [6  ]U7   [7  ]U.    .    .
 
  7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)
- 1@0  with weights of version 0, not its stage's newest; without @, with the newest"""
-    )
-
-
-def test_picture_of_weight_stashing_with_vertical_sync() -> None:
-    assert (
-        render(Schedule("pipedream", 4, 8, vertical_sync=True))
-        == """\
+ 1@0  with weights of version 0, not its stage's newest; without @, with the newest""",
+    ),
+    "weight stashing with vertical sync": (
+        Schedule("pipedream", 4, 8, vertical_sync=True),
+        """\
 pipedream: 4 ranks, 8 microbatches a minibatch, vertical sync; 1 minibatch drawn
 bubble: 0.0% of wall time while the pipe is full; 27.3% of this picture, with fill and drain
 microbatches in flight, rank by rank: 4 3 2 1
@@ -116,14 +103,11 @@ rank 2  .    .    0    1    .   [0  ]U2@0 [1@0]U3@0 [2@0]U4@1 [3@0]U5@2 [4@1]U6@
 rank 3  .    .    .    0   [0  ]U1@0 [1@0]U2@0 [2@0]U3@0 [3@0]U4@1 [4@1]U5@2 [5@2]U6@3 [6@3]U7@4 [7@4]U.    .    .
 
  7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)
- 1@0  with weights of version 0, not its stage's newest; without @, with the newest"""
-    )
-
-
-def test_picture_of_2bw() -> None:
-    assert (
-        render(Schedule("2bw", 4, 8))
-        == """\
+ 1@0  with weights of version 0, not its stage's newest; without @, with the newest""",
+    ),
+    "2bw": (
+        Schedule("2bw", 4, 8),
+        """\
 2bw: 4 ranks, 8 microbatches a minibatch; 2 minibatches drawn
 bubble: 0.0% of wall time while the pipe is full; 15.8% of this picture, with fill and drain
 microbatches in flight, rank by rank: 4 3 2 1
@@ -145,14 +129,11 @@ rank 2  12@0 [11@0] 13@0 [12@0] 14@0 [13@0] 15@0 [14@0] .    [15@0]U.     .
 rank 3 [11@0] 12@0 [12@0] 13@0 [13@0] 14@0 [14@0] 15@0 [15@0]U.     .     .
 
  15  forward of microbatch 15   [15]  its backward   U  update   .  idle   (forward and backward drawn equally long)
- 11@0  with weights of version 0, not its stage's newest; without @, with the newest"""
-    )
-
-
-def test_picture_of_one_rank() -> None:
-    assert (
-        render(Schedule("pipedream", 1, 2))
-        == """\
+ 11@0  with weights of version 0, not its stage's newest; without @, with the newest""",
+    ),
+    "one rank": (
+        Schedule("pipedream", 1, 2),
+        """\
 pipedream: 1 rank, 2 microbatches a minibatch; 1 minibatch drawn
 bubble: 0.0% of wall time while the pipe is full; 0.0% of this picture, with fill and drain
 microbatches in flight, rank by rank: 1
@@ -160,14 +141,11 @@ weight versions, rank by rank: 1
 
 rank 0  0 [0]U1 [1]U
 
- 1  forward of microbatch 1   [1]  its backward   U  update   (forward and backward drawn equally long)"""
-    )
-
-
-def test_picture_of_inference() -> None:
-    assert (
-        render(inference(4, 1, 4))
-        == """\
+ 1  forward of microbatch 1   [1]  its backward   U  update   (forward and backward drawn equally long)""",
+    ),
+    "inference": (
+        inference(4, 1, 4),
+        """\
 inference: 4 ranks, 4 microbatches a minibatch; 1 minibatch drawn
 bubble: 42.9% of wall time
 
@@ -176,14 +154,11 @@ rank 1  .  0  1  2  3  .  .
 rank 2  .  .  0  1  2  3  .
 rank 3  .  .  .  0  1  2  3
 
- 3  forward of microbatch 3   .  idle   (forward and backward drawn equally long)"""
-    )
-
-
-def test_picture_of_two_minibatches() -> None:
-    assert (
-        render(Schedule("1f1b-flush", 4, 4), minibatches=2)
-        == """\
+ 3  forward of microbatch 3   .  idle   (forward and backward drawn equally long)""",
+    ),
+    "two minibatches": (
+        Schedule("1f1b-flush", 4, 4),
+        """\
 1f1b-flush: 4 ranks, 4 microbatches a minibatch; 2 minibatches drawn
 bubble: 42.9% of wall time
 microbatches in flight, rank by rank: 4 3 2 1
@@ -194,8 +169,62 @@ rank 1  .  0  1  2  .  . [0] 3 [1] . [2] . [3]U.  .  4  5  6  .  . [4] 7 [5] . [
 rank 2  .  .  0  1  . [0] 2 [1] 3 [2] . [3]U.  .  .  .  4  5  . [4] 6 [5] 7 [6] . [7]U.  .
 rank 3  .  .  .  0 [0] 1 [1] 2 [2] 3 [3]U.  .  .  .  .  .  4 [4] 5 [5] 6 [6] 7 [7]U.  .  .
 
- 7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)"""
-    )
+ 7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)""",
+    ),
+    "replicas, with the stage of every rank": (
+        Schedule.placed("1f1b-flush", Placement(((0, 1), (2,))), 4),
+        """\
+1f1b-flush: 3 ranks, replicas 2-1, 4 microbatches a minibatch; 1 minibatch drawn
+bubble: 46.7% of wall time
+microbatches in flight, rank by rank: 2 2 1
+weight versions, rank by rank: 1 1 1
+
+rank 0 stage 0  0  2  . [0] .  .  . [2]++++++U
+rank 1 stage 0  1  3  .  .  . [1] .  .  . [3]U
+rank 2 stage 1  .  0 [0] 1 [1] 2 [2] 3 [3]U.
+
+ 3  forward of microbatch 3   [3]  its backward   U  update   +  sum of gradients   .  idle
+ (forward and backward drawn equally long)""",
+    ),
+    "zb h1": (
+        Schedule("zb-h1", 3, 4),
+        """\
+zb-h1: 3 ranks, 4 microbatches a minibatch; 1 minibatch drawn
+bubble: 14.3% of wall time
+microbatches in flight, rank by rank: 3 3 3
+weight versions, rank by rank: 1 1 1
+
+rank 0  0  1  2  .  . [0   ] 3 [1   ][2   ][3   ]U
+rank 1  .  0  1  . [0] 2 [1]{0} 3 [2]{1}[3]{2}{3}U
+rank 2  .  .  0 [0] 1 [1] 2 [2]{0} 3 [3]{1}{2}{3}U
+
+ 3  forward of microbatch 3   [3]  its backward or input backward   {3}  its weight backward   U  update   .  idle
+ (forward, input backward and weight backward drawn equally long)""",
+    ),
+    "zb v": (
+        Schedule("zb-v", 2, 3, 2),
+        """\
+zb-v: 2 ranks, 2 stages per rank, 3 microbatches a minibatch; 1 minibatch drawn
+bubble: 5.3% of wall time
+microbatches in flight over its stages, rank by rank: 4 4
+weight versions, rank by rank: 1 1
+
+rank 0 stage 0  0  1  2                   [0   ]         [1   ][2   ]U.
+       stage 3           0 [0]{0} 1 [1]{1}       2 [2]{2}            U.
+rank 1 stage 1  .  0     1           2 [0]{0}         [1]   [2]{1}   {2}U
+       stage 2  .     0     1 [0   ]          2 [1   ]   [2]      {2}   U
+
+ 2  forward of microbatch 2   [2]  its backward or input backward   {2}  its weight backward   U  update   .  idle
+ (forward, input backward and weight backward drawn equally long)""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_of_a_schedule(name: str) -> None:
+    schedule, picture = PICTURES[name]
+
+    assert render(schedule, minibatches=2 if name == "two minibatches" else None) == picture
 
 
 def test_picture_of_a_timeline_is_drawn_to_scale() -> None:
@@ -322,26 +351,6 @@ def test_picture_of_a_schedule_shows_its_program(schedule: Schedule) -> None:
     assert max(map(len, picture.splitlines())) <= 240
     assert "cut short" not in picture
     assert read_back(picture) == program
-
-
-def test_picture_of_replicas_names_the_stage_of_every_rank() -> None:
-    placement = Placement(((0, 1), (2,)))
-
-    assert (
-        render(Schedule.placed("1f1b-flush", placement, 4))
-        == """\
-1f1b-flush: 3 ranks, replicas 2-1, 4 microbatches a minibatch; 1 minibatch drawn
-bubble: 46.7% of wall time
-microbatches in flight, rank by rank: 2 2 1
-weight versions, rank by rank: 1 1 1
-
-rank 0 stage 0  0  2  . [0] .  .  . [2]++++++U
-rank 1 stage 0  1  3  .  .  . [1] .  .  . [3]U
-rank 2 stage 1  .  0 [0] 1 [1] 2 [2] 3 [3]U.
-
- 3  forward of microbatch 3   [3]  its backward   U  update   +  sum of gradients   .  idle
- (forward and backward drawn equally long)"""
-    )
 
 
 def test_replicas_have_versions_of_their_own() -> None:

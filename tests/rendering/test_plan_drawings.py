@@ -230,27 +230,15 @@ def test_picture_needs_no_other_file() -> None:
 @pytest.mark.parametrize(
     ("plan", "cluster", "profile", "message"),
     [
-        (
-            Plan.uniform(4, 4),
-            Cluster.uniform(2, 1e9),
-            None,
-            "the plan uses rank 3 and the cluster has 2 devices: expected ranks below 2. Draw the plan over the "
-            "cluster that it was made for",
-        ),
-        (
-            Plan.uniform(4, 2),
-            Cluster.uniform(2, 1e9),
-            profile_of(5),
-            "the plan has 4 layers and the profile '' has 5: expected the same number. Use the profile that the plan "
-            "was made from",
-        ),
+        (Plan.uniform(4, 4), Cluster.uniform(2, 1e9), None, "the plan uses rank 3 and the cluster has 2 devices"),
+        (Plan.uniform(4, 2), Cluster.uniform(2, 1e9), profile_of(5), "the plan has 4 layers and the profile '' has 5"),
     ],
 )
 def test_what_does_not_fit_is_refused(plan: Plan, cluster: Cluster, profile: Profile | None, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         draw_plan(plan, cluster, profile)
 
-    assert str(caught.value) == message
+    assert message in str(caught.value)
 
 
 @settings(max_examples=150, deadline=None)

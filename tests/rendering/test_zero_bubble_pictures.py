@@ -21,43 +21,6 @@ def played(made: Schedule, cut: float = 0.0, bandwidth: float = float("inf")) ->
     return simulate(made, Profile((layer,) * made.stages, 1), Cluster.uniform(made.ranks, bandwidth), split_seconds=0.0)
 
 
-def test_picture_of_zb_h1() -> None:
-    assert (
-        render(Schedule("zb-h1", 3, 4))
-        == """\
-zb-h1: 3 ranks, 4 microbatches a minibatch; 1 minibatch drawn
-bubble: 14.3% of wall time
-microbatches in flight, rank by rank: 3 3 3
-weight versions, rank by rank: 1 1 1
-
-rank 0  0  1  2  .  . [0   ] 3 [1   ][2   ][3   ]U
-rank 1  .  0  1  . [0] 2 [1]{0} 3 [2]{1}[3]{2}{3}U
-rank 2  .  .  0 [0] 1 [1] 2 [2]{0} 3 [3]{1}{2}{3}U
-
- 3  forward of microbatch 3   [3]  its backward or input backward   {3}  its weight backward   U  update   .  idle
- (forward, input backward and weight backward drawn equally long)"""
-    )
-
-
-def test_picture_of_zb_v() -> None:
-    assert (
-        render(Schedule("zb-v", 2, 3, 2))
-        == """\
-zb-v: 2 ranks, 2 stages per rank, 3 microbatches a minibatch; 1 minibatch drawn
-bubble: 5.3% of wall time
-microbatches in flight over its stages, rank by rank: 4 4
-weight versions, rank by rank: 1 1
-
-rank 0 stage 0  0  1  2                   [0   ]         [1   ][2   ]U.
-       stage 3           0 [0]{0} 1 [1]{1}       2 [2]{2}            U.
-rank 1 stage 1  .  0     1           2 [0]{0}         [1]   [2]{1}   {2}U
-       stage 2  .     0     1 [0   ]          2 [1   ]   [2]      {2}   U
-
- 2  forward of microbatch 2   [2]  its backward or input backward   {2}  its weight backward   U  update   .  idle
- (forward, input backward and weight backward drawn equally long)"""
-    )
-
-
 def test_picture_without_whole_backwards() -> None:
     timeline = Timeline((Span(0, "1F0@0", 0, 1), Span(0, "1I0@0", 1, 2), Span(0, "1W0@0", 2, 3)), 1)
 

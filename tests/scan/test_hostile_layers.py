@@ -100,6 +100,11 @@ class Leaking(nn.ReLU):
         return nn.functional.leaky_relu(input, 0.3)
 
 
+class Tripled(nn.Identity):
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * input
+
+
 class Renamed(nn.Conv1d):
     """A class of another layer that acts as this one."""
 
@@ -229,6 +234,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     "parametrization": lambda: register_and_return(nn.Linear(6, 6)),
     "subclass of Linear": lambda: Masked(6, 6),
     "subclass of ReLU": Leaking,
+    "subclass of Identity": Tripled,
     "subclass of Conv1d": lambda: Renamed(1, 2, 3),
     "forward replaced": replaced_on_the_instance,
     "state": lambda: Own(counted),
@@ -262,6 +268,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Softmax over samples": (lambda: nn.Softmax(0), MIXES),
     "mean over samples": (lambda: Own(lambda layer, x: x - x.mean(0)), MIXES),
     "samples in another order": (lambda: Own(lambda layer, x: x.roll(1, 0)), MIXES),
+    "gate over samples": (lambda: Own(lambda layer, x: x * torch.sigmoid(x.mean())), MIXES),
+    "sorted samples": (lambda: Own(lambda layer, x: x.sort(0).values), MIXES),
     "clipped gradient": (lambda: Own(lambda layer, x: Clipped.apply(x)), MIXES),
     "hook that clips": (lambda: with_activation_hook(lambda gradient: gradient.clamp(-0.01, 0.01)), MIXES),
     "float32 within": (lambda: Own(single_within), "or it computes in fewer digits than its input has"),

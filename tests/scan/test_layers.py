@@ -74,14 +74,6 @@ def test_lengths(plain: Any, scanning: Any, options: dict[str, Any], method: str
             check(gradients(expected, inputs, first, every), gradients(found, inputs, first, every))
 
 
-@pytest.mark.parametrize(("plain", "scanning", "options"), [KINDS[0], *KINDS[2:]])
-def test_all_lengths(plain: Any, scanning: Any, options: dict[str, Any]) -> None:
-    expected, found = pair(plain, scanning, **options)
-    for steps in (*range(1, 71), 257, 1000):
-        inputs = torch.randn(steps, 2, 3, dtype=torch.float64) / 10
-        check(gradients(expected, inputs, None, True), gradients(found, inputs, None, True))
-
-
 @pytest.mark.parametrize("method", ["linear", "blelloch", "chunked"])
 @pytest.mark.parametrize(("plain", "scanning", "options"), KINDS)
 def test_single_precision_is_as_good_as_that_of_pytorch(

@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.scheduling.actions import Backward, BackwardWeight, Update
 from penstock.scheduling.schedules import Schedule
@@ -30,21 +31,10 @@ def enough(schedule: Schedule) -> int:
     return 4 + 3 * (max(schedule.guarantees.delays) + 1) * schedule.microbatches_per_update // schedule.microbatches
 
 
-@settings(max_examples=300)
-@given(schedules(6, 10))
+@settings(max_examples=450)
+@given(st.one_of(schedules(6, 10), replicated_schedules(4, 3, 10), waiting_schedules(5, 8)))
 def test_the_delay_is_what_the_programs_show(schedule: Schedule) -> None:
-    assert tuple(found_delays(schedule, enough(schedule))) == schedule.guarantees.delays
-
-
-@settings(max_examples=200)
-@given(replicated_schedules(4, 3, 10))
-def test_replicas_have_the_delay_of_their_rounds(schedule: Schedule) -> None:
-    assert tuple(found_delays(schedule, enough(schedule))) == schedule.guarantees.delays
-
-
-@settings(max_examples=200)
-@given(waiting_schedules(5, 8))
-def test_updates_that_wait_are_no_later_in_numbers(schedule: Schedule) -> None:
+    """That of replicas is the delay of their rounds; updates that wait are no later in numbers."""
     assert tuple(found_delays(schedule, enough(schedule))) == schedule.guarantees.delays
 
 

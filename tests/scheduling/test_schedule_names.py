@@ -15,7 +15,7 @@ from penstock.cli import main
 from penstock.errors import PenstockError
 from penstock.planning.requests import Request
 from penstock.scheduling import Schedule
-from penstock.values import SCHEDULES, Cluster, LayerProfile, Plan, Profile, Stage
+from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 
 BOTH = (
     "'1f1b' has two meanings: PyTorch and Megatron mean one that flushes after every minibatch, here '1f1b-flush'; "
@@ -25,36 +25,21 @@ PROFILE = Profile(tuple(LayerProfile(str(index), 1e-3, 2e-3, 1e3, 1e3, 1e3) for 
 STAGES = (Stage(0, 2, (0,)), Stage(2, 4, (1,)))
 
 
-def train(**options: Any) -> None:
-    penstock.Pipeline(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        sample=(torch.ones(2, 4),),
-        loss_fn=F.mse_loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        stages=2,
-        **options,
-    )
-
-
-def reference(**options: Any) -> None:
-    penstock.reference_train(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        [(torch.ones(2, 4), torch.ones(2, 4))],
-        sample=(torch.ones(2, 4),),
-        loss_fn=F.mse_loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        stages=2,
-        **options,
-    )
-
-
+OPTIONS: dict[str, Any] = {
+    "sample": (torch.ones(2, 4),),
+    "loss_fn": F.mse_loss,
+    "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+    "stages": 2,
+}
+LAYERS = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+BATCHES = [(torch.ones(2, 4), torch.ones(2, 4))]
 WAYS: dict[str, Callable[[str], object]] = {
     "Schedule": lambda name: Schedule(name, 2, 4),
     "Plan": lambda name: Plan(STAGES, name, 4),
     "plan": lambda name: penstock.plan(PROFILE, Cluster.uniform(2, 1e9), schedule=name),
     "a planner's request": lambda name: Request(name),
-    "Pipeline": lambda name: train(schedule=name),
-    "reference_train": lambda name: reference(schedule=name),
+    "Pipeline": lambda name: penstock.Pipeline(LAYERS, **OPTIONS, schedule=name),
+    "reference_train": lambda name: penstock.reference_train(LAYERS, BATCHES, **OPTIONS, schedule=name),
 }
 
 
@@ -63,12 +48,6 @@ WAYS: dict[str, Callable[[str], object]] = {
 def test_plain_1f1b_is_refused_with_both_meanings(way: str, name: str) -> None:
     with pytest.raises(PenstockError, match=re.escape(BOTH)):
         WAYS[way](name)
-
-
-@pytest.mark.parametrize("name", ["1f1b-flush", "pipedream"])
-@pytest.mark.parametrize("way", WAYS)
-def test_both_words_are_taken(way: str, name: str) -> None:
-    WAYS[way](name)
 
 
 def test_a_file_that_says_it_is_refused(tmp_path: Path) -> None:
@@ -88,7 +67,3 @@ def test_the_command_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     assert main(["plan", str(profile), str(cluster), "--schedule", "1f1b"]) == 1
     assert BOTH in capsys.readouterr().err
-
-
-def test_it_is_no_schedule() -> None:
-    assert "1f1b" not in SCHEDULES and {"1f1b-flush", "pipedream"} <= set(SCHEDULES)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, BackwardInput, Forward, Offload, Reload
 from penstock.scheduling.definitions import Entry, PipelineShape, ScheduleDefinition, Segment, Step
 from penstock.scheduling.orders import GPIPE, METHODS, PIPEDREAM, ZB_V, one_f_one_b_flush
@@ -14,13 +13,7 @@ from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedule_names import SCHEDULES
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.verifier import verify
-from penstock.values.plans import Plan, Stage, schedule
-
-
-def message(make) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        make()
-    return str(caught.value)
+from penstock.values.plans import Plan, schedule
 
 
 def test_fields() -> None:
@@ -67,55 +60,6 @@ def test_text() -> None:
     )
 
 
-def test_numbers_must_be_counts() -> None:
-    assert message(lambda: Schedule("gpipe", 0, 1)) == (
-        "ranks: expected a whole number, 1 or more, found 0: give 1 or more"
-    )
-    assert message(lambda: Schedule("gpipe", 1, -2)) == (
-        "microbatches: expected a whole number, 1 or more, found -2: give 1 or more"
-    )
-    assert message(lambda: Schedule("interleaved", 1, 1, 1.5)) == (  # type: ignore[arg-type]
-        "stages_per_rank: expected a whole number, 1 or more, found 1.5: give 1 or more"
-    )
-    assert message(lambda: Schedule("gpipe", 1, 1).step(-1)) == (
-        "schedule: minibatch: expected a whole number, 0 or more, found -1: give 0 or more"
-    )
-    assert message(lambda: Schedule("gpipe", 1, 1).drain(-1)) == (
-        "schedule: minibatches: expected a whole number, 0 or more, found -1: give 0 or more"
-    )
-
-
-def test_unknown_method() -> None:
-    names = "'gpipe', '1f1b-flush', 'interleaved', 'spp', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'pipedream', '2bw'"
-
-    assert message(lambda: Schedule("1f1b-flsh", 2, 2)) == (
-        f"schedule: there is no method '1f1b-flsh'. Did you mean '1f1b-flush'? Choose one of {names}"
-    )
-    assert message(lambda: Schedule("zzz", 2, 2)) == f"schedule: there is no method 'zzz'. Choose one of {names}"
-
-
-def test_what_a_method_cannot_run() -> None:
-    assert message(lambda: Schedule("2bw", 4, 3)) == (
-        "schedule '2bw': 4 stages need at least 4 microbatches, got microbatches=3; with fewer, a minibatch "
-        "does not fill the pipe. Give microbatches=4 or more, use fewer stages, or choose 'pipedream' or '1f1b-flush'"
-    )
-    assert message(lambda: Schedule("interleaved", 4, 6, 2)) == (
-        "schedule 'interleaved': microbatches must be a multiple of the number of ranks, 4, got microbatches=6; give "
-        "microbatches=4 or 8, or choose '1f1b-flush'"
-    )
-    assert message(lambda: Schedule("interleaved", 4, 3, 2)) == (
-        "schedule 'interleaved': microbatches must be a multiple of the number of ranks, 4, got microbatches=3; give "
-        "microbatches=4, or choose '1f1b-flush'"
-    )
-    assert message(lambda: Schedule("gpipe", 4, 3, 2)) == (
-        "schedule 'gpipe': a rank holds one stage, got stages_per_rank=2; give stages_per_rank=1, or choose "
-        "'interleaved'"
-    )
-    assert message(lambda: Schedule("2bw", 4, 4, vertical_sync=True)) == (
-        "schedule '2bw': vertical_sync=True belongs to 'pipedream' only; drop it, or choose 'pipedream'"
-    )
-
-
 def test_a_method_of_ones_own() -> None:
     """A new schedule is one function; here GPipe's guarantee with the order of 1F1B, which more than keeps it."""
     mine = ScheduleDefinition("mine", one_f_one_b_flush.order, GPIPE.guarantees)
@@ -151,16 +95,6 @@ def test_plans_and_methods_know_the_same_names() -> None:
 )
 def test_schedule_of_a_plan(plan: Plan, expected: Schedule) -> None:
     assert schedule(plan) == expected
-
-
-def test_plans_that_cannot_be_scheduled() -> None:
-    unequal = Plan((Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), "pipedream", 2, vertical_sync=True)
-
-    assert message(lambda: schedule(unequal)) == (
-        "schedule 'pipedream': vertical sync needs equally many replicas of every stage, got 2-1: stages that update "
-        "after different numbers of microbatches have no common version; give them equal numbers, or drop vertical_sync"
-    )
-    assert message(lambda: schedule(Plan.uniform(8, 4, "2bw", 2))).startswith("schedule '2bw': 4 stages need")
 
 
 def test_steps_of_a_v_may_differ() -> None:

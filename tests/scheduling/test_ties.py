@@ -18,7 +18,6 @@ from penstock.simulating.simulator import execute
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile
 
-SHARING = ("gpipe", "1f1b-flush", "interleaved", "spp", "2bw")
 TIED = Schedule("gpipe", 3, 1, ties=((0, 2),))
 DELAYED = Schedule("2bw", 3, 3, ties=((0, 2),))
 NEIGHBOURS = Schedule("2bw", 2, 2, ties=((0, 1),))
@@ -49,22 +48,7 @@ def test_stages_of_one_rank_need_no_message() -> None:
     verify(together)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_every_tie_verifies(data: st.DataObject) -> None:
-    method = data.draw(st.sampled_from(SHARING))
-    ranks = data.draw(st.integers(1, 5))
-    per_rank = data.draw(st.integers(1, 3)) if method == "interleaved" else 1
-    stages = st.lists(st.integers(0, ranks * per_rank - 1), min_size=2, unique=True).map(
-        lambda group: tuple(sorted(group))
-    )
-    ties = tuple(data.draw(st.lists(stages, max_size=4))) if ranks * per_rank > 1 else ()
-    made = Schedule(method, ranks, ranks * data.draw(st.integers(1, 2)), per_rank, ties=ties)
-
-    verify(made, minibatches=data.draw(st.integers(1, 4)))
-
-
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_tie_of_equally_replicated_stages_verifies(data: st.DataObject) -> None:
     stages, replicas, split = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 3)), data.draw(st.booleans())
@@ -147,74 +131,3 @@ def test_a_stage_that_waits_holds_the_gradients_of_two_minibatches() -> None:
         memory = simulate(schedule, profile, Cluster.uniform(3, float("inf")), 4).memory
         assert [max(size for _, size in rank.buffers) for rank in memory] == expected
         assert all(rank.buffers[-1][1] == 0 for rank in memory)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "law", "expected"),
-    [
-        (
-            "0T1<2 0U1<0",
-            "0U1<0 0T1<2",
-            "an action comes after what it needs",
-            "the gradients of tied weights of stage 2 for version 1 on stage 0 before 0U1<0",
-        ),
-        (
-            "0B0@0 0T1>2",
-            "0T1>2 0B0@0",
-            "an action comes after what it needs",
-            "the backward of microbatch 0 on stage 0 before 0T1>2",
-        ),
-        (
-            "0T1>2 0T1<2 0U1<0",
-            "0T1<2 0U1<0 0T1>2",
-            "an action comes after what it needs",
-            "it before the update of stage 0 to version 1",
-        ),
-        (
-            "2T1>0 2T1<0",
-            "2T1<0",
-            "every message is sent once and received once; none is left over after the drain",
-            "2T1>0 on rank 2",
-        ),
-        (
-            "1U1<0",
-            "1T1>2 1U1<0",
-            "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
-            "a stage on another rank that shares weights with stage 1",
-        ),
-    ],
-)
-def test_a_broken_exchange_is_caught(old: str, new: str, law: str, expected: str) -> None:
-    text = format_programs(TIED.program(1))
-    assert text.count(old) == 1
-    with pytest.raises(ScheduleError) as caught:
-        verify_programs(parse_programs(text.replace(old, new)), TIED, 1)
-
-    lines = str(caught.value).splitlines()
-    assert lines[0] == f"schedule 'gpipe' violates an invariant: {law}"
-    assert lines[2] == f"  expected: {expected}"
-
-
-def test_waiting_before_sending_stands_still() -> None:
-    text = format_programs(TIED.program(1)).replace("0T1>2 0T1<2", "0T1<2 0T1>2").replace("2T1>0 2T1<0", "2T1<0 2T1>0")
-    with pytest.raises(ScheduleError) as caught:
-        verify_programs(parse_programs(text), TIED, 1)
-
-    assert "found: rank 0 waits for rank 2, rank 2 waits for rank 0" in str(caught.value)
-
-
-def test_a_schedule_that_updates_behind_every_microbatch_refuses() -> None:
-    with pytest.raises(ScheduleError) as caught:
-        Schedule("pipedream", 3, 3, ties=((0, 2),))
-
-    assert str(caught.value) == (
-        "schedule 'pipedream': stages 0, 2 share weights, and every stage updates at its own time, so that their "
-        "copies drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, v-half, "
-        "v-min) or 2bw, untie the weights, or put the layers that share them into one stage"
-    )
-
-
-@pytest.mark.parametrize("group", [(0,), (2, 0), (0, 0), (0, 3), (-1, 1)])
-def test_ties_name_stages(group: tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError, match=r"expected two or more different stages of 0 to 2, ascending"):
-        Schedule("gpipe", 3, 3, ties=(group,))

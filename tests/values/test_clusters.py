@@ -3,22 +3,12 @@
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
 from penstock.values import Cluster, LinkLevels, LinkMatrix
 from penstock.values.link_tables import FREE, MessageCosts
 from support.strategies import clusters
-
-
-@given(clusters())
-def test_a_file_gives_back_the_cluster(tmp_path_factory, cluster):
-    path = tmp_path_factory.getbasetemp() / "cluster.yaml"
-    cluster.save(path)
-
-    assert Cluster.load(path) == cluster
 
 
 def test_the_innermost_level_that_joins_two_ranks_gives_their_bandwidth():
@@ -87,79 +77,7 @@ def test_a_file_speaks_of_latency_only_where_there_is_some(tmp_path):
     assert path.read_text().count("latency") == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Cluster.uniform(0, 1e9), r"levels\[0\].count: expected a whole number, 1 or more, found 0"),
-        (lambda: Cluster.uniform(2, 0), r"levels\[0\].bytes_per_second: expected a number above 1e-30, found 0"),
-        (lambda: Cluster.uniform(2, math.nan), r"bytes_per_second: expected a number above 1e-30, found nan"),
-        (lambda: Cluster.hierarchical([]), "levels: expected one level or more"),
-        (lambda: Cluster.uniform(2, 1e9, -1), r"memory_bytes: expected a number above 0, 1e\+30 or less, found -1"),
-        (lambda: Cluster.from_matrix([[1, 2], [3]]), r"matrix\[1\]: expected 2 numbers \(one per device\), found 1"),
-        (lambda: Cluster.from_matrix([[1, -2], [3, 1]]), r"matrix\[0\]\[1\]: expected a number above 1e-30, found -2"),
-        (lambda: Cluster.uniform(2, 1, None, -1), r"levels\[0\].latency_seconds: expected a number from 0 to"),
-        (lambda: Cluster.uniform(2, 1, None, math.inf), r"levels\[0\].latency_seconds: expected a number .* found inf"),
-        (lambda: Cluster.hierarchical([(2, 1)] * 2, None, [1]), r"expected 2 numbers \(one per level\), found 1"),
-        (lambda: Cluster.from_matrix([[1, 1]] * 2, None, [[0, 0]]), "latency_seconds: expected 2 rows"),
-        (lambda: Cluster.from_matrix([[1, 1]] * 2, None, [[0, -1], [0, 0]]), r"latency_seconds\[0\]\[1\]: .* found -1"),
-        (lambda: Cluster.uniform(2, 1e9).latency(-1, 0), "rank -1 is not in this cluster: expected 0 to 1"),
-        (lambda: Cluster.uniform(2, 1e9).bandwidth(0, 2), "rank 2 is not in this cluster: expected 0 to 1"),
-        (lambda: Cluster.from_matrix([[1, 1], [1, 1]]).levels, "have no levels: use bandwidth"),
-    ],
-)
-def test_a_wrong_cluster_says_where(make, message):
-    with pytest.raises(PlanError, match=message):
-        make()
-
-
 HEAD = "format: penstock-cluster/1\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("levels: []", "format: expected 'penstock-cluster/1', found nothing"),
-        (HEAD, "expected either `levels` or `matrix`, found neither"),
-        (HEAD + "level: []", r"unknown key 'level'.*Did you mean 'levels'\?"),
-        (HEAD + "levels: [{count: 2}]", r"levels\[0\]: the key 'bytes_per_second' is missing"),
-        (
-            HEAD + "levels: [{count: two, bytes_per_second: 1e9}]",
-            r"levels\[0\].count: expected a whole number, found 'two'",
-        ),
-        (HEAD + "levels: [{count: 2, bytes_per_second: -1e9}]", r"levels\[0\].bytes_per_second: expected .* found -1"),
-        (
-            HEAD + "levels: [{count: 2, bytes_per_second: 1e-320}]",
-            r"levels\[0\].bytes_per_second: expected .* found 1e-320",
-        ),
-        (HEAD + "action_seconds: 1e308\nlevels: [{count: 2, bytes_per_second: 1}]", r"yaml: action_seconds: .* 1e\+30"),
-        (HEAD + "levels: {count: 2}", "levels: expected a list"),
-        (HEAD + "levels: []", "levels: expected one level or more, found none"),
-        (
-            HEAD + "levels: [{count: 2, bytes_per_second: 1, latency_seconds: -1}]",
-            r"levels\[0\].latency_seconds: expected a number from 0 to 1e\+30, found -1",
-        ),
-        (
-            HEAD + "levels: [{count: 2, bytes_per_second: 1}]\nlatency_seconds: 1e-6",
-            "latency_seconds: expected no such key beside `levels`.*inside each level",
-        ),
-        (HEAD + "matrix: [[1, 1], [1, 1]]\nlatency_seconds: [[0, 1]]", "latency_seconds: expected 2 rows"),
-        (
-            HEAD + "devices: 8\nlevels:\n- {count: 2, bytes_per_second: 1}",
-            "devices: expected 2, .*, found 8: if",
-        ),
-        (HEAD + "levels:\n- {count: 1:30, bytes_per_second: 1}", r"count: expected a whole number, found '1:30'"),
-        (HEAD + "matrix: [[1, 1], [1, 1]]\nlatency_seconds: soon", "latency_seconds: expected a number, found 'soon'"),
-        (HEAD + "levels: [{count: 2", "line 2, column 20: not YAML|not YAML"),
-        (HEAD + "levels: []\nlevels: []", "line 3: the key 'levels' is written twice"),
-    ],
-)
-def test_a_wrong_file_names_itself_the_field_and_the_fix(tmp_path, text, message):
-    path = tmp_path / "machine.yaml"
-    path.write_text(text)
-
-    with pytest.raises(PlanError, match=message) as caught:
-        Cluster.load(path)
-    assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_person_may_write_12e9(tmp_path):
@@ -197,8 +115,6 @@ def test_the_bandwidth_to_the_host_is_in_the_file_if_it_is_known(tmp_path):
         cluster.save(tmp_path / "cluster.yaml")
         assert Cluster.load(tmp_path / "cluster.yaml") == cluster
         assert ("host_bandwidth: 25000000000.0" in (tmp_path / "cluster.yaml").read_text()) == (cluster == known)
-    with pytest.raises(PlanError, match="host_bandwidth: expected a finite number above 0"):
-        replace(plain, host_bandwidth=0)
 
 
 def test_one_number_in_a_file_stands_for_the_costs_of_all_links(tmp_path):
@@ -206,23 +122,3 @@ def test_one_number_in_a_file_stands_for_the_costs_of_all_links(tmp_path):
     path.write_text("format: penstock-cluster/1\nmatrix: [[0, 1e9], [1e9, 0]]\nmessage_seconds: 0.5\n")
 
     assert Cluster.load(path).message_costs(0, 1) == MessageCosts(0.5)
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("matrix: [[0, 1], [1, 0]]\nmessage_seconds: [[0, 1]]\n", "message_seconds: expected 2 rows of 2 numbers"),
-        (
-            "matrix: [[0, 1], [1, 0]]\nmessage_seconds: -1\n",
-            r"seconds: expected a number from 0 to 1e\+30, found -1 in the costs of a message",
-        ),
-        ("levels: [{count: 2, bytes_per_second: 1}]\nmessage_seconds: 1\n", "write message_seconds inside each level"),
-        ("levels: [{count: 2, bytes_per_second: 1}]\naction_seconds: -1\n", "action_seconds: expected"),
-    ],
-)
-def test_wrong_costs_are_refused(tmp_path, lines, words):
-    path = tmp_path / "cluster.yaml"
-    path.write_text(f"format: penstock-cluster/1\n{lines}")
-
-    with pytest.raises(PlanError, match=words):
-        Cluster.load(path)

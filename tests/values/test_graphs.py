@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ProfileError
 from penstock.values import Profile
 from penstock.values.graphs import Graph, Operator, Tensor, linearize, read_graph
 from support.paths import PIPEDREAM
@@ -25,31 +24,6 @@ def test_a_diamond_counts_the_tensor_that_two_branches_read_once():
     diamond = graph(4, (0, 5, (1, 2)), (1, 2, (3,)), (2, 3, (3,)), (3, 1, (), True))
 
     assert linearize(diamond) == ((0, 5), (1, 5 + 2), (2, 2 + 3), (3, 1))
-
-
-def test_the_cheaper_branch_goes_first():
-    """After a (5), running c first leaves 5 + 1 across the cut, b first 5 + 9."""
-    diamond = graph(4, (0, 5, (1, 2)), (1, 9, (3,)), (2, 1, (3,)), (3, 1, (), True))
-
-    assert linearize(diamond) == ((0, 5), (2, 5 + 1), (1, 1 + 9), (3, 1))
-
-
-def test_a_skip_connection_rides_across_every_cut_that_it_spans():
-    """a -> b -> c -> d and a -> d."""
-    skip = graph(4, (0, 7, (1, 3)), (1, 2, (2,)), (2, 3, (3,)), (3, 1, (), True))
-
-    assert linearize(skip) == ((0, 7), (1, 7 + 2), (2, 7 + 3), (3, 1))
-
-
-def test_a_branch_is_finished_before_the_next_is_begun():
-    """a feeds the long branches b c and d e, joined by f; b and d are large, c and e small."""
-    tensors = ((0, 1, (1, 3)), (1, 50, (2,)), (2, 2, (5,)), (3, 50, (4,)), (4, 2, (5,)), (5, 1, (), True))
-
-    assert linearize(graph(6, *tensors)) == ((0, 1), (1, 51), (2, 3), (3, 52), (4, 4), (5, 1))
-
-
-def test_an_early_output_crosses_every_later_cut():
-    assert linearize(graph(3, (0, 5, (1, 2)), (1, 3, (), True), (2, 1, (), True))) == ((0, 5), (2, 6), (1, 4))
 
 
 def test_several_tensors_of_one_operator_cross_each_on_its_own():
@@ -214,33 +188,6 @@ def test_items_stand_for_their_producers_tensors(tmp_path):
     assert [layer.saved_bytes for layer in layers] == [70, 5, 6]
     assert [layer.parameter_bytes for layer in layers] == [12, 4, 4]
     assert [layer.forward_seconds for layer in layers] == [1e-3, 1e-3, 1e-3]
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["node1 -- Linear"], "line 1: expected `node4 -- description"),
-        ([node("node1", "Linear", size="big")], r"line 1: activation_size: .*list like .*found 'big'"),
-        ([node("node1", "Linear", size="-4")], "line 1: activation_size: expected a number from 0 to"),
-        ([node("node1", "Linear").replace("parameter_size", "weights")], "line 1: parameter_size is missing"),
-        (
-            [node("node1", "Linear", times="[1;2], backward_compute_time=1")],
-            "forward_compute_time: expected one number",
-        ),
-        ([node("node1", "A"), node("node1", "B")], "line 2: node1 stands in the file twice"),
-        ([node("node1", "A"), "\tnode1 -- node2"], "the edge node1 -- node2 names node2, which has no line"),
-        ([node("node1", "A"), "\tnode1"], "line 2: expected an edge"),
-        ([node("node1", "Input")], "expected one node or more beside inputs"),
-        ([node("a", "A"), node("b", "B"), "\ta -- b", "\tb -- a"], "expected a graph without cycles"),
-    ],
-)
-def test_a_wrong_file_names_the_line(tmp_path, lines, message):
-    path = tmp_path / "graph.txt"
-    path.write_text("\n".join(lines))
-
-    with pytest.raises(ProfileError, match=message) as caught:
-        Profile.from_pipedream(path)
-    assert str(caught.value).startswith(f"{path}: ")
 
 
 def cells(count: int) -> Graph:

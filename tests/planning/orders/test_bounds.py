@@ -169,11 +169,3 @@ def test_moves_keep_what_must_stay_in_order() -> None:
             place = places[kind, stage, microbatch]
             assert place > places.get((kind, stage, microbatch - 1), -1)
             assert place > places.get((kind - 1, stage, microbatch), -1)
-
-
-def test_a_search_is_repeatable() -> None:
-    costs = costs_of(3, 5, 2, split=True)
-    seed = find_seeds(costs, [])[0]
-
-    assert improve(costs, seed, 300).rows == improve(costs, seed, 300).rows
-    assert improve(costs, seed, 300).score <= seed.score

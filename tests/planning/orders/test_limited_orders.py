@@ -8,23 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import Cluster, DeviceKind, LayerProfile, Plan, PlanError, Profile
+from penstock import Cluster, DeviceKind, LayerProfile, Plan, Profile
 from penstock.planning import limit_order
 from penstock.scheduling import define_by_programs
 from penstock.simulating import evaluate
+from support.paper_plans import GB, language_model
 
-GB = 1e9
-LAYERS = (
-    *(LayerProfile(f"block{index}", 1e-2, 2e-2, 16e6, 0.4 * GB, 1e8) for index in range(16)),
-    LayerProfile("head", 0.6e-2, 1.2e-2, 0, 1.0 * GB, 4e8),
-)
-PROFILE = Profile(LAYERS, 1)
+PROFILE = language_model()
 CLUSTER = Cluster.uniform(4, 12 * GB)
 PER_RANK = {"gpipe": 1, "spp": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2, "v-half": 2, "v-min": 2}
 
 
 def plan_of(name: str, ranks: int = 4, microbatches: int = 8) -> Plan:
-    weights = [layer.forward_seconds for layer in LAYERS]
+    weights = [layer.forward_seconds for layer in PROFILE.layers]
     per_rank = PER_RANK.get(name, 1)
     return Plan.balanced(weights, per_rank * ranks, name, microbatches=microbatches, stages_per_rank=per_rank)
 
@@ -38,13 +34,7 @@ LIMIT = peak_of(plan_of("1f1b-flush"))
 
 @pytest.mark.parametrize(
     ("name", "times", "slower"),
-    [
-        ("zb-h1", 1.0, 1.13),
-        ("zb-v", 1.0, 1.45),
-        ("v-half", 1.0, 1.06),
-        ("interleaved", 1.0, 1.28),
-        ("spp", 1.0, 1.01),
-    ],
+    [("zb-h1", 1.0, 1.13), ("zb-v", 1.0, 1.45), ("v-half", 1.0, 1.06), ("interleaved", 1.0, 1.28), ("spp", 1.0, 1.01)],
 )
 def test_a_named_order_holds_a_limit(tmp_path: Path, name: str, times: float, slower: float) -> None:
     plan = plan_of(name)
@@ -65,15 +55,6 @@ def test_a_plan_that_fits_keeps_its_schedule() -> None:
     assert held.schedule == "v-min" and held.order == () and held.planner == ""
 
 
-def test_what_cannot_hold_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"of zb-h1 that takes at most 1 GB on rank 3, found none; as it is it takes"):
-        limit_order(plan_of("zb-h1"), PROFILE, CLUSTER, memory_bytes=GB)
-    with pytest.raises(PlanError, match="limit_order: expected a schedule that flushes, found 2bw"):
-        limit_order(plan_of("2bw"), PROFILE, CLUSTER)
-    with pytest.raises(PlanError, match=r"limit_order: expected stages without replicas, found .4,. replicas"):
-        limit_order(penstock.plan(PROFILE, CLUSTER, stages=1, microbatches=8), PROFILE, CLUSTER)
-
-
 def test_a_plan_for_a_named_schedule_holds_the_memory_of_its_devices() -> None:
     small = CLUSTER.with_memory(0.75 * LIMIT)
     found = penstock.plan(PROFILE, small, schedule="zb-h1", microbatches=8, straight=True, recompute=False)
@@ -83,8 +64,6 @@ def test_a_plan_for_a_named_schedule_holds_the_memory_of_its_devices() -> None:
     assert found.explain().endswith(
         "No plan fits in the usual order of zb-h1: here a forward waits until its bytes fit."
     )
-    with pytest.raises(PlanError, match="nothing fits"):
-        penstock.plan(PROFILE, CLUSTER.with_memory(GB), schedule="zb-h1", microbatches=8, straight=True)
 
 
 def one_at_a_time(plan: Plan) -> Plan:

@@ -12,7 +12,7 @@ from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.offloads import offload_order
 from penstock.planning.orders.rows import OrderCosts
 from penstock.simulating import evaluate
-from support.training import LAYERS, Case, assert_equal, run_pipeline, run_reference
+from support.paper_plans import language_model
 
 PROFILE = Profile((LayerProfile("", 1.0, 2.0, 0.0, 12.0, 0.0),), 1)
 
@@ -67,13 +67,7 @@ def test_the_bound_has_the_bytes_per_second_of_the_host() -> None:
     assert bound_of(replace(costs, movable=(1.0, 1.0), host_bandwidth=9.0)).reason == "rank 1's work"
 
 
-GPT = Profile(
-    (
-        *(LayerProfile(str(index), 1e-2, 2e-2, 16e6, 0.4e9, 1e8) for index in range(16)),
-        LayerProfile("head", 0.6e-2, 1.2e-2, 0, 1e9, 4e8),
-    ),
-    1,
-)
+GPT = language_model()
 PLAN = Plan.balanced([layer.forward_seconds for layer in GPT.layers], 4, microbatches=8)
 
 
@@ -99,15 +93,3 @@ def test_a_plan_that_recomputes_has_no_offloads() -> None:
     cluster = replace(Cluster.uniform(4, 12e9), host_bandwidth=60e9)
     with pytest.raises(PlanError, match="expected an order that takes at most"):
         find_order(replace(PLAN, recompute=True), GPT, cluster, memory_bytes=1e9)
-
-
-def test_what_was_found_equals_the_oracle() -> None:
-    layers = tuple(LayerProfile(str(index), 1e-3, 2e-3, 1e3, 1e6, 1e3) for index in range(LAYERS))
-    cluster = replace(Cluster.uniform(2, 1e9), host_bandwidth=1e10)
-    plan = Plan.uniform(LAYERS, 2, microbatches=6)
-    limit = 0.75 * max(evaluate(replace(plan, schedule="gpipe"), Profile(layers, 2), cluster).peak_bytes)
-    found = offload_order("found", replace(plan, schedule="gpipe"), Profile(layers, 2), cluster, [limit] * 2)
-
-    assert found is not None
-    case = Case("layered", "gpipe", 2, 6, "adamw")
-    assert_equal(run_reference(case, plan=found), run_pipeline(case, plan=found))

@@ -6,21 +6,15 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import Cluster, DeviceKind, LayerProfile, Plan, PlanError, Profile
+from penstock import Cluster, DeviceKind, Plan, Profile
 from penstock.planning import FoundOrder, find_order
 from penstock.simulating import evaluate
+from support.paper_plans import GB, language_model
 
-GB = 1e9
 NAMED = ("gpipe", "1f1b-flush", "spp", "zb-h1")
 
 
-def transformer(blocks: int = 16) -> Profile:
-    """Equal blocks and a head with large logits, as the stages of a language model are."""
-    layers = [LayerProfile(f"block{index}", 1e-2, 2e-2, 16e6, 0.4 * GB, 1e8) for index in range(blocks)]
-    return Profile((*layers, LayerProfile("head", 0.6e-2, 1.2e-2, 0, 1.0 * GB, 4e8)), 1)
-
-
-PROFILE = transformer()
+PROFILE = language_model()
 CLUSTER = Cluster.uniform(4, 12 * GB)
 
 
@@ -137,23 +131,3 @@ def test_an_order_of_many_microbatches_repeats_its_middle(tmp_path: Path, *, fol
         assert (
             penstock.verify(penstock.schedule(longer)).in_flight == penstock.schedule(found.plan).guarantees.in_flight
         )
-
-
-def test_the_same_question_has_the_same_answer() -> None:
-    plan, limit = plan_of(PROFILE, 4, 8), 1.1 * peak_of(plan_of(PROFILE, 4, 8))
-
-    first, second = (find_order(plan, PROFILE, CLUSTER, memory_bytes=limit) for _ in range(2))
-    assert first == second and first.plan.order == second.plan.order
-
-
-def test_what_cannot_be_is_refused() -> None:
-    plan = plan_of(PROFILE, 4, 8)
-    with pytest.raises(PlanError, match=r"at most 1 GB on every rank, found none; the named schedules take [0-9.]+ GB"):
-        find_order(plan, PROFILE, CLUSTER, memory_bytes=GB)
-    with pytest.raises(PlanError, match=r"memory_bytes=.: expected a finite number of bytes above 0, found 0"):
-        find_order(plan, PROFILE, CLUSTER, memory_bytes=0)
-    replicated = penstock.plan(PROFILE, CLUSTER, stages=1, microbatches=8)
-    with pytest.raises(PlanError, match=r"expected stages without replicas, found .4,. replicas"):
-        find_order(replicated, PROFILE, CLUSTER)
-    with pytest.raises(PlanError, match="the plan has 4 ranks and the cluster 2 devices"):
-        find_order(plan, PROFILE, Cluster.uniform(2, GB))

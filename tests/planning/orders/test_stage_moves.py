@@ -11,6 +11,7 @@ from penstock import Cluster, LayerProfile, Plan, PlanError, Profile
 from penstock.planning import FoundOrder, find_order
 from penstock.planning.orders.local_moves import StageMoves
 from penstock.simulating import evaluate
+from support.paper_plans import language_model
 
 PROFILE = Profile(tuple(LayerProfile(str(k), (1 + k) * 1e-3, (2 + k) * 1e-3, 1e3, 1e6, 1e3) for k in range(8)), 2)
 CLUSTER = Cluster.uniform(3, 1e9)
@@ -61,8 +62,7 @@ def test_under_a_limit_moves_shorten_the_step() -> None:
 
 def test_all_stages_recompute_where_that_of_one_gains_nothing() -> None:
     """A transformer whose limit leaves room for one microbatch on the first stages."""
-    blocks = tuple(LayerProfile(str(k), 1e-2, 2e-2, 16e6, 4e8, 1e8) for k in range(32))
-    profile = Profile((*blocks, LayerProfile("head", 1.2e-2, 2.4e-2, 0, 1e9, 4e8)), 1)
+    profile = language_model(32, head=1.2)
     plan = Plan.balanced([layer.forward_seconds for layer in profile.layers], 4, microbatches=8)
     cluster = Cluster.uniform(4, 12e9)
     limit = 0.5 * max(evaluate(plan, profile, cluster).peak_bytes)

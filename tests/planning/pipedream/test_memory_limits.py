@@ -85,7 +85,7 @@ def nested_plans(profile, levels, request):
             return [(sum(seconds[start:stop]), ((start, stop, 1),))]
         count, bandwidth = levels[depth]
         found = []
-        for replicas in compositions(count):
+        for replicas in [(1,) * count] if request.straight else compositions(count):
             for marks in combinations(range(start + 1, stop), len(replicas) - 1):
                 cuts = (start, *marks, stop)
                 links = max((sent[cut - 1] / bandwidth for cut in marks), default=0)
@@ -174,38 +174,35 @@ def test_flat_plans_within_a_memory_limit_are_the_best_of_all(profile, request, 
 small = st.sampled_from(((2, 2), (2, 3), (3, 2), (1, 3), (2, 1)))
 
 
-@settings(max_examples=200, deadline=None)
-@given(profiles(most=5), requests, small, bandwidths, bandwidths, shares)
-def test_plans_on_two_levels_within_a_memory_limit_are_the_best_of_all(profile, request, counts, fast, slow, share):
-    levels = tuple(zip(counts, (fast, slow), strict=True))
-    plans = nested_plans(profile, levels, request)
-    flat = nested_plans(profile, flattened(levels), request)
-    memory = limits(profile, [*plans, *flat], request, share)
-
-    check(profile, Cluster.hierarchical(levels, memory), request, [*plans, *flat])
+machines = st.one_of(
+    st.sampled_from(((2, 2), (2, 3), (3, 2), (1, 3), (2, 1))).flatmap(
+        lambda counts: st.tuples(*(st.tuples(st.just(count), bandwidths) for count in counts))
+    ),
+    st.tuples(*[st.tuples(st.just(2), bandwidths)] * 3),
+)
 
 
-@settings(max_examples=100, deadline=None)
-@given(profiles(most=4), requests, st.tuples(*[bandwidths] * 3), shares)
-def test_plans_on_three_levels_within_a_memory_limit_are_the_best_of_all(profile, request, speeds, share):
-    levels = tuple((2, speed) for speed in speeds)
-    plans = nested_plans(profile, levels, request)
-    flat = nested_plans(profile, flattened(levels), request)
-    memory = limits(profile, [*plans, *flat], request, share)
-
-    check(profile, Cluster.hierarchical(levels, memory), request, [*plans, *flat])
-
-
-@settings(max_examples=225, deadline=None)
-@given(st.data(), requests, st.integers(1, 4), bandwidths, shares)
-def test_straight_plans_within_a_memory_limit_are_the_best_of_all(data, request, devices, bandwidth, share):
-    profile = data.draw(profiles(devices, devices + 3))
-    request = replace(request, straight=True)
-    plans = nested_plans(profile, ((devices, bandwidth),), request)
-    plans = [plan for plan in plans if all(r == 1 for _, _, r in plan[1])]
+@settings(max_examples=300, deadline=None)
+@given(st.data(), requests, machines, shares)
+def test_plans_on_levels_within_a_memory_limit_are_the_best_of_all(data, request, levels, share):
+    profile = data.draw(profiles(most=5 if len(levels) == 2 else 4))
+    plans = nested_plans(profile, levels, request) + nested_plans(profile, flattened(levels), request)
     memory = limits(profile, plans, request, share)
 
-    check(profile, Cluster.uniform(devices, bandwidth, memory), request, plans)
+    check(profile, Cluster.hierarchical(levels, memory), request, plans)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), requests, st.one_of(st.tuples(st.tuples(st.integers(1, 4), bandwidths)), machines), shares)
+def test_straight_plans_within_a_memory_limit_are_the_best_of_all(data, request, levels, share):
+    """The cut after stage s lies on the link of ranks s and s + 1."""
+    devices = prod(count for count, _ in levels)
+    profile = data.draw(profiles(devices, devices + 3))
+    request = replace(request, straight=True)
+    plans = nested_plans(profile, levels, request)
+    memory = limits(profile, plans, request, share)
+
+    check(profile, Cluster.hierarchical(levels, memory), request, plans)
 
 
 def interleaved_plans(profile, ranks, per_rank, bandwidth, request):

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
-from penstock.planning import plan
 from penstock.planning.memory import live_counts
-from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
+from penstock.planning.pipedream.partitions import find_unequal
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import chain_costs
@@ -139,35 +137,3 @@ def test_memory_leaves_out_what_does_not_fit(profile, cluster, schedule):
     least = min((slowest(way, profile, cluster) for way in fitting), default=inf)
     best = min((plan.predicted.bottleneck_seconds for plan in found), default=inf)
     assert best == pytest.approx(least, rel=1e-12)
-
-
-def test_a_slow_device_gets_fewer_layers_or_none():
-    profile = Profile(tuple(LayerProfile(f"h.{k}", 1.0, 2.0, 1.0, 1.0, 1.0) for k in range(6)), 1)
-    links = Cluster.uniform(2, 1e9)
-
-    many = Request(straight=True, microbatches=16)
-    half = find_pipedream(profile, links.with_kinds([DeviceKind(speed=0.5), DeviceKind()]), many)
-    tenth = find_pipedream(profile, links.with_kinds([DeviceKind(speed=0.1), DeviceKind()]), many)
-
-    assert {stage.ranks: stage.stop - stage.start for stage in half.stages} == {(0,): 2, (1,): 4}
-    assert half.predicted.bottleneck_seconds == 12.0
-    assert [stage.ranks for stage in tenth.stages] == [(0,)]
-    assert tenth.devices == (1,)
-
-
-def test_too_many_different_devices_are_refused():
-    profile = Profile(tuple(LayerProfile(f"h.{k}", 1.0, 2.0, 1.0, 1.0, 1.0) for k in range(6)), 1)
-    kinds = [DeviceKind(speed=1 + index / 100) for index in range(32)]
-
-    with pytest.raises(PlanError, match="32 devices of 32 classes are too many"):
-        find_unequal(profile, Cluster.uniform(32, 1e9).with_kinds(kinds), Request())
-
-
-def test_more_stages_than_devices_are_refused_as_that():
-    profile = Profile(tuple(LayerProfile(f"h.{k}", 1.0, 2.0, 1.0, 1.0, 1.0) for k in range(6)), 1)
-    cluster = Cluster.uniform(2, 1e9).with_kinds([DeviceKind(), DeviceKind(speed=0.6)])
-
-    with pytest.raises(PlanError, match=r"stages: expected at most 2 \(2 devices with 1 stages each\), found 3"):
-        find_unequal(profile, cluster, Request(stages=3))
-    with pytest.raises(PlanError, match=r"^no plan: stages: expected at most 2 \(2 devices"):
-        plan(profile, cluster, stages=3)

@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.planning.ptd_p.accelerator_models import AcceleratorModel, Precision
-from penstock.planning.ptd_p.parallel_configs import (
-    ConfigEstimate,
-    ParallelConfig,
-    estimate_config,
-)
+from penstock.planning.ptd_p.parallel_configs import ConfigEstimate, ParallelConfig, estimate_config
 from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.three_d import ThreeDRequest, plan_of, plan_three_d, rank_three_d, simulate_pipeline
-from penstock.planning.ptd_p.transformer_costs import (
-    ModuleCosts,
-    TransformerCosts,
-    profile_of,
-)
+from penstock.planning.ptd_p.transformer_costs import ModuleCosts, TransformerCosts, profile_of
 from penstock.values.clusters import Cluster
 from penstock.values.quantities import seconds_text
 from penstock.values.transformers import Transformer
@@ -168,10 +160,7 @@ def exhaustive(model: Transformer, cluster: Cluster, batch: int) -> dict[tuple[i
 
 
 def one_by_one(
-    model: Transformer,
-    form: tuple[int, int, int, int, int, bool],
-    batch: int,
-    speeds: tuple[float, float, float],
+    model: Transformer, form: tuple[int, int, int, int, int, bool], batch: int, speeds: tuple[float, float, float]
 ) -> tuple[float, float]:
     """(Seconds, peak bytes) of one form, layer by layer and position by position."""
     p, t, d, b, v, recompute = form
@@ -396,8 +385,6 @@ def test_recomputation_pays_where_memory_is_short_as_in_figure_4_17() -> None:
 
     # "Up to 33 % lower" for the extra forward, which is a quarter of the time with it.
     assert 0.67 < with_it / without < 0.8
-    with pytest.raises(PlanError, match="recompute=True, which needs"):
-        best(GPT_1T, 3072, 3072, recompute=False)
 
 
 def test_interleaving_gains_less_as_the_batch_grows_as_in_figure_4_12() -> None:
@@ -476,12 +463,6 @@ def test_messages_that_do_not_overlap_take_longer() -> None:
     assert hidden.minibatch_seconds < shown.minibatch_seconds
 
 
-def test_without_a_limit_everything_fits() -> None:
-    cluster = Cluster.hierarchical([(8, 300e9)])
-
-    assert rank_three_d(ThreeDRequest(GPT_1T, cluster, 8), 0)[0].peak_bytes > 80 * GIB
-
-
 def test_what_does_not_fit_says_what_it_takes() -> None:
     with pytest.raises(PlanError) as caught:
         best(GPT_1T, 64, 64, recompute=False)
@@ -526,69 +507,9 @@ def test_the_devices_that_a_message_asks_for_are_the_fewest(
         rank_three_d(ThreeDRequest(model, Cluster.uniform(devices, 1e9, limit), batch, TOY), 0)
 
 
-@pytest.mark.parametrize(
-    ("fixed", "words"),
-    [
-        ({"devices": 7}, "7 devices have no configuration .* use devices=4, the next smaller number that has"),
-        ({"tensor": 5}, "with tensor = 5: expected p t d = 8, t a divisor of 8 heads"),
-        ({"pipeline": 3, "data": 2}, "with pipeline = 3, data = 2"),
-        ({"microbatch_size": 5}, "d b of a batch of 16"),
-    ],
-)
-def test_an_impossible_grid_is_refused(fixed: dict[str, int], words: str) -> None:
-    model = Transformer(8, 64, 8, sequence=16, vocabulary=64)
-
-    with pytest.raises(PlanError, match=words):
-        plan_three_d(model, Cluster.uniform(8, 1e9), batch_size=16, **fixed)
-
-
-@pytest.mark.parametrize("name", ["pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "devices"])
-@pytest.mark.parametrize("value", [0, -1, True, 1.5])
-def test_a_wrong_number_is_named(name: str, value: float) -> None:
-    with pytest.raises(PlanError, match=rf"^{name}: expected"):
-        ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16, **{name: value})
-
-
-def test_a_wrong_number_of_simulations_is_named() -> None:
-    with pytest.raises(PlanError, match=r"^simulated: expected a whole number, 0 or more, found -1"):
-        rank_three_d(ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16), -1)
-
-
-def test_a_data_set_is_not_a_batch() -> None:
-    with pytest.raises(
-        PlanError, match=r"^batch_size: expected at most 100000000, found 10\d+: give the samples of one"
-    ):
-        ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 10**18)
-
-
 def test_what_is_too_long_to_play_keeps_the_closed_form() -> None:
     model = Transformer(4, 64, 4, sequence=16, vocabulary=64)
     request = ThreeDRequest(model, Cluster.uniform(4, 1e9), 10**6, TOY, pipeline=4, microbatch_size=1)
 
     assert not any(one.simulated for one in rank_three_d(request))
     assert rank_three_d(replace(request, batch_size=100))[0].simulated
-
-
-def test_more_devices_than_the_cluster_has_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"^devices: expected at most the 8 of the cluster, found 9"):
-        ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16, devices=9)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"peak_operations": 0.0}, "peak_operations"),
-        ({"memory_bandwidth": math.inf}, "memory_bandwidth"),
-        ({"efficiency": 1.5}, "efficiency"),
-        ({"half_wave": -1.0}, "half_wave"),
-    ],
-)
-def test_a_wrong_accelerator_is_named(change: dict[str, float], named: str) -> None:
-    with pytest.raises(PlanError, match=rf"^{named}: expected"):
-        replace(TOY, **change)
-
-
-def test_a_wrong_precision_is_named() -> None:
-    with pytest.raises(PlanError, match=r"^gradient_bytes: expected"):
-        Precision(gradient_bytes=-1)
-    assert (Precision().state_bytes, Precision(gradient_bytes=2).state_bytes) == (18, 16)

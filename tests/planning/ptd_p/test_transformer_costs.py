@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
 from penstock.planning.ptd_p.accelerator_models import A100
 from penstock.planning.ptd_p.parallel_configs import (
     ParallelLinks,
@@ -18,67 +17,19 @@ from penstock.planning.ptd_p.parallel_configs import (
     stages_in_flight,
 )
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
-from penstock.planning.ptd_p.transformer_costs import (
-    profile_of,
-    tensor_parallel_costs,
-)
+from penstock.planning.ptd_p.transformer_costs import profile_of, tensor_parallel_costs
 from penstock.scheduling.actions import Backward, Forward
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, schedule
-from support.transformer_arrangements import (
-    GPT_1B,
-    GPT_1T,
-    GPT_6B,
-    GPT_175B,
-    TOY,
-    selene,
-    slowest_pair,
-)
+from support.transformer_arrangements import GPT_1B, GPT_1T, GPT_6B, GPT_175B, selene
 
 # Accelerators, rings, modules.
-
-
-@settings(max_examples=150, deadline=None)
-@given(*[st.integers(1, 5000)] * 3, st.integers(1, 50), st.integers(1, 4))
-def test_larger_products_take_longer_at_higher_rates(m: int, k: int, n: int, count: int, times: int) -> None:
-    small, large = TOY.product_seconds(m, k, n, count), TOY.product_seconds(m, k, n * times, count)
-
-    assert small <= large <= times * small * (1 + 1e-12)
-    assert small >= 2 * count * m * k * n / (TOY.efficiency * TOY.peak_operations)
-    assert small >= 2 * count * (m * k + k * n + m * n) / TOY.memory_bandwidth
 
 
 def test_a_very_large_product_reaches_the_efficiency() -> None:
     seconds = A100.product_seconds(1e6, 1e6, 1e6)
 
     assert math.isclose(2e18 / seconds, A100.efficiency * A100.peak_operations, rel_tol=1e-5)
-
-
-LEVELS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 100)), min_size=1, max_size=3)
-
-
-@settings(max_examples=150, deadline=None)
-@given(LEVELS, st.data())
-def test_a_ring_is_as_slow_as_the_slowest_pair_of_its_groups(
-    levels: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    # Links farther out are slower, as in every machine; then a chain of neighbours meets the slowest pair.
-    speeds = sorted((float(speed) for _, speed in levels), reverse=True)
-    cluster = Cluster.hierarchical([(count, speed) for (count, _), speed in zip(levels, speeds, strict=True)])
-    n = cluster.devices
-    tensor = data.draw(st.sampled_from([t for t in range(1, n + 1) if n % t == 0]))
-    pipeline = data.draw(st.sampled_from([p for p in range(1, n // tensor + 1) if n // tensor % p == 0]))
-    replicas = n // tensor // pipeline
-    ranks = [
-        [[(i * replicas + j) * tensor + k for k in range(tensor)] for j in range(replicas)] for i in range(pipeline)
-    ]
-    tensors = [row for stage in ranks for row in stage]
-    datas = [[row[k] for row in stage] for stage in ranks for k in range(tensor)]
-    stages = [[stage[j][k] for stage in ranks] for j in range(replicas) for k in range(tensor)]
-
-    assert tensor_ring(cluster, n, tensor) == Ring(tensor, slowest_pair(cluster, tensors, striped=True))
-    assert data_ring(cluster, n, tensor, replicas) == Ring(replicas, slowest_pair(cluster, datas, striped=True))
-    assert pipeline_ring(cluster, n, pipeline) == Ring(pipeline, slowest_pair(cluster, stages, striped=False))
 
 
 def test_a_group_leaves_a_server_over_the_cards_of_all_its_devices() -> None:
@@ -101,21 +52,6 @@ def test_a_matrix_has_one_ring_over_its_neighbours() -> None:
     assert tensor_ring(cluster, 4, 4) == Ring(4, 1)
     assert tensor_ring(cluster, 4, 2) == Ring(2, 4)
     assert data_ring(cluster, 4, 2, 2) == Ring(2, 1)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 64), st.floats(1, 1e12), st.floats(1, 1e12))
-def test_reducing_takes_the_share_of_the_other_replicas(ranks: int, size: float, speed: float) -> None:
-    assert math.isclose(Ring(ranks, speed).allreduce_seconds(size), 2 * (ranks - 1) / ranks * size / speed)
-    assert math.isclose(Ring(ranks, speed, 1.0).allreduce_seconds(0.0), 2 * (ranks - 1))
-
-
-@pytest.mark.parametrize(("tensor", "b"), list(product([1, 2, 4, 8, 16], [1, 2, 4])))
-def test_tensor_parallel_volume_is_8bsh_per_layer(tensor: int, b: int) -> None:
-    costs = tensor_parallel_costs(GPT_175B, A100, Ring(tensor, 300e9), b)
-    numbers = costs.layer.reduce_seconds * 300e9 / 2
-
-    assert math.isclose(numbers, 8 * b * 2048 * 12288 * (tensor - 1) / tensor)
 
 
 @pytest.mark.parametrize("b", [1, 2, 4])
@@ -144,16 +80,6 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
             assert math.isclose(found, s * b * h * (34 + 5 * a * s / h))
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-def test_the_devices_of_a_layer_hold_its_parameters_together(tensor: int) -> None:
-    costs = tensor_parallel_costs(GPT_175B, A100, Ring(tensor), 1)
-    h = GPT_175B.hidden
-    shared = 6 * h
-
-    assert math.isclose(tensor * (costs.layer.parameters - shared) + shared, GPT_175B.layer_parameters)
-    assert math.isclose(tensor * costs.tied_parameters, GPT_175B.vocabulary * h)
-
-
 def test_a_profile_has_the_parameters_and_seconds_of_the_parts() -> None:
     profile = profile_of(GPT_6B, A100, selene(8), microbatch_size=2)
     costs = tensor_parallel_costs(GPT_6B, A100, Ring(1), 2)
@@ -173,10 +99,6 @@ def test_a_profile_of_cut_layers_has_their_reductions_in_it() -> None:
 
     assert math.isclose(slow.layers[5].seconds - fast.layers[5].seconds, 2 * numbers * (1e-9 - 1e-12))
     assert slow.layers[5].cut_bytes == 2 * 2048 * 3840 / 4
-    with pytest.raises(PlanError, match="divisor of the model's 32 heads, found 3"):
-        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=3)
-    with pytest.raises(PlanError, match="at most the 8 devices"):
-        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=16)
 
 
 # Memory.

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import PlanError
 from penstock.planning import PlanConstraints, compare_plans, plan
 from penstock.planning.requests import Request
 from penstock.planning.spp.spp_search import propose_grouped
@@ -145,9 +144,3 @@ def test_groups_of_devices_are_planned_as_one() -> None:
         assert made.ranks == 64
         assert all(64 % count == 0 for count in made.replicas)
         assert evaluate(made, profile, cluster).samples_per_second > 0
-
-
-def test_groups_that_cannot_share_the_samples_are_refused() -> None:
-    profile = Profile((LayerProfile("0", 1e-3, 2e-3, 0, 1e6, 4e6),), 3)
-    with pytest.raises(PlanError, match="expected groups of 64 devices that share 3 samples equally"):
-        list(propose_grouped(profile, Cluster.uniform(64, 1e9), Request(schedule="spp", microbatches=256)))

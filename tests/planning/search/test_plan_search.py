@@ -221,15 +221,6 @@ def test_a_plan_made_by_hand_says_so() -> None:
     assert Plan.uniform(4, 2).explain().endswith("compares plans and says why")
 
 
-def test_profiles_must_belong_together() -> None:
-    with pytest.raises(PlanError, match=r"profile\[1\]: expected the layers of profile\[0\]"):
-        plan([equal_layers(3), equal_layers(4, size=8)], Cluster.uniform(2, 1e9))
-    with pytest.raises(PlanError, match=r"profile\[1\]: expected a microbatch size of its own, found 4 again"):
-        plan([equal_layers(3), equal_layers(3)], Cluster.uniform(2, 1e9))
-    with pytest.raises(PlanError, match="expected a Profile, several, or a Transformer, found 3"):
-        plan([3], Cluster.uniform(2, 1e9))  # type: ignore[list-item]
-
-
 def test_the_explanation_says_what_messages_of_half_the_bytes_would_gain() -> None:
     profile = Profile(tuple(LayerProfile(str(i), 1e-3, 2e-3, 3e6, 4e6, 5e8) for i in range(4)), 4)
     slow, fast = Cluster.uniform(2, 1e9), Cluster.uniform(2, 1e12)

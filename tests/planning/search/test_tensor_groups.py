@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError, ProfileError
+from penstock.errors import ProfileError
 from penstock.planning import PlanConstraints, compare_clusters, compare_plans, plan
 from penstock.planning.planners import add_sizes
 from penstock.planning.search.tensor_groups import group_devices, on_devices
@@ -30,16 +30,10 @@ def test_groups_are_neighbours_on_a_server() -> None:
     assert group_devices(servers, 2) == Cluster.hierarchical([(2, 1e10), (2, 1e9)], 5e9, [1e-6, 1e-5])
     assert group_devices(servers, 4).devices == 2
     assert group_devices(servers, 4).bandwidth(0, 1) == 1e9
-    with pytest.raises(PlanError, match=r"servers .* with a multiple of 8 devices for the profile, found 4"):
-        group_devices(servers, 8)
-    with pytest.raises(PlanError, match="expected a cluster with 16 devices for the profile, found 8"):
-        group_devices(servers, 16)
 
 
 def test_devices_that_are_left_over_are_not_used() -> None:
     assert group_devices(Cluster.uniform(5, 1e9), 2) == Cluster.uniform(2, 1e9)
-    with pytest.raises(PlanError, match="a multiple of 2 devices"):
-        group_devices(Cluster.uniform(5, 1e9), 2, every_device=True)
 
 
 def test_groups_of_a_measured_matrix_have_the_links_of_their_first_devices() -> None:
@@ -57,8 +51,6 @@ def test_a_group_has_one_kind_of_device_and_the_price_of_all() -> None:
         replace(fast, price_per_hour=6.0),
         replace(slow, price_per_hour=2.0),
     )
-    with pytest.raises(PlanError, match="found different kinds in a group"):
-        group_devices(cluster.with_kinds([fast, slow, slow, slow]), 2)
 
 
 def test_a_plan_of_groups_is_one_of_devices() -> None:
@@ -99,8 +91,6 @@ def test_a_profile_of_groups_alone_is_planned_for_groups() -> None:
     assert found.tensor_parallel == 2
     assert found.ranks % 2 == 0
     assert "Without a pipeline" not in found.explain()
-    with pytest.raises(PlanError, match="expected a cluster with 2 devices for the profile, found 1"):
-        plan(blocks(degree=2), Cluster.uniform(1, 1e10))
 
 
 def test_groups_that_do_not_fit_the_cluster_are_listed() -> None:
@@ -123,8 +113,6 @@ def test_microbatch_sizes_are_scaled_for_each_degree() -> None:
 
     assert [(each.microbatch_size, each.tensor_parallel) for each in every] == [(4, 1), (2, 1), (4, 2), (2, 2)]
     assert every[3] == profiles[1].scaled(2)
-    with pytest.raises(PlanError, match="one profile for each size"):
-        plan([blocks(), blocks(), blocks(degree=2), blocks(degree=2)], Cluster.uniform(4, 1e10))
 
 
 def test_clusters_are_compared_with_groups() -> None:
@@ -134,11 +122,7 @@ def test_clusters_are_compared_with_groups() -> None:
     assert "Without a pipeline" not in str(compare_clusters(blocks(degree=2), options))
 
 
-def test_a_plan_is_simulated_with_a_profile_of_its_groups_only() -> None:
-    chosen = plan(blocks(degree=2), Cluster.uniform(2, 1e10))
-
-    with pytest.raises(PlanError, match="are on 1 devices and those of the plan on 2"):
-        evaluate(chosen, blocks(), Cluster.uniform(2, 1e10))
+def test_profiles_of_other_groups_are_not_joined() -> None:
     with pytest.raises(ProfileError, match=r"expected layers on 1 devices \(tensor_parallel\)"):
         replace(blocks(), device="a").joined(replace(blocks(degree=2), device="b"))
 

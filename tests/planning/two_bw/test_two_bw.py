@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.memory import interval_bytes, peak_bytes
+from penstock.planning.memory import peak_bytes
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import chain_costs
-from penstock.planning.two_bw.pipeline_chains import cut_positions, stage_counts
+from penstock.planning.two_bw.pipeline_chains import cut_positions
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.simulating.outcomes import evaluate
 from penstock.values import Cluster, LayerProfile, Profile
@@ -233,25 +233,7 @@ def test_plan_says_what_its_candidate_says(profile, cluster, schedule, batch_siz
         assert first.microbatches >= first.stages and first.microbatches % first.stages == 0
 
 
-# The traps of the printed algorithm.
-
-
-def test_throughput_counts_all_pipelines():
-    """A pipeline alone is the faster the deeper it is; sending makes 8 shallow ones the faster together."""
-    ranked = rank(gpt(8), Cluster.uniform(8, 10.0), request("2bw", optimizer_copies=0), batch_size=64)
-    best, deepest = ranked[0], min(ranked, key=lambda candidate: candidate.microbatch_seconds)
-
-    assert (best.replicas, best.stages) == (8, 1)
-    assert (deepest.replicas, deepest.stages) == (1, 8)
-
-
-def test_devices_that_do_not_divide_may_stay_idle():
-    """7 devices and 6 blocks, too large for fewer than 3 stages: 2 pipelines of 3, and accumulation counts these 6."""
-    profile = gpt(6, block=(1.0, 2.0, 0.0, 0.0, 10.0), embedding=(0, 0, 0, 0, 0))
-    plan = plan_two_bw(profile, Cluster.uniform(7, 1e9, 105), request(stages=3), batch_size=60)
-
-    assert plan.ranks == 6
-    assert plan.microbatches == 60
+# The traps of the printed algorithm, and claims of chapter 3.
 
 
 @pytest.mark.parametrize("d", [1, 2, 4])
@@ -274,106 +256,6 @@ def test_pipelines_stay_in_a_server_where_activations_are_the_larger_part():
     assert next(candidate for candidate in ranked if candidate.replicas == 2).orientation.consecutive == "pipelines"
 
 
-def test_2bw_takes_as_many_microbatches_as_stages_or_none():
-    profile, cluster = gpt(8), Cluster.uniform(8, 1e9)
-    ranked = rank(profile, cluster, request(), batch_size=5)
-
-    assert {candidate.stages for candidate in ranked} == {1, 2, 3, 4, 5}
-    assert all(candidate.microbatches % candidate.stages == 0 for candidate in ranked)
-
-
-def test_a_heavy_head_gets_a_stage_of_its_own():
-    """Equal blocks, as in the text, would give the last stage 4 blocks and the head: 24 seconds."""
-    profile = gpt(8, head=(4.0, 8.0, 0, 0, 0))
-    ranked = rank(profile, Cluster.uniform(2, 1e9), request(stages=2), batch_size=8)
-
-    once = [candidate for candidate in ranked if not candidate.recompute]
-    assert [candidate.cuts for candidate in once] == [(0, 7, 10)]
-    assert [candidate.microbatch_seconds for candidate in once] == pytest.approx([18.0])
-
-
-def test_equal_blocks_are_shared_out_equally():
-    plan = plan_two_bw(gpt(8, embedding=(0.1, 0, 0, 0, 0)), Cluster.uniform(4, 1e9), request(stages=4), batch_size=8)
-
-    assert [stage.stop for stage in plan.stages] == [3, 5, 7, 10]
-
-
-def test_recomputation_is_chosen_only_where_it_is_needed():
-    profile = gpt(8, block=(1.0, 2.0, 1.0, 100.0, 1.0))
-    roomy, tight = Cluster.uniform(4, 1e9, 1e6), Cluster.uniform(4, 1e9, 450)
-
-    assert not plan_two_bw(profile, roomy, request(stages=4), batch_size=16).recompute
-    assert plan_two_bw(profile, tight, request(stages=4), batch_size=16).recompute
-    assert plan_two_bw(profile, roomy, request(stages=4, recompute=True), batch_size=16).recompute
-
-
-def test_recomputation_costs_a_third_where_backwards_take_twice_the_forwards():
-    ranked = rank(gpt(8), Cluster.uniform(2, inf), request(stages=2), batch_size=4)
-    with_and_without = {candidate.recompute: candidate.microbatch_seconds for candidate in ranked}
-
-    assert with_and_without[True] == pytest.approx(4 / 3 * with_and_without[False])
-
-
-# Memory: the formulas of section 3.3.3 are the special case of equal stages without gradients and optimizer.
-
-
-@pytest.mark.parametrize("p", [1, 2, 4, 8])
-@pytest.mark.parametrize("m_per_p", [1, 3])
-def test_memory_formulas_of_the_thesis_are_special_cases(p, m_per_p):
-    weights, total, entering, m = 80.0, 240.0, 3.0, m_per_p * p
-    profile = chain(*[(1.0, 2.0, entering, total / 8, weights / 8)] * 8)
-    # A stage behind another one, so that its input counts; the text lets stage 0 have an input of that size too.
-    start = 0 if p == 1 else 8 // p
-    interval = start, start + 8 // p
-    entering *= p > 1
-
-    def bytes_of(schedule, recompute, in_flight):
-        versions = stage_counts(schedule, m, p)[0][1]
-        costs = chain_costs(profile, recompute=recompute)
-        # Without the one gradient that the text leaves out.
-        return interval_bytes(costs, in_flight, versions, 0.0)[interval] - weights / p
-
-    assert stage_counts("2bw", m, p)[0] == (p, 2)
-    assert stage_counts("1f1b-flush", m, p)[0] == (p, 1)
-    assert stage_counts("gpipe", m, p)[0] == (m, 1)
-    # What autograd saves of a stage contains the stage's input, so p |A_input| is no term of its own here.
-    assert bytes_of("2bw", False, p) == pytest.approx(2 * weights / p + p * total / p)
-    assert bytes_of("2bw", True, p) == pytest.approx(2 * weights / p + total / p + p * entering)
-    assert bytes_of("1f1b-flush", True, p) == pytest.approx(weights / p + total / p + p * entering)
-    assert bytes_of("gpipe", True, m) == pytest.approx(weights / p + total / p + m * entering)
-
-
-# Claims of chapter 3 that follow from the cost functions.
-
-
-@settings(max_examples=100, deadline=None)
-@given(models(), other_clusters(), st.integers(0, 20))
-def test_2bw_is_at_least_as_fast_as_a_flush(profile, cluster, batch_size):
-    """Section 3.4.2: in the same configuration by the bubble, (p - 1) / m."""
-    roomy, batch_size = Cluster(cluster.links), batch_size + profile.microbatch_size
-
-    def candidates(schedule):
-        ranked = rank(profile, roomy, request(schedule), batch_size)
-        return {(c.replicas, c.stages, c.recompute, c.microbatches): c for c in ranked}
-
-    flush, buffered = candidates("1f1b-flush"), candidates("2bw")
-    assert buffered.keys() <= flush.keys()
-    for key, candidate in buffered.items():
-        p, m = candidate.stages, candidate.microbatches
-        bubble = 1 + (p - 1) / m
-        assert candidate.samples_per_second == pytest.approx(flush[key].samples_per_second * bubble)
-
-
-@settings(max_examples=150, deadline=None)
-@given(models(), other_clusters(), st.integers(2, 24), st.integers(1, 8))
-def test_larger_safe_batches_never_make_it_slower(profile, cluster, batch_size, more):
-    """Section 3.4.4: gradient accumulation spreads the all-reduce over more microbatches."""
-    before, after = (ranked_or_none(profile, cluster, request(), batch) for batch in (batch_size, batch_size + more))
-
-    if before is not None:
-        assert after[0].samples_per_second >= before[0].samples_per_second * (1 - 1e-9)
-
-
 def test_pipelines_are_deeper_where_memory_is_tight():
     """Section 3.4.4: deeper pipelines hold larger models and microbatches."""
     profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
@@ -383,27 +265,6 @@ def test_pipelines_are_deeper_where_memory_is_tight():
     ]
 
     assert [len(plan.stages) for plan in depths] == [1, 2, 4, 8]
-
-
-def test_pipelines_are_wider_where_links_are_fast():
-    """Few bytes of activations and many of weights: pipelines, but for links on which either costs nothing."""
-    profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 1e4))
-    slow, fast = (plan_two_bw(profile, Cluster.uniform(8, speed), request(), batch_size=8) for speed in (100, 1e9))
-
-    assert [len(stage.ranks) for stage in fast.stages] == [8]
-    assert len(slow.stages) > 1
-
-
-def test_gpipe_admits_fewer_microbatches_and_loses_by_its_bubble():
-    """Section 3.4.3: m activations instead of p."""
-    profile, cluster = gpt(8, block=(1.0, 2.0, 1.0, 10.0, 1.0)), Cluster.uniform(4, 1e9, 150)
-    gpipe, flush = (
-        rank(profile, cluster, request(schedule, stages=4), batch_size=64) for schedule in ("gpipe", "1f1b-flush")
-    )
-    plain = [next(c for c in ranked if not c.recompute) for ranked in (gpipe, flush)]
-
-    assert [candidate.microbatches for candidate in plain] == [4, 64]
-    assert plain[0].samples_per_second < plain[1].samples_per_second
 
 
 def test_64_devices_are_few_configurations():
@@ -443,20 +304,6 @@ def test_one_pipeline_only_if_straight():
     ranked = rank(gpt(8), Cluster.uniform(8, 1e9), request(straight=True), batch_size=64)
 
     assert {candidate.replicas for candidate in ranked} == {1}
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (request("pipedream"), "schedule: expected one of 2bw, 1f1b-flush, gpipe"),
-        (request(stages=5), "stages: expected at most 4"),
-        (request(allreduce="released"), "allreduce: expected ring or shared"),
-        (request(stages=4, microbatches=3), "expected parallel pipelines under 2bw of at most 3 microbatches"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(asked, message):
-    with pytest.raises(PlanError, match=message):
-        rank_pipelines(gpt(8), Cluster.uniform(4, 1e9), asked)
 
 
 @settings(max_examples=150, deadline=None)

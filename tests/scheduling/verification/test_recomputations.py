@@ -7,13 +7,11 @@ import pytest
 
 from penstock.scheduling.actions import Forward, InputGradients, Recompute
 from penstock.scheduling.orders import METHODS
-from penstock.scheduling.schedules import Schedule, inference
+from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches, verify
 from penstock.values.plans import Plan, schedule
-from support.broken_programs import assert_broken
 
 FIRST = Schedule("1f1b-flush", 2, 2, recomputed=frozenset({0}))
-LAW = "stage 0 recomputes a microbatch once, between its forward and its backward"
 
 
 def test_a_recomputation_is_before_the_receive_of_its_backward() -> None:
@@ -39,43 +37,3 @@ def test_all_but_what_directly_follows_its_forward_is_recomputed(method: object)
             if isinstance(action, InputGradients):
                 same = (before.stage, before.microbatch) == (action.stage, action.microbatch)
                 assert same, f"{action} comes after {before}"
-
-
-LAWS = {
-    "twice": (
-        ("0C0@0", "0C0@0 0C0@0"),
-        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0C0@0 >>0C0@0<< 0R0<1 0B0@0 0C1@0 0R1<1 0B1@0 0U1<0",
-        "a microbatch that it has not recomputed yet",
-        "drop the second one",
-    ),
-    "too late": (
-        ("0C0@0 0R0<1 0B0@0", "0R0<1 0B0@0 0C0@0"),
-        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 >>0C0@0<< 0C1@0 0R1<1 0B1@0 0U1<0",
-        "its forward before it and its backward after it",
-        "order them so",
-    ),
-    "too early": (
-        ("0F1@0 0S1>1 0C0@0 0R0<1 0B0@0 0C1@0", "0C1@0 0F1@0 0S1>1 0C0@0 0R0<1 0B0@0"),
-        "rank 0: 0F0@0 0S0>1 >>0C1@0<< 0F1@0 0S1>1 0C0@0 0R0<1 0B0@0 0R1<1 0B1@0 ...",
-        "its forward before it and its backward after it",
-        "order them so",
-    ),
-    "with another version": (
-        ("0C1@0", "0C1@1"),
-        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0C0@0 0R0<1 0B0@0 >>0C1@1<< 0R1<1 0B1@0 0U1<0",
-        "version 0, which 0F1@0 read",
-        "give both the same version",
-    ),
-}
-
-
-@pytest.mark.parametrize("broken", LAWS)
-def test_each_law_broken_once(broken: str) -> None:
-    change, *said = LAWS[broken]
-    assert_broken((FIRST, 1, change), LAW, *said)
-
-
-def test_evaluations_recompute_nothing() -> None:
-    law = "an inference has forwards only"
-    made = inference(1, 1, 1), 1, ("0F0@0", "0F0@0 0C0@0")
-    assert_broken(made, law, "rank 0: 0F0@0 >>0C0@0<<", "no backward and no update", "drop it, or train")
