@@ -65,6 +65,10 @@ def test_a_header_is_read_as_it_was_written(sent: Specs) -> None:
             assert (made.shape, made.stride()) == (spec.shape, spec.strides)
 
 
+def test_a_tensor_without_numbers_has_the_strides_that_pytorch_gives_it() -> None:
+    assert Spec.of(torch.empty(2, 0, 3)).strides == torch.empty(2, 0, 3).stride()
+
+
 def test_what_a_view_conjugates_or_negates_travels_computed() -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     for view in (numbers.conj(), numbers.conj().imag):
