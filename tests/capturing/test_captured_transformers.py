@@ -55,48 +55,21 @@ Build = Callable[[], nn.Module]
 Inputs = Callable[[int], dict[str, Tensor]]
 
 # Llama gets no mask: it would then compute attention in another way (and order of additions) if it knew of the trace.
+LLAMA = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+T5 = [f"{part}.{layer}" for part in ("encoder", "decoder") for layer in ("embed_tokens", "block.0", "block.1")]
+RESNET = [f"resnet.encoder.stages.{stage}.layers.{block}" for stage in range(2) for block in range(2)]
+GPT2 = ["transformer.wte", *(f"transformer.h.{i}" for i in range(3)), "lm_head"]
+BERT = ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"]
+VIT = ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"]
 MODELS: list[Any] = [
-    pytest.param(
-        partial(gpt2, tied=True, layers=3),
-        drawn(text),
-        ["transformer.wte", *(f"transformer.h.{i}" for i in range(3)), "lm_head"],
-        id="gpt2",
-    ),
-    pytest.param(
-        partial(llama, key_value_heads=2),
-        drawn(text),
-        ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"],
-        id="llama",
-    ),
-    pytest.param(
-        mistral, drawn(text), ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"], id="mistral"
-    ),
-    pytest.param(
-        partial(bert, tied=True, **NO_DROPOUT),
-        drawn(padded),
-        ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"],
-        id="bert",
-    ),
-    pytest.param(vit, drawn(image), ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"], id="vit"),
-    pytest.param(
-        partial(t5, dropout_rate=0.0),
-        drawn(translation),
-        [
-            "encoder.embed_tokens", "encoder.block.0", "encoder.block.1",
-            "decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "lm_head",
-        ],
-        id="t5",
-    ),
-    pytest.param(
-        resnet,
-        drawn(image),
-        [
-            "resnet.embedder", *(f"resnet.encoder.stages.{s}.layers.{b}" for s in range(2) for b in range(2)),
-            "classifier.1",
-        ],
-        id="resnet",
-    ),
-]  # fmt: skip
+    pytest.param(partial(gpt2, tied=True, layers=3), drawn(text), GPT2, id="gpt2"),
+    pytest.param(partial(llama, key_value_heads=2), drawn(text), LLAMA, id="llama"),
+    pytest.param(mistral, drawn(text), LLAMA, id="mistral"),
+    pytest.param(partial(bert, tied=True, **NO_DROPOUT), drawn(padded), BERT, id="bert"),
+    pytest.param(vit, drawn(image), VIT, id="vit"),
+    pytest.param(partial(t5, dropout_rate=0.0), drawn(translation), [*T5, "lm_head"], id="t5"),
+    pytest.param(resnet, drawn(image), ["resnet.embedder", *RESNET, "classifier.1"], id="resnet"),
+]
 
 
 def build(model: Build, **dropout: float) -> nn.Module:
