@@ -1,6 +1,8 @@
 """Modules' private names: what each gives, and what stands in where it is gone."""
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from penstock.torch_internals.modules import (
     runs_plainly,
     tensor_tables,
 )
+from penstock.torch_internals.unimported import is_instance
 
 
 class Buffers(nn.Module):
@@ -148,3 +151,11 @@ def test_the_module_inside_of_a_compiled_wrapper_is_found() -> None:
 
     assert compiled_from(torch.compile(module)) is module  # type: ignore[arg-type]
     assert compiled_from(module) is None
+
+
+def test_a_class_has_instances_only_where_its_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_instance(nn.Linear(2, 2), "torch.not_imported", "Linear") and "torch.not_imported" not in sys.modules
+    assert is_instance(nn.Linear(2, 2), "torch.nn", "Linear") and not is_instance(nn.ReLU(), "torch.nn", "Linear")
+    # Another thread may be importing it.
+    monkeypatch.setitem(sys.modules, "torch.not_imported", ModuleType("torch.not_imported"))
+    assert not is_instance(nn.Linear(2, 2), "torch.not_imported", "Linear")
