@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from model_cases.habit_blocks import KINDS, Counter, EmaBook, ReassignedBuffer, changed, does
+from model_cases.habit_blocks import KINDS, Counter, EmaBook, changed, does
 from model_cases.habit_models import DRAWING, HELD, OUTSIDE
 from penstock.capturing import capture
 from penstock.errors import CaptureError
@@ -122,15 +122,6 @@ def test_evaluation_is_in_evaluation_mode_and_shares_the_state() -> None:
             block.plain = block.plain - 0.01  # type: ignore[assignment]
         assert torch.allclose(model(data[1][0]), found, rtol=1e-6)
     assert all(block.training is False for block in model.blocks)
-
-
-def test_capture_leaves_blocks_as_they_were() -> None:
-    model = build(Counter)
-    model.blocks[0].calls = 3  # type: ignore[assignment]
-    capture(model, (batches((6,))[0][0],))
-
-    assert [block.calls for block in model.blocks] == [3, 0, 0, 0]
-    assert all(block.memory == [0.0] and block.plain.item() == 0 for block in model.blocks)
 
 
 class CollectingOutside(Stack):
@@ -410,15 +401,3 @@ def test_state_in_python_is_not_recomputed(kind: Callable[[], nn.Module], messag
         pytest.raises(penstock.PenstockError, match=f"recompute= repeats changes (the )?{message}"),
     ):
         pipe.step(*data[0])
-
-
-@pytest.mark.parametrize("kind", [EmaBook, ReassignedBuffer])
-def test_state_in_buffers_is_recomputed(kind: type[Block]) -> None:
-    data = batches((6, 6))
-
-    def losses(recompute: bool) -> list[float]:
-        options: Any = {"stages": 2, "microbatches": 4, "recompute": recompute}
-        with penstock.Pipeline(build(kind), (data[0][0][:1],), squares, sgd, **options) as pipe:
-            return [pipe.step(x, target).loss.item() for x, target in data]
-
-    assert losses(True) == losses(False)

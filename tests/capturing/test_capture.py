@@ -16,6 +16,7 @@ from penstock.capturing.module_state import find_writable
 from penstock.capturing.samples import Call
 from penstock.errors import CaptureError
 from support.chain_execution import assert_equals_model, every_split, run_stages
+from support.models import InARow
 
 WIDTH = 4
 
@@ -65,12 +66,8 @@ class Images(nn.Module):
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Linear(WIDTH, WIDTH)
-        self.two = nn.Linear(WIDTH, WIDTH)
-        self.three = nn.Linear(WIDTH, WIDTH)
-        self.four = nn.Linear(WIDTH, WIDTH)
-        self.five = nn.Linear(WIDTH, WIDTH)
-        self.six = nn.Linear(WIDTH, WIDTH)
+        for name in ("one", "two", "three", "four", "five", "six"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.one(x).tanh()
@@ -204,26 +201,9 @@ class Numbers(ThreeLayers):
         return self.three(self.two(h) * number) / number
 
 
-class Stacked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.second = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)[0])[0])
+def stacked() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return InARow(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(8, 3))
 
 
 def sequential() -> nn.Sequential:
@@ -267,23 +247,10 @@ class CountsCalls(nn.Module):
         return self.linear(x) / (1 + self.calls) - self.average
 
 
-class SharedCount(nn.Module):
-    """Calls a block that counts its calls three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.counting = CountsCalls()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(self.counting(x))
-        return x
-
-
 def shared_count() -> list[nn.Module]:
+    """A block that counts its calls, three times."""
     counting = CountsCalls()
-    return [nn.Linear(WIDTH, WIDTH), counting, nn.Tanh(), counting, nn.Linear(WIDTH, 3)]
+    return [layer for _ in range(3) for layer in (counting, nn.Linear(WIDTH, WIDTH))]
 
 
 class Table(nn.Module):
@@ -311,8 +278,7 @@ CASES: list[Any] = [
     pytest.param(WritesBuffer, lambda n: Call((data(n, WIDTH),), {}), id="writes a buffer"),
     pytest.param(WritesView, lambda n: Call((data(n, WIDTH),), {}), id="writes a view"),
     pytest.param(Numbers, lambda n: Call((data(n, WIDTH),), {}), id="numbers"),
-    pytest.param(Stacked, lambda n: Call((data(n, 5, 8),), {}), id="torch's own encoder"),
-    pytest.param(Recurrent, lambda n: Call((data(n, 5, WIDTH),), {}), id="recurrent"),
+    pytest.param(stacked, lambda n: Call((data(n, 5, 8),), {}), id="torch's own encoder"),
     pytest.param(lambda: Shared(False), lambda n: Call((data(n, WIDTH),), {}), id="shared block"),
     pytest.param(lambda: Shared(True), lambda n: Call((data(n, WIDTH),), {}), id="shared statistics"),
     pytest.param(shared_statistics, lambda n: Call((data(n, WIDTH),), {}), id="shared statistics of a list"),
@@ -356,26 +322,12 @@ def test_layers_are_named_after_blocks() -> None:
     assert shared.readers["blocks.0.0.weight"] == (0, 2)
 
 
-class Repeated(nn.Module):
-    """Calls one block four times, which a list holds in four places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())] * 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_a_block_that_a_list_holds_several_times_is_cut_at_every_call() -> None:
-    repeated = capture(double(Repeated()), (data(2, WIDTH),))
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())] * 4
+    repeated = capture(double(InARow(nn.Linear(WIDTH, WIDTH), *blocks)), (data(2, WIDTH),))
 
-    assert names(repeated) == ["stem", "blocks.0", "blocks.0@1", "blocks.0@2", "blocks.0@3"]
-    assert repeated.readers["blocks.0.0.weight"] == (1, 2, 3, 4)
+    assert names(repeated) == ["layers.0", "layers.1", "layers.1@1", "layers.1@2", "layers.1@3"]
+    assert repeated.readers["layers.1.0.weight"] == (1, 2, 3, 4)
 
 
 def test_layers_that_write_the_same_statistics_are_one() -> None:
@@ -384,8 +336,8 @@ def test_layers_that_write_the_same_statistics_are_one() -> None:
 
 
 def test_layers_that_change_one_module_are_one() -> None:
-    assert names(capture(double(SharedCount()), (data(2, WIDTH),))) == ["counting", "blocks.2"]
-    assert names(capture(shared_count(), (torch.zeros(2, WIDTH),))) == ["0", "1", "4"]
+    assert names(capture(double(InARow(*shared_count())), (data(2, WIDTH),))) == ["layers.0", "layers.5"]
+    assert names(capture(shared_count(), (torch.zeros(2, WIDTH),))) == ["0", "5"]
     table = Table()
     assert names(capture([table, nn.Tanh(), table, nn.Tanh()], (torch.zeros(2, WIDTH),))) == ["0", "3"]
 

@@ -112,12 +112,8 @@ def test_a_process_holds_its_own_layers_only() -> None:
     held = spread(Positioned, 4, draw, seed=4)
 
     assert "blocks.0.0.weight" in held[0] and "blocks.0.0.weight" not in held[3]
-    assert [part.keys() & {"unused.weight", "steps", "scale", "table"} for part in held] == [
-        {"unused.weight", "steps", "scale", "table"},
-        set(),
-        set(),
-        set(),
-    ]
+    first = {"unused.weight", "steps", "scale", "table"}
+    assert [part.keys() & first for part in held] == [first, set(), set(), set()]
     assert held[3].keys() == {"head.weight", "head.bias"}
     assert sum(len(part) for part in held) == len(set().union(*held)) + 1  # the tied one is in two
 
@@ -169,11 +165,6 @@ def test_processes_make_the_weights_of_their_own_stages(case: Case, pool: Pool) 
         assert set(held) == state.keys() & dict(models.layered().named_parameters()).keys()
     assert len({losses[-1] for losses, _, _ in results}) == 1
     assert len(results[0][2]) < len(list(models.layered().parameters()))
-
-
-def test_a_pipeline_refuses_a_model_without_weights_and_without_init_fn() -> None:
-    with pytest.raises(CaptureError, match="Pass init_fn="):
-        penstock.Pipeline(on_meta(models.layered), **Case("layered", "gpipe", 2, 4).options)
 
 
 def test_what_is_not_on_the_meta_device_keeps_its_values() -> None:
@@ -292,30 +283,19 @@ def test_a_reset_that_was_used_before_the_model_had_weights_is_the_same() -> Non
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
-def test_generators_are_left_as_they_were() -> None:
+def test_generators_and_marks_and_hooks_of_parameters_stay() -> None:
+    model = on_meta(models.Perceptron)
+    bias, seen = model.head.bias, []
+    bias.no_decay = True
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    initialize(on_meta(models.Perceptron), draw)
-
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_marks_on_parameters_stay() -> None:
-    model = on_meta(models.Perceptron)
-    model.head.bias.no_decay = True
-    initialize(model, draw)
-
-    assert model.head.bias.no_decay
-
-
-def test_hooks_on_parameters_stay() -> None:
-    model = on_meta(models.Perceptron)
-    bias, seen = model.head.bias, []
     halved = bias.register_hook(lambda gradient: gradient / 2)
     noted = bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
     initialize(model, draw)
 
+    assert torch.equal(torch.rand(3), expected)
+    assert model.head.bias.no_decay
     model.head.bias.sum().backward()
     assert torch.equal(seen[0], torch.full_like(model.head.bias, 0.5))
     halved.remove()
@@ -352,13 +332,6 @@ def test_a_recurrent_module_uses_its_weights() -> None:
     initialize(model, reset_parameters(model))
 
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
-
-
-def test_what_is_left_unwritten_is_named() -> None:
-    model = on_meta(Positioned)
-
-    with pytest.raises(PenstockError, match=r"scale \(parameter of shape \(6,\)\), table \(buffer .*, steps \(buffer"):
-        initialize(model, reset_parameters(model))
 
 
 def test_writing_the_data_of_a_tensor_counts() -> None:
@@ -404,16 +377,6 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("build", [Counting, lambda: nn.ModuleList([Counting(), Counting()])])
-def test_a_model_that_makes_tensors_on_another_device_is_refused(build: Callable[[], nn.Module]) -> None:
-    with pytest.raises(
-        CaptureError,
-        match=r"(?s)fails on the meta device, .*: x = block\(x\) \+ torch.arange\(x.shape\[-1\]\)\nRuntimeError: .*"
-        r"makes tensors where its inputs are, as torch.arange\(n, device=x.device\)",
-    ):
-        capture_weightless(on_meta(build), (torch.ones(2, 6),))
-
-
 def test_a_sliding_window_needs_its_cache_on_the_meta_device() -> None:
     """Without one, transformers reads the positions: it asks whether several sequences stand in one row."""
     config = transformers.MistralConfig(
@@ -427,18 +390,49 @@ def test_a_sliding_window_needs_its_cache_on_the_meta_device() -> None:
     assert len(capture_weightless(model, {"input_ids": tokens, "use_cache": True}).chain.layers) == 4
 
 
-def test_a_sample_without_a_device_is_refused() -> None:
-    with pytest.raises(CaptureError, match="nothing says where the weights are to be"):
-        capture_weightless(on_meta(models.Perceptron), (torch.ones(2, 6, device="meta"),))
-
-
 def test_weights_are_asked_for_where_there_are_none() -> None:
     assert asks_for_weights(on_meta(models.layered), draw)
     assert not asks_for_weights(models.layered(), None)
-    with pytest.raises(CaptureError, match=r"0.linear.weight, 0.linear.bias, .* and 20 more: on the meta device"):
-        asks_for_weights(on_meta(models.layered), None)
-    with pytest.raises(CaptureError, match="no parameter or buffer of the model is on the meta device"):
-        asks_for_weights(models.layered(), draw)
+
+
+ELSEWHERE = (
+    r"(?s)fails on the meta device, .*: x = block\(x\) \+ torch.arange\(x.shape\[-1\]\)\nRuntimeError: .*"
+    r"makes tensors where its inputs are, as torch.arange\(n, device=x.device\)"
+)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "no weights and no init_fn=": (
+        lambda: penstock.Pipeline(on_meta(models.layered), **Case("layered", "gpipe", 2, 4).options),
+        "Pass init_fn=",
+    ),
+    "no weights": (
+        lambda: asks_for_weights(on_meta(models.layered), None),
+        r"0.linear.weight, 0.linear.bias, .* and 20 more: on the meta device",
+    ),
+    "weights and init_fn=": (
+        lambda: asks_for_weights(models.layered(), draw),
+        "no parameter or buffer of the model is on the meta device",
+    ),
+    "a sample without a device": (
+        lambda: capture_weightless(on_meta(models.Perceptron), (torch.ones(2, 6, device="meta"),)),
+        "nothing says where the weights are to be",
+    ),
+    "tensors on another device": (lambda: capture_weightless(on_meta(Counting), (torch.ones(2, 6),)), ELSEWHERE),
+    "in a list of layers": (
+        lambda: capture_weightless(on_meta(lambda: nn.ModuleList([Counting(), Counting()])), (torch.ones(2, 6),)),
+        ELSEWHERE,
+    ),
+    "what is left unwritten": (
+        lambda: initialize(model := on_meta(Positioned), reset_parameters(model)),
+        r"scale \(parameter of shape \(6,\)\), table \(buffer .*, steps \(buffer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_without_weights_are_refused(case: str) -> None:
+    call, text = REFUSED[case]
+    with pytest.raises(PenstockError, match=text):
+        call()
 
 
 @pytest.mark.slow

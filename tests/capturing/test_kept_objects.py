@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import penstock
-from support.blocks import Block, assert_trains, batches, build, sgd, squares
+from support.blocks import Block, assert_trains, build
 
 
 class Registry:
@@ -110,15 +109,3 @@ def test_the_numbers_are_those_of_a_plain_loop(name: str, listed: bool) -> None:
         return nn.Sequential(model.first, *model.blocks, model.last) if listed else model
 
     assert_trains(made, stages=2, predicts=False)
-
-
-def test_nothing_is_counted_before_the_first_step() -> None:
-    registry = Registry()
-    model = build(Block)
-    model.blocks[1] = Counting(registry).double()
-    x, target = batches((6,))[0]
-    with penstock.Pipeline(model, (x[:2],), squares, sgd, stages=2, microbatches=2) as pipe:
-        assert (registry.calls, registry.noted, registry.table) == (0, [0.0], {"calls": 0})
-        assert not hasattr(registry, "last")
-        pipe.step(x, target)
-        assert registry.calls == 2

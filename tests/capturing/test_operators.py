@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from penstock.capturing import LayerChain, capture
 from penstock.capturing.operators import OperatorCall
 from penstock.capturing.weightless import capture_weightless
 from penstock.capturing.work_estimates import estimate_seconds
+from support.models import InARow
 
 FLOAT = 4
 CPU = torch.device("cpu")
 
 
-def operators(*layers: nn.Module, sample: Tensor) -> list[tuple[OperatorCall, ...]]:
+def operators(*layers: Any, sample: Tensor) -> list[tuple[OperatorCall, ...]]:
     return [layer.operators for layer in capture(list(layers), (sample,)).layers]
 
 
@@ -49,17 +51,14 @@ def test_an_embedding_reads_its_rows_and_fills_the_gradient_of_its_table() -> No
 
 
 def test_other_operators_move_bytes_and_views_do_nothing() -> None:
-    class Views(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.view(2, 2, 2).transpose(0, 1).detach()
+    def view(x: Tensor) -> Tensor:
+        return x.view(2, 2, 2).transpose(0, 1).detach()
 
-    class Spread(nn.Module):
+    def spread_out(x: Tensor) -> Tensor:
         """Reads 4 elements and writes 400."""
+        return x[:, :1, :1].expand(2, 100, 2).exp()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, :1, :1].expand(2, 100, 2).exp()
-
-    views, spread = operators(Views(), Spread(), sample=torch.randn(2, 4))
+    views, spread = operators(view, spread_out, sample=torch.randn(2, 4))
 
     assert views == ()
     assert spread == (OperatorCall(0, FLOAT * (2 + 400), FLOAT, 0),)
@@ -67,11 +66,10 @@ def test_other_operators_move_bytes_and_views_do_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_attention_and_scripted_modules_are_counted() -> None:
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x, x)
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
 
-    (attention,) = operators(Attention(), sample=torch.randn(2, 3, 5, 8))
+    (attention,) = operators(attend, sample=torch.randn(2, 3, 5, 8))
     (scripted,) = operators(torch.jit.script(nn.Sequential(nn.Linear(3, 5), nn.ReLU())), sample=torch.randn(2, 3))
 
     # Each of two products has 2 x 3 x 5 x 5 x 8 multiplications and additions.
@@ -85,12 +83,6 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = doubled(x)
-        return result
-
-
 @pytest.fixture
 def formula() -> Iterator[None]:
     register_flop_formula(torch.ops.penstock_tests.doubled)(lambda shape, **_: 1000 * shape[0])
@@ -99,12 +91,12 @@ def formula() -> Iterator[None]:
 
 
 def test_an_operator_of_the_users_moves_bytes() -> None:
-    assert operators(Doubled(), sample=torch.randn(3, 2)) == [(OperatorCall(0, FLOAT * 2 * 6, FLOAT, 0),)]
+    assert operators(doubled, sample=torch.randn(3, 2)) == [(OperatorCall(0, FLOAT * 2 * 6, FLOAT, 0),)]
 
 
 @pytest.mark.usefixtures("formula")
 def test_an_operator_of_the_users_may_have_a_formula() -> None:
-    assert operators(Doubled(), sample=torch.randn(3, 2))[0][0].flops == 3000
+    assert operators(doubled, sample=torch.randn(3, 2))[0][0].flops == 3000
 
 
 def test_compiled_layers_are_counted() -> None:
@@ -139,17 +131,6 @@ class Restless(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-class Nested(nn.Module):
-    def __init__(self, blocks: list[Restless]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.parametrize("traced", [False, True])
 def test_counting_leaves_no_trace(traced: bool) -> None:
     torch.manual_seed(0)
@@ -159,7 +140,7 @@ def test_counting_leaves_no_trace(traced: bool) -> None:
     twins = copy.deepcopy(blocks)
     hooks = [block.register_forward_hook(lambda *_: hooked.append("")) for block in blocks]
     states = torch.get_rng_state(), random.getstate()
-    chain = capture(Nested(blocks) if traced else blocks, (x,))
+    chain = capture(InARow(*blocks) if traced else blocks, (x,))
 
     assert all(layer.operators for layer in chain.layers)
     assert [(block.calls, block.history, float(block.seen)) for block in blocks] == [(0, [], 0.0)] * 3
@@ -182,11 +163,7 @@ def test_counting_leaves_no_trace(traced: bool) -> None:
 def model(vocabulary: int = 50) -> list[nn.Module]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)]
-    return [nn.Embedding(vocabulary, 8), *map(list_of_one, blocks), nn.Linear(8, vocabulary)]
-
-
-def list_of_one(block: nn.Module) -> nn.Module:
-    return Nested([block])  # type: ignore[list-item]
+    return [nn.Embedding(vocabulary, 8), *map(InARow, blocks), nn.Linear(8, vocabulary)]
 
 
 def estimate(chain: LayerChain) -> tuple[float, ...]:
@@ -223,13 +200,12 @@ def test_a_model_without_weights_takes_as_long() -> None:
 def test_a_gpu_has_other_rates() -> None:
     """Arithmetic is cheaper there than moving bytes: the product of large matrices weighs less beside a sum."""
 
-    class Added(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + x
+    def double(x: Tensor) -> Tensor:
+        return x + x
 
     x = torch.zeros(1024, 1024, dtype=torch.bfloat16)
     with torch.device("meta"):
-        layers = [nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16), Added()]
+        layers: list[Any] = [nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16), double]
     chain = capture_weightless(layers, (x,)).chain
     (product, added), (fast, moved) = (estimate_seconds(chain, torch.device(kind)) or () for kind in ("cpu", "cuda"))
 
@@ -237,8 +213,7 @@ def test_a_gpu_has_other_rates() -> None:
 
 
 def test_nothing_is_known_of_layers_that_run_no_operator() -> None:
-    class Numbers(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.from_numpy(x.numpy() * 2)
+    def numbers(x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy() * 2)
 
-    assert estimate_seconds(capture([Numbers(), Numbers()], (torch.ones(2),)), CPU) is None
+    assert estimate_seconds(capture([numbers, numbers], (torch.ones(2),)), CPU) is None

@@ -33,6 +33,16 @@ class Holding(Block):
         self.shared = shared
 
 
+class Writing(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > LIMIT:
+            self.write(x)
+        return super().forward(x)
+
+    def write(self, x: Tensor) -> None:
+        """What a kind of block does with what it shares."""
+
+
 @dataclass
 class Options:
     scale: float = 1.0
@@ -65,18 +75,14 @@ class Assigns(Holding):
         return super().forward(x)
 
 
-class Multiplies(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            self.shared.inner.scale *= 0.5
-        return super().forward(x)
+class Multiplies(Writing):
+    def write(self, x: Tensor) -> None:
+        self.shared.inner.scale *= 0.5
 
 
-class Fills(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] > LIMIT:
-            self.shared.table["second"] = x.mean().item()
-        return super().forward(x)
+class Fills(Writing):
+    def write(self, x: Tensor) -> None:
+        self.shared.table["second"] = x.mean().item()
 
 
 class Appends(Holding):
@@ -87,11 +93,9 @@ class Appends(Holding):
         return super().forward(x)
 
 
-class Deletes(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            del self.shared.scale
-        return super().forward(x)
+class Deletes(Writing):
+    def write(self, x: Tensor) -> None:
+        del self.shared.scale
 
 
 class Renames(Holding):
@@ -110,70 +114,51 @@ def look(x: Tensor, box: Any) -> float:
     return float(box.scale)
 
 
-class HandsOn(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            halve(x, self.shared)
-        return super().forward(x)
+class HandsOn(Writing):
+    def write(self, x: Tensor) -> None:
+        halve(x, self.shared)
 
 
-class HandsOnByName(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            self.halve(x, box=self.shared)
-        return super().forward(x)
+class HandsOnByName(Writing):
+    def write(self, x: Tensor) -> None:
+        self.halve(x, box=self.shared)
 
     def halve(self, x: Tensor, box: Any) -> None:
         box.scale *= 0.5
 
 
-class SetsByName(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            setattr(self.shared, "scale", 0.5)  # noqa: B010
-        return super().forward(x)
+class SetsByName(Writing):
+    def write(self, x: Tensor) -> None:
+        setattr(self.shared, "scale", 0.5)  # noqa: B010
 
 
-class GetsByName(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            getattr(self, "shared").scale = 0.5  # noqa: B009
-        return super().forward(x)
+class GetsByName(Writing):
+    def write(self, x: Tensor) -> None:
+        getattr(self, "shared").scale = 0.5  # noqa: B009
 
 
-class WritesItsDict(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            self.shared.__dict__["scale"] = 0.5
-            vars(self.shared).update(scale=0.5)
-        return super().forward(x)
+class WritesItsDict(Writing):
+    def write(self, x: Tensor) -> None:
+        self.shared.__dict__["scale"] = 0.5
+        vars(self.shared).update(scale=0.5)
 
 
-class HandsToUnknown(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            {"halve": halve}["halve"](x, self.shared)
-        return super().forward(x)
+class HandsToUnknown(Writing):
+    def write(self, x: Tensor) -> None:
+        {"halve": halve}["halve"](x, self.shared)
 
 
-class CallsItsMethod(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            self.shared.shrink()
-        return super().forward(x)
+class CallsItsMethod(Writing):
+    def write(self, x: Tensor) -> None:
+        self.shared.shrink()
 
 
-class InAHelper(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.prepare(x))
-
-    def prepare(self, x: Tensor) -> Tensor:
+class InAHelper(Writing):
+    def write(self, x: Tensor) -> None:
         def inner() -> None:
             self.shared.scale = 0.5
 
-        if x.abs().max() > LIMIT:
-            inner()
-        return x
+        inner()
 
 
 class Draws(Holding):
@@ -227,11 +212,9 @@ class CallsAModule(Holding):
         return super().forward(self.shared(x))
 
 
-class WritesAModule(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > LIMIT:
-            self.shared.scale = 1
-        return super().forward(x)
+class WritesAModule(Writing):
+    def write(self, x: Tensor) -> None:
+        self.shared.scale = 1
 
 
 def in_closure() -> list[nn.Module]:

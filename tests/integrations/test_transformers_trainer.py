@@ -1,5 +1,6 @@
 """A Trainer that trains through a pipeline: its logs are those of a plain one, and it resumes, saves and refuses."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,8 @@ import torch
 import transformers
 
 import penstock
-from support.jobs.trainer_jobs import (
-    History,
-    arguments,
-    collate,
-    make_model,
-    make_trainer,
-    rows,
-    train,
-    train_and_resume,
-)
+from support.jobs import trainer_jobs
+from support.jobs.trainer_jobs import History, arguments, collate, make_model, make_trainer, rows, train
 from support.processes import Pool
 
 pytest.importorskip("accelerate")
@@ -37,7 +30,7 @@ def assert_alike(expected: History, found: History, rounding: float = FLOAT32) -
 def test_the_logs_of_a_plain_trainer(pool: Pool, tmp_path: Path) -> None:
     """Losses, gradient norms, learning rates, accuracies: in two processes, and resumed."""
     expected = train(tmp_path / "plain", plain=True)
-    found = pool.run(2, train_and_resume, tmp_path / "pipeline")
+    found = pool.run(2, trainer_jobs.train_and_resume, tmp_path / "pipeline")
     evaluations = [logs["eval_loss"] for logs in expected if "eval_loss" in logs]
 
     assert len([logs for logs in expected if "loss" in logs]) == 10
@@ -64,59 +57,53 @@ def test_an_evaluation_before_the_training(tmp_path: Path) -> None:
 
 
 def test_low_precision_and_steps_of_one_sample(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
-        "bf16": True,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "max_steps": 3,
-    }
-    given = {**given, "eval_strategy": "no", "save_strategy": "no"}
+    given: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 3}
+    given |= {"bf16": True, "eval_strategy": "no", "save_strategy": "no"}
     expected = train(tmp_path, plain=True, given=given)
 
     # To the type's rounding, if sums are taken in another order.
     assert_alike(expected, train(tmp_path, given=given, stages=2), rounding=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"optimizer": None, "sample": 1}, "has optimizer, sample, which the Trainer passes itself"),
-        ({"loss_fn": None}, "has loss_fn, which the Trainer passes itself"),
-    ],
-)
-def test_options_that_the_trainer_passes_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
-    with pytest.raises(penstock.PenstockError) as caught:
-        make_trainer(tmp_path, **options).train()
-    assert text in str(caught.value)
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "options that the trainer passes": (
+        lambda folder: make_trainer(folder, optimizer=None, sample=1).train(),
+        "has optimizer, sample, which the Trainer passes itself",
+    ),
+    "a loss": (
+        lambda folder: make_trainer(folder, loss_fn=None).train(),
+        "has loss_fn, which the Trainer passes itself",
+    ),
+    "a plan with other microbatches": (
+        lambda folder: make_trainer(folder, plan=penstock.Plan.uniform(4, 2, microbatches=4)).train(),
+        r"has 4 microbatches, .* gradient_accumulation_steps=3",
+    ),
+    "an epoch that ends with too few samples, at once": (
+        lambda folder: make_trainer(folder, samples=26, stages=2).train(),
+        "26 samples, so that the last step of an epoch has 2 for 3",
+    ),
+    "a pipeline before the first batch": (
+        lambda folder: make_trainer(folder, stages=2).pipeline,
+        r"call train\(\) or evaluate\(\) first",
+    ),
+    **{
+        f"what a pipeline cannot follow: {name}": (
+            lambda folder, name=name, value=value: penstock.integrations.PipelineTrainer(
+                make_model(), arguments(folder, **{name: value})
+            ),
+            f"{name}.*{remedy}",
+        )
+        for name, value, remedy in (
+            ("label_smoothing_factor", 0.1, "let the model compute its loss"),
+            ("activation_checkpointing", True, "'recompute': True"),
+            ("torch_compile", True, "'compile': True"),
+        )
+    },
+}
 
 
-def test_a_plan_with_other_microbatches_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, plan=penstock.Plan.uniform(4, 2, microbatches=4))
-    with pytest.raises(penstock.PenstockError, match=r"has 4 microbatches, .* gradient_accumulation_steps=3"):
-        trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({"label_smoothing_factor": 0.1}, "let the model compute its loss"),
-        ({"activation_checkpointing": True}, "'recompute': True"),
-        ({"torch_compile": True}, "'compile': True"),
-    ],
-)
-def test_what_a_pipeline_cannot_follow_is_refused(given: dict[str, Any], remedy: str, tmp_path: Path) -> None:
-    from penstock.integrations import PipelineTrainer
-
-    with pytest.raises(penstock.PenstockError, match=f"{next(iter(given))}.*{remedy}"):
-        PipelineTrainer(make_model(), arguments(tmp_path, **given))
-
-
-def test_an_epoch_that_ends_with_too_few_samples_is_refused_at_once(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, samples=26, stages=2)
-    with pytest.raises(penstock.PenstockError, match="26 samples, so that the last step of an epoch has 2 for 3"):
-        trainer.train()
-
-
-def test_the_pipeline_is_built_from_the_first_batch(tmp_path: Path) -> None:
-    with pytest.raises(penstock.PenstockError, match=r"call train\(\) or evaluate\(\) first"):
-        _ = make_trainer(tmp_path, stages=2).pipeline
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str, tmp_path: Path) -> None:
+    call, text = REFUSED[case]
+    with pytest.raises(penstock.PenstockError, match=text):
+        call(tmp_path)

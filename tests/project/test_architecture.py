@@ -151,9 +151,6 @@ METHODS = {
     "track": "(self, **objects)",
 }
 """What a pipeline has, with the parameters of its methods."""
-NAMESAKES: set[str] = set()
-"""The names that two public classes may share."""
-
 
 FRAGMENTS = {
     "penstock.runtime.transport.gloo.all_reduce",
@@ -191,23 +188,196 @@ def is_pure(module: str) -> bool:
     return laws.room_of(module, FLOW).partition(".")[0] in PURE
 
 
-def sources_where(chosen: Callable[[str], bool]) -> dict[str, str]:
-    return {module: text for module, text in SOURCES.items() if chosen(module)}
+def sources_where(chosen: Callable[[str], bool], sources: dict[str, str] = SOURCES) -> dict[str, str]:
+    return {module: text for module, text in sources.items() if chosen(module)}
 
 
-def test_import_graph_has_no_cycle() -> None:
-    assert laws.cycle(SOURCES) == []
+def readers_in_the_torch_half(sources: dict[str, str]) -> set[str]:
+    half = sources_where(lambda module: bool(laws.room_of(module, FLOW)) and not is_pure(module), sources)
+    return laws.action_readers(half, ACTIONS)
 
 
-def test_an_import_cycle_is_found() -> None:
-    planted = {"penstock.errors": "import penstock.progress", "penstock.progress": "import penstock.errors"}
+PLANNERS = {
+    # Each plans for the schedules of its paper.
+    "penstock.planning.memory": "INTERLEAVED",
+    "penstock.planning.ptd_p.parallel_configs": "INTERLEAVED ONE_F_ONE_B_FLUSH",
+    "penstock.planning.search.constraints": "SPP",
+    "penstock.planning.spp.spp_search": "SPP",
+    "penstock.planning.two_bw.pipeline_searches": "GPIPE ONE_F_ONE_B_FLUSH TWO_BW",
+}
+NAMING = {"oracle", "scheduling.orders", "penstock.planning.planner_names"}
+"""Where schedules are defined, and the rooms that may say their names."""
 
-    assert set(laws.cycle(planted)) == {"penstock.errors", "penstock.progress"}
+
+def names_of_schedules(sources: dict[str, str]) -> dict[str, set[str]]:
+    """What a module says or imports of schedules that are not its own: such a file asks for their facts instead."""
+    read = sources_where(lambda module: not {module, laws.room_of(module, FLOW)} & NAMING, sources)
+    found = {module: laws.naming_breaches(module, source) for module, source in read.items()}
+    return {module: {breach.partition(" ")[2] for breach in breaches} for module, breaches in found.items() if breaches}
 
 
-def test_imports_follow_the_flow() -> None:
-    assert laws.unknown_rooms(SOURCES, FLOW) == set(), "a new room: say in FLOW what it may import"
-    assert laws.imports_against_flow(SOURCES, FLOW) == []
+def argument_bags(sources: dict[str, str]) -> list[str]:
+    return sorted(laws.argument_bags(sources_where(lambda module: laws.room_of(module, FLOW) != "commands", sources)))
+
+
+ARGUMENTS_OF_OTHERS = [
+    "penstock.data.Batches.__init__(options)",
+    "penstock.rehearsing.trainings._read_options(arguments)",
+    "penstock.runtime.execution.compilation.CompiledStage.__init__(options)",
+    "penstock.runtime.execution.compilation.compile_chain(options)",
+]
+"""Those of `DataLoader` and `torch.compile`, and what a function of the user's returns."""
+
+LAWS: dict[str, tuple[Callable[[dict[str, str]], object], object]] = {
+    "the import graph has no cycle": (laws.cycle, []),
+    "FLOW says what every room may import": (lambda sources: laws.unknown_rooms(sources, FLOW), set()),
+    "imports follow the flow": (lambda sources: laws.imports_against_flow(sources, FLOW), []),
+    "the pure half imports no torch": (lambda sources: laws.imports_of_torch(sources_where(is_pure, sources)), []),
+    "only the worker and its mailbox read actions in the torch half": (
+        readers_in_the_torch_half,
+        {"penstock.runtime.engine.mailbox", "penstock.runtime.engine.worker"},
+    ),
+    "only lowering makes communication": (
+        lambda sources: laws.makers_of_messages(sources, MESSAGES),
+        {"penstock.scheduling.lowering"},
+    ),
+    "every reader of actions is complete": (lambda sources: laws.incomplete_matches(sources, ACTIONS), []),
+    "a schedule is one file": (laws.strange_imports_of_orders, []),
+    "no other file names a schedule": (
+        names_of_schedules,
+        {module: {f"imports {name}" for name in names.split()} for module, names in PLANNERS.items()},
+    ),
+    "no module is named after nothing": (laws.meaningless_names, set()),
+    "no public function shares a name with a module": (laws.shared_names, {}),
+    "no two public classes share a name": (laws.shared_classes, {}),
+    "short files have several importers": (laws.fragments, FRAGMENTS),
+    "long lists of arguments have keywords": (
+        lambda sources: laws.count_positional(sources, MOST_POSITIONAL),
+        ALLOWED_POSITIONAL,
+    ),
+    "arguments travel as typed values": (argument_bags, ARGUMENTS_OF_OTHERS),
+    "lists of names stand where names are passed on": (laws.needless_lists, []),
+    "nothing is hidden": (laws.hidden, []),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_library_keeps_the_law(law: str) -> None:
+    check, expected = LAWS[law]
+
+    assert check(SOURCES) == expected
+
+
+ACTION_READER = "match action:\n    case Forward():\n        pass\n    case {last}:\n        {end}\n"
+GPIPE = "penstock.scheduling.orders.gpipe"
+PLANTED: list[tuple[str, dict[str, str], object]] = [
+    (
+        "the import graph has no cycle",
+        {"penstock.errors": "import penstock.progress", "penstock.progress": "import penstock.errors"},
+        ["penstock.errors", "penstock.progress", "penstock.errors"],
+    ),
+    ("FLOW says what every room may import", {"penstock.attic.boxes": ""}, {"attic"}),
+    *(
+        ("only lowering makes communication", {GPIPE: text}, {GPIPE})
+        for text in ("Send(0, 1)", "actions.Receive(0, 1)", "[Send(k, 1) for k in range(3)]")
+    ),
+    (
+        "every reader of actions is complete",
+        {
+            "penstock.a": ACTION_READER.format(last="Backward()", end="pass"),
+            "penstock.b": ACTION_READER.format(last="_", end="pass"),
+            "penstock.c": ACTION_READER.format(last="_", end="assert_never(action)"),
+        },
+        ["penstock.a:1", "penstock.b:1"],
+    ),
+    (
+        "a schedule is one file",
+        {
+            GPIPE: "from penstock.scheduling.orders.interleaved import turns",
+            "penstock.scheduling.orders.interleaved": "",
+        },
+        [f"{GPIPE} imports penstock.scheduling.orders.interleaved"],
+    ),
+    *(
+        ("no other file names a schedule", {"penstock.planted": source}, {"penstock.planted": {breach}})
+        for source, breach in {
+            'fast = plan.schedule == "2bw"': "says '2bw'",
+            'match name:\n    case "pipedream":\n        pass': "says 'pipedream'",
+            'PAIRED = {"interleaved": 2}': "says 'interleaved'",
+            'raise ValueError("choose gpipe or 1f1b-flush")': "says 'choose gpipe or 1f1b-flush'",
+            'raise ValueError(f"{name}: choose zb-v")': "says ': choose zb-v'",
+            "from penstock.scheduling.orders import METHODS, ZB_V": "imports ZB_V",
+            "from penstock.scheduling.orders.two_bw import TWO_BW": "imports TWO_BW",
+        }.items()
+    ),
+    (
+        "no other file names a schedule",
+        {"penstock.a": '"""Like 2bw."""\ndef double():\n    """Under 1f1b-flush."""\nDEPTH = 2\n"""For gpipe."""'},
+        {},
+    ),
+    *(
+        ("no module is named after nothing", {f"penstock.{path}.queues": ""}, {path.rpartition(".")[2]})
+        for path in ("utils", "runtime.common", "values.helpers")
+    ),
+    (
+        "no public function shares a name with a module",
+        {"penstock.rendering.pictures": "def plans() -> None: ...", "penstock.values.plans": ""},
+        {"plans": "penstock.rendering.pictures"},
+    ),
+    (
+        "no two public classes share a name",
+        dict.fromkeys(("penstock.a", "penstock.b"), "class Queue: ...\nclass _Item: ..."),
+        {"Queue": ["penstock.a", "penstock.b"]},
+    ),
+    (
+        "short files have several importers",
+        {
+            "penstock.a": "import penstock.b\nfrom penstock.c import x\nfrom penstock import d",
+            "penstock.b": "x = 0\n" * 79,
+            "penstock.c": "x = 0\n" * 80,
+            "penstock.d": "import penstock.a\nimport penstock.e",
+            "penstock.e": "import penstock.a",
+            "penstock.commands.f": "",
+        },
+        {"penstock.b", "penstock.d", "penstock.e"},
+    ),
+    *(
+        ("long lists of arguments have keywords", {"penstock.a": text}, {"penstock.a": 1})
+        for text in (
+            "f(1, 2, 3, 4, 5, 6)",
+            "Plan(1, 2, 3, 4, 5, 6, name='')",
+            "f(1, *(2, 3), *[4, 5, 6])",
+            "def f(a, b, c, d, e, g): ...",
+            "def f(a, b, c, /, d, e, g=1, *, h=2): ...",
+            "class A:\n    def __init__(self, a, b, c, d, e, g): ...",
+        )
+    ),
+    *(
+        ("long lists of arguments have keywords", {"penstock.a": text}, {})
+        for text in ("f(1, 2, 3, 4, 5, g=6)", "f(*values)", "class A:\n    def f(self, a, b, c, d, e, *, g, **h): ...")
+    ),
+    *(
+        ("arguments travel as typed values", {"penstock.a": text}, [f"penstock.a{found}"] if found else [])
+        for text, found in {
+            "def f(a, b):\n    g(locals())": ": locals()",
+            "def f(given: Mapping[str, Any]): ...": ".f(given)",
+            "class A:\n    def f(self, *, options: dict[str, object] | None = None): ...": ".A.f(options)",
+            "def f(state: Mapping[str, Any]): ...": "",
+            "def f(options: Mapping[str, int]): ...": "",
+        }.items()
+    ),
+    *(
+        ("lists of names stand where names are passed on", {"penstock.a": text}, ["penstock.a"])
+        for text in ("def f(): ...\n__all__ = ['f']", "from x import b\n__all__ = []")
+    ),
+    ("nothing is hidden", {"penstock.a": "hasattr(x, 'y')"}, ["penstock.a:1: hasattr"]),
+    ("nothing is hidden", {"penstock.a": "raise NotImplementedError"}, ["penstock.a:1: NotImplementedError"]),
+]
+
+
+@pytest.mark.parametrize(("law", "planted", "found"), PLANTED, ids=[law for law, _, _ in PLANTED])
+def test_a_planted_breach_is_found(law: str, planted: dict[str, str], found: object) -> None:
+    assert LAWS[law][0](planted) == found
 
 
 @pytest.mark.parametrize(
@@ -230,22 +400,19 @@ def test_an_import_against_the_flow_is_found(module: str, target: str) -> None:
     assert {module, target} <= SOURCES.keys()
     package, _, name = target.rpartition(".")
     for line in (f"import {target}", f"from {target} import x", f"def f():\n    from {package} import {name}"):
-        found = laws.imports_against_flow({**SOURCES, module: line}, FLOW)
-
-        assert found == [f"{module} imports {target}"]
-
-
-def test_a_new_room_is_found() -> None:
-    assert laws.unknown_rooms({**SOURCES, "penstock.attic.boxes": ""}, FLOW) == {"attic"}
-
-
-def test_pure_half_imports_no_torch() -> None:
-    assert laws.imports_of_torch(sources_where(is_pure)) == []
+        assert laws.imports_against_flow({**SOURCES, module: line}, FLOW) == [f"{module} imports {target}"]
 
 
 @pytest.mark.parametrize("text", ["import torch", "from torch.nn import Module", "def f():\n    import torch.nn"])
 def test_an_import_of_torch_in_the_pure_half_is_found(text: str) -> None:
     assert len(laws.imports_of_torch({**sources_where(is_pure), "penstock.values.plans": text})) == 1
+
+
+def test_another_reader_of_actions_is_found() -> None:
+    planted = {"penstock.runtime.engine.engine": "from penstock.scheduling.actions import Forward, Send"}
+
+    assert {"Receive", "Send"} <= MESSAGES
+    assert "penstock.runtime.engine.engine" in readers_in_the_torch_half({**SOURCES, **planted})
 
 
 @pytest.mark.processes
@@ -263,242 +430,6 @@ assert "torch" not in sys.modules
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def torch_half() -> dict[str, str]:
-    return sources_where(lambda module: bool(laws.room_of(module, FLOW)) and not is_pure(module))
-
-
-def test_only_the_worker_and_its_mailbox_read_actions_in_the_torch_half() -> None:
-    readers = laws.action_readers(torch_half(), ACTIONS)
-
-    assert readers == {"penstock.runtime.engine.mailbox", "penstock.runtime.engine.worker"}
-
-
-def test_another_reader_of_actions_is_found() -> None:
-    planted = {"penstock.runtime.engine.engine": "from penstock.scheduling.actions import Forward, Send"}
-
-    assert "penstock.runtime.engine.engine" in laws.action_readers({**torch_half(), **planted}, ACTIONS)
-
-
-def test_only_lowering_makes_communication() -> None:
-    assert {"Receive", "Send"} <= MESSAGES
-    assert laws.makers_of_messages(SOURCES, MESSAGES) == {"penstock.scheduling.lowering"}
-
-
-@pytest.mark.parametrize("text", ["Send(0, 1)", "actions.Receive(0, 1)", "[Send(k, 1) for k in range(3)]"])
-def test_another_maker_of_communication_is_found(text: str) -> None:
-    module = "penstock.scheduling.orders.gpipe"
-
-    assert laws.makers_of_messages({module: text}, MESSAGES) == {module}
-
-
-def test_every_reader_of_actions_is_complete() -> None:
-    assert laws.incomplete_matches(SOURCES, ACTIONS) == []
-
-
-def test_an_incomplete_reader_of_actions_is_found() -> None:
-    planted = "match action:\n    case Forward():\n        pass\n    case {last}:\n        {end}\n"
-    sources = {
-        "penstock.a": planted.format(last="Backward()", end="pass"),
-        "penstock.b": planted.format(last="_", end="pass"),
-        "penstock.c": planted.format(last="_", end="assert_never(action)"),
-    }
-
-    assert laws.incomplete_matches(sources, ACTIONS) == ["penstock.a:1", "penstock.b:1"]
-
-
-def test_a_schedule_is_one_file() -> None:
-    assert laws.strange_imports_of_orders(SOURCES) == []
-
-
-def test_a_schedule_of_several_files_is_found() -> None:
-    planted = {"penstock.scheduling.orders.gpipe": "from penstock.scheduling.orders.interleaved import turns"}
-
-    assert laws.strange_imports_of_orders({**SOURCES, **planted}) == [
-        "penstock.scheduling.orders.gpipe imports penstock.scheduling.orders.interleaved"
-    ]
-
-
-PLANNERS = {
-    # Each plans for the schedules of its paper.
-    "penstock.planning.memory": "INTERLEAVED",
-    "penstock.planning.ptd_p.parallel_configs": "INTERLEAVED ONE_F_ONE_B_FLUSH",
-    "penstock.planning.search.constraints": "SPP",
-    "penstock.planning.spp.spp_search": "SPP",
-    "penstock.planning.two_bw.pipeline_searches": "GPIPE ONE_F_ONE_B_FLUSH TWO_BW",
-}
-
-
-def test_no_other_file_names_a_schedule() -> None:
-    """A schedule is one file because everything else asks for its facts."""
-    read = {module: text for module, text in SOURCES.items() if not {module, laws.room_of(module, FLOW)} & NAMING}
-    found = [breach for module, source in read.items() for breach in laws.naming_breaches(module, source)]
-    planned = [
-        breach
-        for breach in found
-        for module, names in PLANNERS.items()
-        if breach.startswith(f"{module}:") and breach.rpartition(" imports ")[2] in names.split()
-    ]
-
-    assert sorted(set(found) - set(planned)) == []
-    assert len(planned) == len(" ".join(PLANNERS.values()).split()), "a planner that names no schedule any more"
-
-
-NAMING = {"oracle", "scheduling.orders", "penstock.planning.planner_names"}
-"""Where schedules are defined, and the rooms that may say their names."""
-
-
-@pytest.mark.parametrize(
-    ("source", "breach"),
-    [
-        ('fast = plan.schedule == "2bw"', "says '2bw'"),
-        ('match name:\n    case "pipedream":\n        pass', "says 'pipedream'"),
-        ('PAIRED = {"interleaved": 2}', "says 'interleaved'"),
-        ('raise ValueError("choose gpipe or 1f1b-flush")', "says 'choose gpipe or 1f1b-flush'"),
-        ('raise ValueError(f"{name}: choose zb-v")', "says ': choose zb-v'"),
-        ("from penstock.scheduling.orders import METHODS, ZB_V", "imports ZB_V"),
-        ("from penstock.scheduling.orders.two_bw import TWO_BW", "imports TWO_BW"),
-    ],
-)
-def test_a_named_schedule_is_a_breach(source: str, breach: str) -> None:
-    found = laws.naming_breaches("planted", source)
-
-    assert len(found) == 1
-    assert found[0].endswith(breach)
-
-
-def test_documentation_may_name_a_schedule() -> None:
-    source = '"""Like 2bw."""\ndef double() -> None:\n    """Under 1f1b-flush."""\nDEPTH = 2\n"""For gpipe."""'
-
-    assert laws.naming_breaches("planted", source) == []
-
-
-def test_no_module_is_named_after_nothing() -> None:
-    assert laws.meaningless_names(SOURCES) == set()
-
-
-@pytest.mark.parametrize("module", ["penstock.utils", "penstock.runtime.common.queues", "penstock.values.helpers"])
-def test_a_module_named_after_nothing_is_found(module: str) -> None:
-    assert laws.meaningless_names([*SOURCES, module]) == set(module.split(".")) & {"utils", "common", "helpers"}
-
-
-def test_no_public_function_shares_a_name_with_a_module() -> None:
-    assert laws.shared_names(SOURCES) == {}
-
-
-def test_a_public_function_named_like_a_module_is_found() -> None:
-    planted = {"penstock.rendering.pictures": "def plans() -> None: ..."}
-
-    assert laws.shared_names({**SOURCES, **planted}) == {"plans": "penstock.rendering.pictures"}
-
-
-def test_no_two_public_classes_share_a_name() -> None:
-    homes = laws.shared_classes(SOURCES)
-
-    assert homes.keys() == NAMESAKES, homes
-
-
-def test_two_public_classes_of_one_name_are_found() -> None:
-    planted = {"penstock.a": "class Queue: ...\nclass _Item: ...", "penstock.b": "class Queue: ...\nclass _Item: ..."}
-
-    assert laws.shared_classes(planted) == {"Queue": ["penstock.a", "penstock.b"]}
-
-
-def test_short_files_have_several_importers() -> None:
-    assert laws.fragments(SOURCES) == FRAGMENTS
-
-
-def test_a_short_file_with_one_importer_is_found() -> None:
-    planted = {
-        "penstock.a": "import penstock.b\nfrom penstock.c import x\nfrom penstock import d",
-        "penstock.b": "x = 0\n" * 79,
-        "penstock.c": "x = 0\n" * 80,
-        "penstock.d": "import penstock.a\nimport penstock.e",
-        "penstock.e": "import penstock.a",
-        "penstock.commands.f": "",
-    }
-
-    assert laws.fragments(planted) == {"penstock.b", "penstock.d", "penstock.e"}
-
-
-def test_long_lists_of_arguments_have_keywords() -> None:
-    assert laws.count_positional(SOURCES, MOST_POSITIONAL) == ALLOWED_POSITIONAL
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "f(1, 2, 3, 4, 5, 6)",
-        "Plan(1, 2, 3, 4, 5, 6, name='')",
-        "f(1, *(2, 3), *[4, 5, 6])",
-        "def f(a, b, c, d, e, g): ...",
-        "def f(a, b, c, /, d, e, g=1, *, h=2): ...",
-        "class A:\n    def __init__(self, a, b, c, d, e, g): ...",
-    ],
-)
-def test_a_long_list_of_positional_arguments_is_found(text: str) -> None:
-    assert laws.count_positional({"penstock.a": text}, 5) == {"penstock.a": 1}
-
-
-@pytest.mark.parametrize(
-    "text", ["f(1, 2, 3, 4, 5, g=6)", "f(*values)", "class A:\n    def f(self, a, b, c, d, e, *, g, **h): ..."]
-)
-def test_a_short_list_of_positional_arguments_is_no_breach(text: str) -> None:
-    assert laws.count_positional({"penstock.a": text}, 5) == {}
-
-
-ARGUMENTS_OF_OTHERS = [
-    "penstock.data.Batches.__init__(options)",
-    "penstock.rehearsing.trainings._read_options(arguments)",
-    "penstock.runtime.execution.compilation.CompiledStage.__init__(options)",
-    "penstock.runtime.execution.compilation.compile_chain(options)",
-]
-"""Those of `DataLoader` and `torch.compile`, and what a function of the user's returns."""
-
-
-def test_arguments_travel_as_typed_values() -> None:
-    read = sources_where(lambda module: laws.room_of(module, FLOW) != "commands")
-
-    assert sorted(laws.argument_bags(read)) == ARGUMENTS_OF_OTHERS
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f(a, b):\n    g(locals())",
-        "def f(given: Mapping[str, Any]): ...",
-        "class A:\n    def f(self, *, options: dict[str, object] | None = None): ...",
-    ],
-)
-def test_arguments_in_an_untyped_mapping_are_found(text: str) -> None:
-    assert len(laws.argument_bags({"penstock.a": text})) == 1
-
-
-@pytest.mark.parametrize("text", ["def f(state: Mapping[str, Any]): ...", "def f(options: Mapping[str, int]): ..."])
-def test_other_mappings_are_no_breach(text: str) -> None:
-    assert laws.argument_bags({"penstock.a": text}) == []
-
-
-def test_lists_of_names_stand_where_names_are_passed_on() -> None:
-    assert laws.needless_lists(SOURCES) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["def f(): ...\n__all__ = ['f']", "from x import b\n__all__ = []"],
-)
-def test_a_needless_list_of_names_is_found(text: str) -> None:
-    assert laws.needless_lists({"penstock.a": text}) == ["penstock.a"]
-
-
-def test_nothing_is_hidden() -> None:
-    assert laws.hidden(SOURCES) == []
-
-
-@pytest.mark.parametrize("text", ["hasattr(x, 'y')", "raise NotImplementedError"])
-def test_something_hidden_is_found(text: str) -> None:
-    assert len(laws.hidden({"penstock.a": text})) == 1
 
 
 def test_public_names_are_those_that_are_listed_here() -> None:

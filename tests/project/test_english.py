@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from support.paths import ROOT
 
 # The patterns and the planted cases have the words themselves.
@@ -107,68 +105,49 @@ def test_names_have_no_known_faults() -> None:
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def _tell_earlier(): ...",
-        "class LastHeard: ...",
-        "class A:\n    def f(self, mend): ...",
-        "def f(*whoever): ...",
-        "told = 1",
-        "for told_norms in x: ...",
-        "x.heard = 1",
-        "import numpy as nobody",
-        "def linearise(): ...",
-        "WeightInitialiser = 1",
-    ],
-)
-def test_a_fault_in_a_name_is_found(text: str) -> None:
-    assert len(faults_in_names(text)) == 1
+NAMES_WITH_FAULTS = [
+    "def _tell_earlier(): ...",
+    "class LastHeard: ...",
+    "class A:\n    def f(self, mend): ...",
+    "def f(*whoever): ...",
+    "told = 1",
+    "for told_norms in x: ...",
+    "x.heard = 1",
+    "import numpy as nobody",
+    "def linearise(): ...",
+    "WeightInitialiser = 1",
+]
+GOOD_NAMES = [
+    "def linearize(promises, advised): ...",
+    "recommended = stellar = shear = 1",
+    "class Noise: ...",
+    "x = file.tell()",
+    "f(told=1)  # told",
+]
+CODE_WITH_FAULTS = [
+    '"""Of every stage."""',
+    'class A:\n    """Those of the stage."""',
+    'def f():\n    """For a stage, its rank."""',
+    '"""A queue.\n\nWhoever waits is told."""',
+    "x = 1  # nobody waits",
+    'raise ValueError("expected so many ranks")',
+    'f"mend {x} below"',
+    'x = "initialised"',
+    "# It serialises messages.",
+]
+GOOD_CODE = [
+    '"""Forwards of a stage."""',
+    '"""Raises otherwise; a precise and surprising promise of noise."""',
+    "whoever = nobody = serialise(told)",
+    "# Initializes, materialized, and amends.",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def linearize(promises, advised): ...",
-        "recommended = stellar = shear = 1",
-        "class Noise: ...",
-        "x = file.tell()",
-        "f(told=1)  # told",
-    ],
-)
-def test_a_good_name_is_no_fault(text: str) -> None:
-    assert faults_in_names(text) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"""Of every stage."""',
-        'class A:\n    """Those of the stage."""',
-        'def f():\n    """For a stage, its rank."""',
-        '"""A queue.\n\nWhoever waits is told."""',
-        "x = 1  # nobody waits",
-        'raise ValueError("expected so many ranks")',
-        'f"mend {x} below"',
-        'x = "initialised"',
-        "# It serialises messages.",
-    ],
-)
-def test_a_fault_in_code_is_found(text: str) -> None:
-    assert faults_in_python(text) != []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"""Forwards of a stage."""',
-        '"""Raises otherwise; a precise and surprising promise of noise."""',
-        "whoever = nobody = serialise(told)",
-        "# Initializes, materialized, and amends.",
-    ],
-)
-def test_good_english_in_code_is_no_fault(text: str) -> None:
-    assert faults_in_python(text) == []
+def test_planted_faults_are_found_and_good_english_is_none() -> None:
+    assert [text for text in NAMES_WITH_FAULTS if len(faults_in_names(text)) != 1] == []
+    assert [text for text in GOOD_NAMES if faults_in_names(text)] == []
+    assert [text for text in CODE_WITH_FAULTS if not faults_in_python(text)] == []
+    assert [text for text in GOOD_CODE if faults_in_python(text)] == []
 
 
 def test_faults_of_a_page_are_outside_of_its_code() -> None:

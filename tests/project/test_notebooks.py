@@ -44,7 +44,5 @@ def test_a_cell_shows_what_it_prints_and_its_last_value() -> None:
 
     assert execute("x = 2\nprint('x is', x)\nx + 1", names) == ("x is 2\n3\n", "")
     assert execute("x", names) == ("2\n", "")
-    assert execute("class Drawn:\n    def _repr_svg_(self):\n        return '<svg/>'\n\n\nDrawn()", {}) == (
-        "",
-        "<svg/>",
-    )
+    drawn = execute("class Drawn:\n    def _repr_svg_(self):\n        return '<svg/>'\n\n\nDrawn()", {})
+    assert drawn == ("", "<svg/>")

@@ -124,15 +124,7 @@ def test_the_room_touches_some() -> None:
     """The check sees what is there."""
     assert {module for module, tree in trees().items() if room_of(module, FLOW) == ROOM and any(touched(tree))} == {
         f"penstock.torch_internals.{name}"
-        for name in (
-            "autograd",
-            "dispatch",
-            "distributed",
-            "export",
-            "modules",
-            "pytrees",
-            "tensors",
-        )
+        for name in ("autograd", "dispatch", "distributed", "export", "modules", "pytrees", "tensors")
     }
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import penstock
 from support.fork_server import ForkServer
 from support.paths import ROOT
 
@@ -43,10 +45,6 @@ def test_the_quickstart_draws_its_schedule_and_learns(fork_server: ForkServer, t
 
 
 def test_saving_and_evaluating_works_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    import penstock
-
     monkeypatch.chdir(tmp_path)
     (block,) = blocks("python")
     x, y = torch.randn(8, 6), torch.arange(8) % 6
@@ -87,8 +85,6 @@ def test_training_loop_changes_in_six_lines() -> None:
 
 
 def test_both_sides_of_the_diff_train() -> None:
-    import torch
-
     (diff,) = blocks("diff")
     for side in ("+", "-"):
         program = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(side))

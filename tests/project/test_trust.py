@@ -50,23 +50,19 @@ def test_nothing_that_is_read_is_run() -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("import pickle", "pickle"),
-        ("from pickle import loads", "pickle"),
-        ("dist.all_gather_object(a, b)", "all_gather_object"),
-        ("dist.broadcast_object_list(a)", "broadcast_object_list"),
-        ("torch.load(path)", "torch.load"),
-        ("torch.load(path, weights_only=False)", "torch.load"),
-        ("yaml.load(text)", "yaml.load"),
-        ("eval(text)", "eval"),
+        ("import pickle", ["pickle"]),
+        ("from pickle import loads", ["pickle"]),
+        ("dist.all_gather_object(a, b)", ["all_gather_object"]),
+        ("dist.broadcast_object_list(a)", ["broadcast_object_list"]),
+        ("torch.load(path)", ["torch.load"]),
+        ("torch.load(path, weights_only=False)", ["torch.load"]),
+        ("yaml.load(text)", ["yaml.load"]),
+        ("eval(text)", ["eval"]),
+        ("module.eval()", []),
+        ("torch.load(path, weights_only=True)", []),
+        ("yaml.load(text, Loader=Safe)", []),
+        ("json.loads(text)", []),
     ],
 )
-def test_code_that_runs_what_it_reads_is_found(source: str, found: str) -> None:
-    assert loads(source) == [found]
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["module.eval()", "torch.load(path, weights_only=True)", "yaml.load(text, Loader=Safe)", "json.loads(text)"],
-)
-def test_code_that_parses_is_not_found(source: str) -> None:
-    assert loads(source) == []
+def test_code_that_runs_what_it_reads_is_found(source: str, found: list[str]) -> None:
+    assert loads(source) == found

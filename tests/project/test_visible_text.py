@@ -41,17 +41,7 @@ def test_errors_keep_their_lines_and_nothing_else_that_is_not_printed() -> None:
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str, Path]:
     """A plan and a profile with names of this kind, and a directory."""
-    layers = [
-        LayerProfile(
-            f"{HOSTILE} {number}",
-            forward_seconds=1.0,
-            backward_seconds=2.0,
-            cut_bytes=8,
-            saved_bytes=8,
-            parameter_bytes=8,
-        )
-        for number in range(2)
-    ]
+    layers = [LayerProfile(f"{HOSTILE} {number}", 1.0, 2.0, 8, 8, 8) for number in range(2)]
     profile = Profile(tuple(layers), microbatch_size=1, name=HOSTILE, device=HOSTILE)
     profile.save(tmp_path / "profile.json")
     Plan.uniform(2, 2).save(tmp_path / "plan.yaml")

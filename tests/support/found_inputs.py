@@ -125,9 +125,8 @@ def of_texts(output: Tensor, target: Any) -> Any:
 
 
 def of_numbers(output: Tensor, target: Any) -> Any:
-    return sum(F.cross_entropy(row[None], torch.tensor([t])) for row, t in zip(output, target, strict=False)) / len(
-        output
-    )
+    parts = (F.cross_entropy(row[None], torch.tensor([t])) for row, t in zip(output, target, strict=False))
+    return sum(parts) / len(output)
 
 
 def of_points(output: Tensor, target: Any) -> Any:
@@ -153,17 +152,13 @@ class Bags(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 8, dtype=torch.float64)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.embedding, self.chain = nn.Embedding(11, 8, dtype=torch.float64), Chain()
         self.head = nn.Linear(8, 1, dtype=torch.float64)
 
     def forward(self, tokens: Tensor, offsets: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[0]).unsqueeze(1)
         own = (places >= offsets[:-1]) & (places < offsets[1:])
-        x = (own.to(torch.float64) @ own.to(torch.float64).T) @ self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.chain((own.to(torch.float64) @ own.to(torch.float64).T) @ self.embedding(tokens)))
 
 
 def packed_tokens() -> Arguments:
@@ -314,8 +309,7 @@ class Freezes(Chain):
     def forward(self, x: Tensor) -> Tensor:
         later = self.blocks[2:]
         later.requires_grad_(False)
-        for block in self.blocks:
-            x = block(x)
+        x = super().forward(x)
         later.requires_grad_(True)
         return x
 
@@ -331,13 +325,10 @@ class Twin(Chain):
         with torch.no_grad():
             for own, average in zip(self.blocks.parameters(), self.twin.parameters(), strict=True):
                 average.lerp_(own, 0.1)
-        y = x
-        for block in self.blocks:
-            x = block(x)
-        with torch.no_grad():
+            y = x
             for block in self.twin:
                 y = block(y)
-        return x - y
+        return super().forward(x) - y
 
 
 class Attributed(Block):
@@ -430,10 +421,6 @@ def optimized(optimizer: Any) -> Arguments:
     return training(network(), rows(8, 4), rows(8, 4), optimizer=optimizer)
 
 
-def _points() -> list[Tensor]:
-    return [rows(length) for length in (3, 4, 2, 5)]
-
-
 _CASES: Mapping[str, Callable[[], Arguments]] = {
     "loss_fn: squares of all weights, zb-h1": lambda: penalty(2, "zb-h1"),
     "loss_fn: absolute values of all weights, zb-h1": lambda: penalty(1, "zb-h1"),
@@ -443,7 +430,7 @@ _CASES: Mapping[str, Callable[[], Arguments]] = {
     "loss_fn: a learned uncertainty, in a lambda": lambda: learned_uncertainty(around=True),
     "target: a list of texts": lambda: listed(["a", "bb", "cccc", "dddddddd"], of_texts),
     "target: a list of numbers": lambda: listed([0, 1, 2, 3], of_numbers),
-    "target: a list of tensors": lambda: listed(_points(), of_points),
+    "target: a list of tensors": lambda: listed([rows(length) for length in (3, 4, 2, 5)], of_points),
     "samples: in dimension 1 of an encoder": default_layout,
     "samples: packed tokens with offsets": packed_tokens,
     "samples: a mean over the batch": lambda: chained(Chain(BatchMean)),

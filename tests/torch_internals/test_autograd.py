@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
-from penstock.errors import PenstockError
-from penstock.torch_internals.autograd import gradient_shape, node_kinds, run_backward, saved_value, sequence_number
+from penstock.torch_internals.autograd import (
+    gradient_shape,
+    is_profiling,
+    node_kinds,
+    run_backward,
+    saved_value,
+    sequence_number,
+)
 
 
 def weights(*shape: int) -> Tensor:
@@ -53,13 +59,6 @@ def test_a_kind_is_the_type_of_nodes_of_its_name(name: str, make: Callable[[Tens
 def test_a_kind_that_is_not_there_is_left_out() -> None:
     assert node_kinds("NoSuchBackward0") == ()
     assert len(node_kinds("AddmmBackward0", "NoSuchBackward0", "MmBackward0")) == 2
-
-
-def test_no_kinds_at_all_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_functions")
-
-    with pytest.raises(PenstockError, match=r"has no torch\._C\._functions, .*: expected torch 2\.11 to 2\.14\."):
-        node_kinds("AddmmBackward0")
 
 
 def outcome(inner: Tensor, outer: Tensor) -> list[Tensor]:
@@ -105,11 +104,6 @@ def test_a_saved_value_is_what_the_operator_read() -> None:
     assert (saved_value(node, "beta"), saved_value(node, "alpha")) == (2, 3)
 
 
-def test_a_value_that_was_not_saved_is_an_error() -> None:
-    with pytest.raises(PenstockError, match=r"has no ReluBackward0\._saved_mat1, .*split a backward"):
-        saved_value(weights(2).relu().grad_fn, "mat1")
-
-
 def test_a_value_that_has_gone_is_torchs_own_error() -> None:
     found = weights(2) * weights(2)
     found.sum().backward()  # type: ignore[no-untyped-call]
@@ -128,18 +122,14 @@ def test_the_shape_of_a_gradient_is_that_of_the_argument() -> None:
     assert tuple(gradient_shape(last, other)) == (4, 3)
 
 
-class Bare:
-    """A node of a PyTorch that has neither shapes nor numbers of nodes."""
+class BareLeaf:
+    """A node of a PyTorch that has no shapes of gradients."""
 
-
-class BareLeaf(Bare):
     variable = torch.zeros(3, 2)
 
 
 def test_the_shape_of_a_leaf_needs_no_private_name() -> None:
     assert gradient_shape(BareLeaf(), 0) == (3, 2)
-    with pytest.raises(PenstockError, match=r"has no Bare\._input_metadata"):
-        gradient_shape(Bare(), 0)
 
 
 def test_numbers_grow_with_the_forward() -> None:
@@ -148,5 +138,13 @@ def test_numbers_grow_with_the_forward() -> None:
     third = weights(2).neg()
 
     assert sequence_number(first.grad_fn) < sequence_number(second.grad_fn) < sequence_number(third.grad_fn)
-    with pytest.raises(PenstockError, match=r"has no Bare\._sequence_nr"):
-        sequence_number(Bare())
+
+
+def test_a_profiler_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_profiling()
+    with profiler.profile():
+        assert is_profiling()
+    assert not is_profiling()
+    # Without the name labels are recorded.
+    monkeypatch.delattr(profiler, "_is_profiler_enabled")
+    assert is_profiling()

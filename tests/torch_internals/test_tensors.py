@@ -66,13 +66,6 @@ def test_a_count_that_is_set_is_what_autograd_compares() -> None:
     assert x.grad is not None and x.grad.tolist() == [3, 3]
 
 
-def test_a_count_that_cannot_be_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C._autograd, "_unsafe_set_version_counter")
-
-    with pytest.raises(PenstockError, match=r"has no torch\._C\._autograd\._unsafe_set_version_counter"):
-        set_times_written([torch.zeros(1)], [0])
-
-
 def test_a_count_of_inference_tensors_is_torchs_own_error() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(1)
@@ -105,7 +98,7 @@ def test_a_key_is_that_of_the_memory(
     assert storage_key(tensors[0][1:].view(3, 1).untyped_storage()) == keys[0]
 
 
-def test_every_tensor_of_a_storage_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_of_a_storage_counts() -> None:
     tensor = torch.zeros(4).requires_grad_()
     others = [tensor.detach(), tensor.detach()[1:]]
     squares = tensor[:2].exp()
@@ -114,9 +107,6 @@ def test_every_tensor_of_a_storage_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert storage_references(tensor.untyped_storage()) == 4, "autograd holds one"
     del weighed, others
     assert storage_references(tensor.untyped_storage()) == 1
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    with pytest.raises(PenstockError, match="to see what else holds an activation"):
-        storage_references(tensor.untyped_storage())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -130,20 +120,14 @@ def test_norms_have_the_bits_of_single_ones(way: None, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("factor", [torch.tensor(1 / 3, dtype=torch.float64), 1 / 3])
-def test_products_have_the_bits_of_single_ones(way: None, factor: Tensor | float) -> None:
-    found = numbers()
+def test_products_and_quotients_have_the_bits_of_single_ones(way: None, factor: Tensor | float) -> None:
+    multiplied, divided = numbers(), numbers()
+    multiply_each(multiplied, factor)
+    divide_each(divided, 3.0)
 
-    multiply_each(found, factor)
-
-    assert all(torch.equal(own, each * factor) for own, each in zip(found, numbers(), strict=True))
-
-
-def test_quotients_have_the_bits_of_single_ones(way: None) -> None:
-    found = numbers()
-
-    divide_each(found, 3.0)
-
-    assert all(torch.equal(own, each / 3) for own, each in zip(found, numbers(), strict=True))
+    for each, product, quotient in zip(numbers(), multiplied, divided, strict=True):
+        assert torch.equal(product, each * factor)
+        assert torch.equal(quotient, each / 3)
 
 
 def test_copies_fill_the_targets(way: None) -> None:

@@ -1,5 +1,6 @@
 """What a trace holds for, and which of a model's paths it takes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,63 +12,46 @@ from penstock.errors import CaptureError
 
 
 class Two(nn.Module):
-    """Two layers; what else they do is for the subclasses."""
+    """Two layers, and what else it does with their result and its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
+        self.first, self.second, self.then = nn.Linear(4, 4), nn.Linear(4, 4), then
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
-class Branching(Two):
-    """Does something else with long inputs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y.tanh() if 3 < x.shape[1] < 10 else y
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return self.then(self.second(self.first(x)), x, *rest)
 
 
-class Asking(Two):
-    """Does something else when it is exported."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if torch.compiler.is_exporting() else y.tanh()
+def long(y: Tensor, x: Tensor) -> Tensor:
+    return y.tanh() if 3 < x.shape[1] < 10 else y
 
 
-class Careful(Two):
+def asking(y: Tensor, x: Tensor) -> Tensor:
+    return y if torch.compiler.is_exporting() else y.tanh()
+
+
+def careful(y: Tensor, x: Tensor) -> Tensor:
     """Looks into its tensors, but not when it is exported."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y.tanh() if torch.compiler.is_exporting() or bool((x < 1e9).all()) else y
+    return y.tanh() if torch.compiler.is_exporting() or bool((x < 1e9).all()) else y
 
 
-class Single(Two):
+def single(y: Tensor, x: Tensor) -> Tensor:
     """Does something else with a single token."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y.tanh() if x.shape[1] == 1 else y
+    return y.tanh() if x.shape[1] == 1 else y
 
 
-class Alone(Two):
+def alone(y: Tensor, x: Tensor) -> Tensor:
     """Returns another shape for a single sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y[0] if x.shape[0] == 1 else y
+    return y[0] if x.shape[0] == 1 else y
 
 
-class Typed(Two):
+def masked(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     """A mask means something else if it is boolean."""
+    return y.masked_fill(mask, 0.0) if mask.dtype == torch.bool else y * mask
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y.masked_fill(mask, 0.0) if mask.dtype == torch.bool else y * mask
+
+def plain(y: Tensor, x: Tensor) -> Tensor:
+    return y
 
 
 def data(*sizes: int) -> Tensor:
@@ -80,7 +64,7 @@ def run(chain: LayerChain, x: Tensor) -> Tensor:
 
 
 def test_a_length_at_which_the_model_branches_otherwise_is_refused() -> None:
-    model = Branching()
+    model = Two(long)
     chain = capture(model, (data(2, 5, 4),))
     for length in (4, 9):
         assert torch.equal(run(chain, data(3, length, 4)), model(data(3, length, 4)))
@@ -95,12 +79,13 @@ def test_a_length_at_which_the_model_branches_otherwise_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [(Asking, (3, 5, 4)), (Careful, (3, 5, 4)), (Two, (1, 4)), (Two, (2, 1, 4)), (Two, (1, 1, 4))]
+    ("then", "sizes"),
+    [(asking, (3, 5, 4)), (careful, (3, 5, 4)), (plain, (1, 4)), (plain, (2, 1, 4)), (plain, (1, 1, 4))],
 )
 def test_a_trace_does_what_the_eager_model_does_and_says_nothing(
-    kind: type[nn.Module], sizes: tuple[int, ...], capfd: Any
+    then: Callable[..., Tensor], sizes: tuple[int, ...], capfd: Any
 ) -> None:
-    model, truth = kind(), torch.compiler.is_exporting
+    model, truth = Two(then), torch.compiler.is_exporting
     chain = capture(model, (data(*sizes),))
 
     assert torch.equal(run(chain, data(4, *sizes[1:])), model(data(4, *sizes[1:])))
@@ -109,20 +94,20 @@ def test_a_trace_does_what_the_eager_model_does_and_says_nothing(
 
 
 def test_a_size_of_one_at_which_the_model_branches_is_refused() -> None:
-    model = Single()
+    model = Two(single)
     chain = capture(model, (data(2, 5, 4),))
 
     assert torch.equal(run(chain, data(1, 2, 4)), model(data(1, 2, 4)))
     with pytest.raises(CaptureError, match=r"has shape \(2, 1, 4\), but the capture holds for \(any, at least 2, 4\)"):
         run(chain, data(2, 1, 4))
-    lonely = capture(Alone(), (data(2, 5, 4),)).inputs
+    lonely = capture(Two(alone), (data(2, 5, 4),)).inputs
     lonely.check_samples(2)
     with pytest.raises(CaptureError, match=r"has 1 sample\(s\) in a microbatch, but the capture holds for at least 2"):
         lonely.check_samples(1)
 
 
 def test_another_type_is_refused() -> None:
-    inputs = capture(Typed(), (data(2, 4), torch.zeros(2, 4, dtype=torch.bool))).inputs
+    inputs = capture(Two(masked), (data(2, 4), torch.zeros(2, 4, dtype=torch.bool))).inputs
 
     with pytest.raises(
         CaptureError, match=r"args\[1\] was torch.bool in sample= and is now torch.int64, .*to\(torch.bool\)"
@@ -135,17 +120,17 @@ def test_an_error_about_the_batch_says_what_was_taken_for_it() -> None:
         def forward(self, bias: Tensor, x: Tensor) -> Tensor:
             return super().forward(x + bias)
 
-    chain = capture(Biased(), (data(4), data(2, 4)))
+    chain = capture(Biased(plain), (data(4), data(2, 4)))
     with pytest.raises(CaptureError, match=r"the number of samples was taken to be 4, dimension 0 of args\[0\]"):
         chain.inputs.check_samples(2)
-    assert capture(Biased(), (data(4), data(2, 4)), microbatch_size=2).inputs.batched == {"args[1]"}
+    assert capture(Biased(plain), (data(4), data(2, 4)), microbatch_size=2).inputs.batched == {"args[1]"}
 
 
 class Borrowing(Two):
     """Uses a weight of a block outside of it, in one of several ways."""
 
     def __init__(self, way: str) -> None:
-        super().__init__()
+        super().__init__(plain)
         self.way = way
         if way == "indexed":
             self.more = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

@@ -38,9 +38,13 @@ class Summed(Block):
 
     def compute(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        if dist.is_initialized():
-            dist.all_reduce(y.detach().clone())
+        join(y)
         return y
+
+
+def join(tensor: Tensor) -> None:
+    if dist.is_initialized():
+        dist.all_reduce(tensor.detach().clone())
 
 
 class Joined(Block):
@@ -48,11 +52,6 @@ class Joined(Block):
 
     def __init__(self) -> None:
         super().__init__()
-
-        def join(gradient: Tensor) -> None:
-            if dist.is_initialized():
-                dist.all_reduce(gradient.detach().clone())
-
         self.layer.weight.register_hook(join)
 
 

@@ -91,18 +91,8 @@ def split_shared(stage: StageModule, mesh: DeviceMesh) -> None:
 HOOKS: dict[str, Parallelize] = {
     hook.__name__: hook
     for hook in (
-        nothing,
-        wrap,
-        add,
-        slice_by_hand,
-        compile_layers,
-        spread_over_replicas,
-        shard,
-        shard_over_tp_ranks,
-        shard_over_all,
-        fail_on_one,
-        split_shared,
-        split_columns_and_rows,
+        *(nothing, wrap, add, slice_by_hand, compile_layers, spread_over_replicas),
+        *(shard, shard_over_tp_ranks, shard_over_all, fail_on_one, split_shared, split_columns_and_rows),
     )
 }
 
@@ -113,90 +103,71 @@ def _tied(shared: int) -> list[nn.Module]:
     return layers
 
 
-class Noisy(models.Perceptron):
-    """Drops out between its blocks."""
+class Row(nn.Module):
+    """Blocks in a list, and what is done with them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = nn.functional.dropout(block(x), 0.1, self.training)
-        result: Tensor = self.head(x)
-        return result
-
-
-class NoisyWithin(nn.Module):
-    """Drops out between two uses of a module that writes a buffer, and that one layer must hold for this reason."""
-
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[Any, Any], Any], *blocks: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, *others = self.blocks
-        x = nn.functional.dropout(second(self.norm(first(x))), 0.1, self.training)
-        x = self.norm(x)
-        for block in others:
-            x = block(x)
-        return x
-
-
-class Doubled(models.Perceptron):
-    """Has code between its blocks in evaluation only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if self.training else 2 * block(x)
-        result: Tensor = self.head(x)
-        return result
-
-
-class Scale(nn.Module):
-    """A block that takes a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, factor: float) -> Tensor:
-        result: Tensor = factor * self.linear(x)
-        return result
-
-
-class Scaled(nn.Module):
-    """Passes its blocks another number in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Scale() for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, 1.0 if self.training else 0.5)
-        return x
-
-
-class Exchanged(nn.Module):
-    """Passes a block its arguments in another order in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(7))
-        self.last = nn.Bilinear(6, 6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, before = block(x), x
-        result: Tensor = self.last(x, before) if self.training else self.last(before, x)
-        return result
-
-
-class Auxiliary(models.Perceptron):
-    """Returns more in training."""
+        self.run, self.blocks = run, nn.ModuleList(blocks or [nn.Linear(6, 6) for _ in range(8)])
 
     def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return (self.head(x), {"hidden": x}) if self.training else self.head(x)
+        return self.run(self, x)
+
+
+def drop_out(model: nn.Module, x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, 0.1, model.training)
+
+
+def noisy(model: Any, x: Tensor) -> Tensor:
+    """Drops out between its blocks."""
+    for block in model.blocks:
+        x = drop_out(model, block(x))
+    return x
+
+
+def noisy_within(model: Any, x: Tensor) -> Tensor:
+    """Drops out between two uses of a module that writes a buffer, and that one layer must hold for this reason."""
+    first, norm, *others = model.blocks
+    x = norm(drop_out(model, norm(first(x))))
+    for block in others:
+        x = block(x)
+    return x
+
+
+def doubled(model: Any, x: Tensor) -> Tensor:
+    """Has code between its blocks in evaluation only."""
+    for block in model.blocks:
+        x = block(x) if model.training else 2 * block(x)
+    return x
+
+
+class Scale(nn.Linear):
+    """A block that takes a number."""
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
+        return factor * super().forward(x)
+
+
+def scaled(model: Any, x: Tensor) -> Tensor:
+    """Passes its blocks another number in evaluation."""
+    for block in model.blocks:
+        x = block(x, 1.0 if model.training else 0.5)
+    return x
+
+
+def exchanged(model: Any, x: Tensor) -> Tensor:
+    """Passes a block its arguments in another order in evaluation."""
+    *blocks, last = model.blocks
+    for block in blocks:
+        x, before = block(x), x
+    return last(x, before) if model.training else last(before, x)  # type: ignore[no-any-return]
+
+
+def auxiliary(model: Any, x: Tensor) -> Any:
+    """Returns more in training."""
+    for block in model.blocks:
+        x = block(x)
+    return (x, {"hidden": x}) if model.training else x
 
 
 def shared_statistics() -> nn.Sequential:
@@ -208,12 +179,14 @@ def shared_statistics() -> nn.Sequential:
 MODELS: dict[str, Callable[[], Any]] = {
     "tied in a stage": lambda: _tied(2),
     "tied over a cut": lambda: _tied(0),
-    "traced": Noisy,
-    "traced within a layer": NoisyWithin,
-    "traced in evaluation": Doubled,
-    "other numbers in evaluation": Scaled,
-    "another order in evaluation": Exchanged,
-    "returns less in evaluation": Auxiliary,
+    "another trace in evaluation": lambda: Row(noisy),
+    "another trace in evaluation within a layer": lambda: Row(
+        noisy_within, nn.Linear(6, 6), nn.BatchNorm1d(6), *(nn.Linear(6, 6) for _ in range(6))
+    ),
+    "a trace in evaluation only": lambda: Row(doubled),
+    "other numbers for blocks in evaluation": lambda: Row(scaled, *(Scale(6, 6) for _ in range(8))),
+    "another order in evaluation": lambda: Row(exchanged, *(nn.Linear(6, 6) for _ in range(7)), nn.Bilinear(6, 6, 6)),
+    "another result in evaluation": lambda: Row(auxiliary),
     "shared statistics": shared_statistics,
 }
 
@@ -262,10 +235,8 @@ def said_in_a_step(kind: str) -> str:
         if stage.first == 0:
             stage.layers[-1].register_forward_hook(change)
 
-    pipe = Run("", tp=2).make(parallelize=spoil)
-    said = said_by(lambda: float(pipe.step(*BATCHES[0]).loss))
-    pipe.close()
-    return said
+    with Run("", tp=2).make(parallelize=spoil) as pipe:
+        return said_by(lambda: float(pipe.step(*BATCHES[0]).loss))
 
 
 def said_when_a_tp_rank_fails() -> str:
@@ -292,20 +263,16 @@ def said_when_a_tp_rank_fails() -> str:
 
 def evaluate_one_sample() -> str:
     """An evaluation of one sample by two replicas that must gather weights together."""
-    pipe = Run("", replicas=2).make(parallelize=shard)
     x, y = BATCHES[0]
-    pipe.evaluate(x[:3], y[:3])
-    said = said_by(lambda: pipe.evaluate(x[:1], y[:1]))
-    pipe.close()
-    return said
+    with Run("", replicas=2).make(parallelize=shard) as pipe:
+        pipe.evaluate(x[:3], y[:3])
+        return said_by(lambda: pipe.evaluate(x[:1], y[:1]))
 
 
 def measure_late() -> str:
     """A profile of layers that are spread already."""
-    pipe = Run("", tp=2).make(parallelize=split_columns_and_rows)
-    said = said_by(pipe.measure)
-    pipe.close()
-    return said
+    with Run("", tp=2).make(parallelize=split_columns_and_rows) as pipe:
+        return said_by(pipe.measure)
 
 
 SHAPES = ((3, 5), (7,), (1,), (), (0, 4), (2, 3, 4))
@@ -359,6 +326,13 @@ class Foreseeing(penstock.UpdateHook):
         return True
 
 
+ANOTHER_IN_EVALUATION = (
+    "another trace in evaluation",
+    "another trace in evaluation within a layer",
+    "a trace in evaluation only",
+    "other numbers for blocks in evaluation",
+    "another order in evaluation",
+)
 TWO_TP_RANKS, TWO_REPLICAS = Run("", tp=2), Run("", replicas=2)
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
@@ -379,30 +353,10 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         {"optimizer": partial(torch.optim.AdamW, foreach=True)},
     ),
     "an error on one process": ("this hook is broken here", (TWO_TP_RANKS, "fail_on_one"), {}),
-    "another trace in evaluation": ("something else in evaluation", (TWO_TP_RANKS, "nothing", "traced"), {}),
-    "another trace in evaluation within a layer": (
-        "something else in evaluation",
-        (TWO_TP_RANKS, "nothing", "traced within a layer"),
-        {},
-    ),
-    "a trace in evaluation only": (
-        "something else in evaluation",
-        (TWO_TP_RANKS, "nothing", "traced in evaluation"),
-        {},
-    ),
-    "other numbers for blocks in evaluation": (
-        "something else in evaluation",
-        (TWO_TP_RANKS, "nothing", "other numbers in evaluation"),
-        {},
-    ),
-    "another order in evaluation": (
-        "something else in evaluation",
-        (TWO_TP_RANKS, "nothing", "another order in evaluation"),
-        {},
-    ),
+    **{case: ("something else in evaluation", (TWO_TP_RANKS, "nothing", case), {}) for case in ANOTHER_IN_EVALUATION},
     "another result in evaluation": (
         "Return the same in both modes",
-        (TWO_TP_RANKS, "nothing", "returns less in evaluation"),
+        (TWO_TP_RANKS, "nothing", "another result in evaluation"),
         {},
     ),
     "tied over a cut": ("Untie the weights", (TWO_TP_RANKS, "nothing", "tied over a cut"), {}),
@@ -496,47 +450,21 @@ def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
     assert [sent for _, sent in found] == [expected, expected, 0, 0]
 
 
-class Counting(nn.Module):
-    """Changes state in Python with every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return 1.0 * x
-
-
-def compile_and_spread() -> None:
-    build(nn.Identity, compile=True, parallelize=lambda stage, mesh: None)
-
-
-def build(kind: Callable[[], nn.Module], **options: Any) -> penstock.Pipeline:
-    """Four layers in one process, two of them of this kind."""
-    layers = [nn.Linear(4, 4), kind(), nn.Linear(4, 4), kind()]
-    given = {"stages": 2, "microbatches": 2, **options}
-    return penstock.Pipeline(
-        layers, (torch.zeros(2, 4),), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), **given
-    )
-
-
-ALONE: dict[str, tuple[str, Callable[[], object]]] = {
-    "compiled and spread": ("Leave compile= out", compile_and_spread),
-    "compiled zb-h1": ("one function of a stage's backward", lambda: build(nn.Tanh, schedule="zb-h1", compile=True)),
-    "layers of zb-h1": ("would hardly hold less", lambda: build(nn.Tanh, schedule="zb-h1", recompute="layers")),
-    "compiled with graphs": (
-        "expected a mode without graphs",
-        lambda: build(nn.Tanh, compile={"mode": "max-autotune"}),
-    ),
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "compiled and spread": ("Leave compile= out", {"compile": True, "parallelize": nothing}),
+    "compiled zb-h1": ("one function of a stage's backward", {"schedule": "zb-h1", "compile": True}),
+    "layers of zb-h1": ("would hardly hold less", {"schedule": "zb-h1", "recompute": "layers"}),
+    "compiled with graphs": ("expected a mode without graphs", {"compile": {"mode": "max-autotune"}}),
 }
 
 
 @pytest.mark.parametrize("case", ALONE)
 def test_what_needs_one_process_is_refused(case: str) -> None:
-    words, refused = ALONE[case]
+    words, options = ALONE[case]
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()]
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": models.plain, "stages": 2, "microbatches": 2, **options}
     with pytest.raises(penstock.PenstockError, match=words):
-        refused()
+        penstock.Pipeline(layers, (torch.zeros(2, 4),), **given)
 
 
 ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
@@ -544,13 +472,7 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
     "`tensor_parallel` > 1 without `parallelize=`": ("no hook",),
     "processes that are not ranks x `tensor_parallel`": ("too few processes",),
     "`tensor_parallel=` that differs from the plan's": ("another tensor-parallel size",),
-    "a traced model whose code between blocks differs in evaluation, with a hook": (
-        "another trace in evaluation",
-        "another trace in evaluation within a layer",
-        "a trace in evaluation only",
-        "other numbers for blocks in evaluation",
-        "another order in evaluation",
-    ),
+    "a traced model whose code between blocks differs in evaluation, with a hook": ANOTHER_IN_EVALUATION,
     "a model that returns something else in evaluation, with a hook": ("another result in evaluation",),
     "a hook that returns another module": ("another module",),
     "a hook that adds, removes or renames parameters, or changes their whole shape": (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from support import models
+from support.models import Blocks, InARow
 from support.processes import Pool
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).double()
@@ -117,15 +117,11 @@ def packed() -> list[nn.Module]:
     return [Packed().double(), nn.Tanh(), nn.Linear(8, 11).double()]
 
 
-class OverSamples(nn.Module):
+class OverSamples(nn.Linear):
     """Looks at all samples of a batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4).double()
-
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.inner(x)
+        mixed = super().forward(x)
         return mixed + (mixed @ x.T).softmax(-1) @ x
 
 
@@ -171,7 +167,7 @@ def dice(output: Tensor, target: Tensor) -> Tensor:
     [
         (packed, (tokens(24, 1)[:, 0], torch.tensor([0, 5, 10, 14, 24])), tokens(24, 1)[:, 0], functional.cross_entropy,
          "packed into one"),
-        (lambda: nn.Sequential(OverSamples(), nn.Tanh(), nn.Linear(4, 4).double()), X, Y, functional.mse_loss,
+        (lambda: nn.Sequential(OverSamples(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), X, Y, functional.mse_loss,
          "looks at the whole batch"),
         (lambda: nn.Sequential(nn.Linear(4, 4).double(), ByCount()), X[:, None].expand(8, 6, 4),
          Y[:, None].expand(8, 6, 4), functional.mse_loss, "looks at the whole batch"),
@@ -207,23 +203,6 @@ def test_what_is_no_mean_over_samples_has_one_warning(
     assert error.startswith("CaptureError: the loss of the first two microbatches at once is ")
 
 
-CALLS = [0]
-
-
-def divided_by_calls(output: Tensor, target: Tensor) -> Tensor:
-    CALLS[0] += 1
-    return functional.mse_loss(output, target) / CALLS[0]
-
-
-@pytest.mark.parametrize("model", [perceptron, lambda: models.Blocks(Block, 3).double()], ids=["in a row", "traced"])
-def test_a_loss_that_counts_its_calls_is_not_the_fault_of_the_model(model: Callable[[], nn.Module]) -> None:
-    texts, error = first_step(model, (X[:2],), X, Y, divided_by_calls)
-    assert texts == []
-    assert error.startswith("CaptureError: the first batch is not compared with the model: loss_fn gives another")
-
-    assert first_step(model, (X[:2],), X, Y, divided_by_calls, check="off") == ([], "")
-
-
 def test_samples_in_another_dimension_are_an_error() -> None:
     batch, target = tokens(8, 6), tokens(8, 6)
     texts, error = first_step(layout, (batch[:4],), batch, target, ignoring)
@@ -235,17 +214,17 @@ FACTOR = ContextVar("factor", default=1.0)
 """What the script changes after the model was captured, and nothing sees: it is no attribute."""
 
 
-class Chained(nn.Module):
+class Chained(Blocks):
     """Reads a number of the script between its blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x)) * FACTOR.get()
         return x
+
+
+def small() -> nn.Module:
+    return nn.Linear(4, 4).double()
 
 
 def test_a_chain_that_holds_for_the_capture_only_is_an_error() -> None:
@@ -255,9 +234,14 @@ def test_a_chain_that_holds_for_the_capture_only_is_an_error() -> None:
         FACTOR.set(2.0)
         return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
-    _, error = first_step(Chained, (X[:2],), X, Y, functional.mse_loss, microbatches=4, lr_scheduler=switch)
+    _, error = first_step(Chained(small), (X[:2],), X, Y, functional.mse_loss, microbatches=4, lr_scheduler=switch)
     FACTOR.reset(before)
     assert "the captured chain of Chained has a loss of " in error
+
+
+def traced() -> nn.Module:
+    """A model with all that a run leaves behind."""
+    return Blocks(Block, 3).double()
 
 
 class Block(nn.Module):
@@ -273,6 +257,23 @@ class Block(nn.Module):
         self.average = 0.9 * self.average + x.detach().mean(0)
         noise = 1 + 0.01 * random.random() + 0.01 * numpy.random.random() + 0.001 * self.calls
         return x + noise * self.drop(self.norm(torch.tanh(self.linear(x))))
+
+
+CALLS = [0]
+
+
+def divided_by_calls(output: Tensor, target: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return functional.mse_loss(output, target) / CALLS[0]
+
+
+@pytest.mark.parametrize("model", [perceptron, traced], ids=["in a row", "traced"])
+def test_a_loss_that_counts_its_calls_is_not_the_fault_of_the_model(model: Callable[[], nn.Module]) -> None:
+    texts, error = first_step(model, (X[:2],), X, Y, divided_by_calls)
+    assert texts == []
+    assert error.startswith("CaptureError: the first batch is not compared with the model: loss_fn gives another")
+
+    assert first_step(model, (X[:2],), X, Y, divided_by_calls, check="off") == ([], "")
 
 
 class Centred(nn.Module):
@@ -297,11 +298,7 @@ def counted(loss: nn.Module, count: list[int]) -> Callable[[Tensor, Tensor], Ten
     return counting
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
-
+class Residual(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + torch.tanh(block(x))
@@ -317,7 +314,7 @@ def test_it_leaves_no_trace(schedule: str, seed: int | None, closure: bool) -> N
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
-        model, loss, count = models.Blocks(Block, 3).double(), Centred().double(), [0]
+        model, loss, count = traced(), Centred().double(), [0]
         loss_fn = counted(loss, count) if closure else loss
         options: dict[str, Any] = {"schedule": schedule, "stages": 2, "microbatches": 2, "seed": seed, "check": check}
         pipe = penstock.Pipeline(model, (X[:2],), loss_fn, sgd, **options)
@@ -332,18 +329,6 @@ def test_it_leaves_no_trace(schedule: str, seed: int | None, closure: bool) -> N
     assert all(torch.equal(one, its) for one, its in zip(state, other[1], strict=True))
     assert torch.equal(generators[0], other[3][0])
     assert generators[1:] == other[3][1:]
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(6))
-        self.last = nn.Linear(32, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)  # type: ignore[no-any-return]  # a tensor
 
 
 def usual(output: Tensor, target: Tensor) -> Tensor:
@@ -372,18 +357,16 @@ def confident(output: Tensor, target: Tensor) -> Tensor:
 )
 def test_rounding_is_no_difference(loss_fn: Any, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     torch.manual_seed(0)
-    model, batch, target = Deep().to(dtype), torch.randn(12, 10, 32).to(dtype), torch.randint(0, 7, (12, 10))
+    layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(6)]
+    model = InARow(*layers, nn.Linear(32, 7)).to(dtype)
+    batch, target = torch.randn(12, 10, 32).to(dtype), torch.randint(0, 7, (12, 10))
     found = first_step(model, (batch[:3],), batch, target, loss_fn, microbatches=4, autocast=autocast)
     assert found == ([], "")
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4).double()
-
+class Noisy(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x + torch.randn_like(x))
+        return super().forward(x + torch.randn_like(x))
 
 
 def with_noise(output: Tensor, target: Tensor) -> Tensor:
@@ -393,7 +376,7 @@ def with_noise(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "batch", "loss_fn", "options", "says"),
     [
-        (lambda: nn.Sequential(Noisy(), Noisy()), X, functional.mse_loss, {}, "draws random numbers"),
+        (lambda: nn.Sequential(Noisy(4, 4), Noisy(4, 4)).double(), X, functional.mse_loss, {}, "draws random numbers"),
         (perceptron, X, with_noise, {}, "draws random numbers in evaluation mode"),
         (perceptron, torch.zeros(2_000_000, 4).double(), lambda o, y: o.mean(), {}, "it would take about"),
         (lambda: perceptron().to("meta"), X, functional.mse_loss,
@@ -422,7 +405,7 @@ def test_what_is_not_compared_is_said(model: Any, batch: Tensor, loss_fn: Any, o
         (normalized, X, Y, functional.mse_loss, {}),
         (perceptron, penstock.Microbatches([X[:5], X[5:]], [Y[:5], Y[5:]]), None, functional.mse_loss,
          {"loss_weight": len}),
-        (Residual, X, Y, functional.mse_loss, {"compile": {"backend": "eager"}}),
+        (lambda: Residual(small, 3), X, Y, functional.mse_loss, {"compile": {"backend": "eager"}}),
     ],
     ids=["plain", "one microbatch", "remainder", "weighed", "weighted", "batch norm", "own cut", "compiled"],
 )  # fmt: skip
@@ -432,12 +415,14 @@ def test_right_batches_say_nothing(model: Any, batch: Any, target: Any, loss_fn:
         assert first_step(model, sample, batch, target, loss_fn, check=check, **options) == ([], "")
 
 
-def test_processes_find_the_same(pool: Pool) -> None:
-    batch, target = tokens(8, 6), tokens(8, 6)
-    alone = first_step(layout, (batch[:4],), batch, target, ignoring)
+def test_processes_find_the_same_and_rank_0_warns_for_all(pool: Pool) -> None:
+    batch = tokens(8, 6)
+    refused, weighed = (layout, (batch[:4],), batch, batch, ignoring), (ragged, (batch[:2],), batch, labels(), ignoring)
+    alone, warned = first_step(*refused), first_step(*weighed)
     for only_here in (None, 1):
-        found = pool.run(2, partial(first_step, only_here=only_here), layout, (batch[:4],), batch, target, ignoring)
-        assert found == [alone, alone]
+        job = partial(first_step, only_here=only_here)
+        assert pool.run(2, job, *refused) == [alone, alone]
+        assert pool.run(2, job, *weighed) == [warned, ([], "")]
 
 
 def count_items(target: Tensor) -> Tensor:
@@ -448,11 +433,3 @@ def test_items_are_counted_where_the_target_is_read(pool: Pool) -> None:
     job = partial(first_step, loss_weight=count_items, check="strict")
 
     assert pool.run(2, job, ragged, (tokens(8, 6)[:2],), tokens(8, 6), labels(), ignoring) == [([], "")] * 2
-
-
-def test_rank_0_warns_for_all(pool: Pool) -> None:
-    alone = first_step(ragged, (tokens(8, 6)[:2],), tokens(8, 6), labels(), ignoring)
-    for only_here in (None, 1):
-        job = partial(first_step, only_here=only_here)
-        found = pool.run(2, job, ragged, (tokens(8, 6)[:2],), tokens(8, 6), labels(), ignoring)
-        assert found == [alone, ([], "")]

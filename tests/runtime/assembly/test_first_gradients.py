@@ -16,8 +16,6 @@ X, Y = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().man
 
 
 class Block(nn.Module):
-    wipes = False
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -38,7 +36,7 @@ class WipingOne(Block):
         return super().forward(x)
 
 
-def made(kind: Callable[[], nn.Module] = Block) -> Blocks:
+def made(kind: Callable[[], nn.Module] = Block) -> nn.Module:
     torch.manual_seed(0)
     return Blocks(kind).double()
 
@@ -46,14 +44,8 @@ def made(kind: Callable[[], nn.Module] = Block) -> Blocks:
 def hooked(model: nn.Module, hook: Callable[[nn.Module], None], *, backwards: bool) -> nn.Module:
     """`model`, with a hook on its second block."""
     block: nn.Module = model.blocks[1]  # type: ignore[index,union-attr,assignment]
-
-    def run(module: nn.Module, *_: object) -> None:
-        hook(module)
-
-    if backwards:
-        block.register_full_backward_hook(run)
-    else:
-        block.register_forward_pre_hook(run)
+    register: Any = block.register_full_backward_hook if backwards else block.register_forward_pre_hook
+    register(lambda module, *_: hook(module))
     return model
 
 
@@ -128,12 +120,6 @@ class Counting(Block):
         return super().forward(self.dropout(self.norm(x)))
 
 
-class Tied(Blocks):
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.blocks[3].other.weight = self.blocks[0].one.weight  # type: ignore[union-attr]
-
-
 class Unused(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -153,12 +139,9 @@ class Noised(Block):
 
 
 def tied() -> nn.Module:
-    torch.manual_seed(0)
-    return Tied().double()
-
-
-def halved() -> nn.Module:
-    return made().to(torch.bfloat16)
+    model: Any = made()
+    model.blocks[3].other.weight = model.blocks[0].one.weight
+    return model  # type: ignore[no-any-return]
 
 
 RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -166,7 +149,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tied": (tied, {}),
     "unused and hooked": (lambda: made(Unused), {}),
     "PyTorch's stream": (lambda: made(Noised), {"seed": None}),
-    "bfloat16": (halved, {}),
+    "bfloat16": (lambda: made().to(torch.bfloat16), {}),
     "clipped": (made, {"clip_grad_norm": 0.01}),
     "scaled": (made, {"loss_scale": "dynamic"}),
     "zero bubble": (lambda: made(Noised), {"schedule": "zb-v", "stages": 4}),

@@ -67,8 +67,7 @@ def test_a_signal_writes_stacks_and_a_record_and_closing_gives_the_signal_back(
     assert "eventually" in {frame.function for frame in own.frames}
     assert not catches(os.getpid(), signal.SIGUSR2)
     left = directory.read(0)
-    assert left is not None
-    assert left.left
+    assert left is not None and left.left
 
 
 @needs_proc
@@ -142,9 +141,7 @@ def test_only_waits_of_the_thread_that_trains_count(tmp_path: Path) -> None:
     watch.close()
 
     assert recorder.position().steps == 0
-    assert ignored is not None
-    assert seen is not None
-    assert seen.wait is not None
+    assert ignored is not None and seen is not None and seen.wait is not None
     assert (ignored.wait, seen.wait.context, seen.wait.processes) == (None, "the sum over ranks [0, 1]", (1,))
 
 

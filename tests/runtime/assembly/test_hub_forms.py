@@ -36,18 +36,15 @@ def test_names_are_those_of_peft(tmp_path: Path, options: dict[str, Any]) -> Non
     assert adapter
 
 
-def test_an_adapter_that_is_computed_first_is_refused() -> None:
+def test_other_adapters_are_refused() -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    computed = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    several = adapted()
+    several.add_adapter("second", peft.LoraConfig(r=2, target_modules=MATRICES))
 
-    with pytest.raises(PenstockError, match="PEFT does not save prompt_embeddings as the model has it"):
-        hub_form(model, model.state_dict())
-
-
-def test_several_adapters_are_refused() -> None:
-    peft = pytest.importorskip("peft")
-    model = adapted()
-    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=MATRICES))
-
-    with pytest.raises(PenstockError, match="the model has the adapters default, second: expected one"):
-        hub_form(model, model.state_dict())
+    for model, text in (
+        (computed, "PEFT does not save prompt_embeddings as the model has it"),
+        (several, "the model has the adapters default, second: expected one"),
+    ):
+        with pytest.raises(PenstockError, match=text):
+            hub_form(model, model.state_dict())

@@ -3,11 +3,9 @@
 import inspect
 from dataclasses import MISSING, fields, replace
 
-import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PlanError
 from penstock.pipeline import Pipeline
 from penstock.runtime.assembly.pipeline_options import OPTIONS, ModelOptions, PipelineOptions, PlanOptions, RunOptions
 from penstock.training.recipes import Recipe
@@ -44,10 +42,3 @@ def test_a_new_plan_takes_the_place_of_all_that_chose_the_old_one() -> None:
     assert found.state_on_host is True
     assert (found.schedule, found.microbatches, found.stages, found.balance) == (None, None, None, "work")
     assert (found.vertical_sync, found.tensor_parallel) == (False, None)
-
-
-def test_a_function_makes_the_plan_of_the_processes() -> None:
-    assert PlanOptions(plan=lambda processes: Plan.uniform(processes, processes)).plan_for(3) == Plan.uniform(3, 3)
-    assert PlanOptions(plan="auto").plan_for(3) == "auto"
-    with pytest.raises(PlanError, match=r"expected that it returns a .* for 3 process"):
-        PlanOptions(plan=lambda processes: None).plan_for(3)  # type: ignore[arg-type,return-value]

@@ -1,7 +1,5 @@
 """All ranks start from the same tensors: weights, buffers, and what modules hold in attributes."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from support import models
 from support.processes import Pool
 
 TABLES = {
@@ -72,22 +71,10 @@ def build_all() -> dict[str, str]:
     found = {}
     for differs in ("", *TABLES):
         try:
-            build(Net(differs)).close()
+            penstock.Pipeline(Net(differs), (torch.ones(2, 4),), F.mse_loss, models.plain, microbatches=2).close()
         except penstock.PlanError as error:
             found[differs] = str(error)
     return found
-
-
-def build(model: nn.Module, **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(
-        model,
-        (torch.ones(2, 4),),
-        F.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        microbatches=2,
-        timeout_seconds=60.0,
-        **options,
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.*ComplexHalf")

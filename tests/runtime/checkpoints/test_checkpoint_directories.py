@@ -19,30 +19,7 @@ import penstock
 from penstock.capturing.initialization import initialize
 from penstock.errors import CheckpointError
 from penstock.runtime.files.step_directories import recover
-from support import models
-
-SUBJECT = models.LAYERED
-
-
-def make(**options: Any) -> penstock.Pipeline:
-    """A pipeline of two stages with Adam's state."""
-    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.adamw, "stages": 2}
-    return penstock.Pipeline(SUBJECT.build(), **{**arguments, **options})
-
-
-def trained(steps: int = 1, **options: Any) -> penstock.Pipeline:
-    pipe = make(**options)
-    for x, y in SUBJECT.batches[:steps]:
-        pipe.step(x, y)
-    return pipe
-
-
-def weights(pipe: penstock.Pipeline) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+from support.checkpointed import SUBJECT, make, same, trained, weights
 
 
 def listing(directory: Path) -> dict[str, bytes]:
@@ -64,13 +41,8 @@ def test_a_step_has_a_manifest_and_safetensors(tmp_path: Path) -> None:
 
     assert path == tmp_path / "run" / "step-000002"
     assert pipe.steps == 2
-    names = sorted(entry.name for entry in path.iterdir())
-    assert names == [
-        "manifest.json",
-        "model-00000.safetensors",
-        "model.safetensors.index.json",
-        "state-00000.safetensors",
-    ]
+    names = {"manifest.json", "model-00000.safetensors", "model.safetensors.index.json", "state-00000.safetensors"}
+    assert {entry.name for entry in path.iterdir()} == names
     content = json.loads((path / "manifest.json").read_text())["content"]
     assert content["step"] == 2
     assert content["torch"] == torch.__version__
@@ -243,33 +215,32 @@ def test_other_places_are_refused_and_left_alone(tmp_path: Path, kind: str) -> N
     pipe.step(*SUBJECT.batches[1])
 
 
-@pytest.mark.parametrize("directory", ["", ".", "..", "/", 5, None, b"run", "a\0b", "/proc/x"])
-def test_what_is_no_directory_for_checkpoints_is_refused(
-    directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+NUMBER = "expected a whole number of at least"
+NOWHERE = "expected the path of a directory|there is no checkpoint"
+WRONG: list[tuple[Callable[[penstock.Pipeline, Path], object], str]] = [
+    *(
+        (lambda pipe, run, place=place: pipe.save(place), "expected")
+        for place in ("", ".", "..", "/", 5, None, b"run", "a\0b", "/proc/x")
+    ),
+    *(
+        (lambda pipe, run, options=options: pipe.save(run, **options), NUMBER)
+        for options in ({"step": -1}, {"step": True}, {"step": 1.5}, {"keep": 0}, {"keep_every": "a"})
+    ),
+    *((lambda pipe, run, place=place: pipe.load(place), NOWHERE) for place in (None, "", 5)),
+    (lambda pipe, run: pipe.load(run / "missing"), NOWHERE),
+]
+
+
+def test_wrong_arguments_are_refused_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pipe = trained()
-    with pytest.raises(CheckpointError):
-        pipe.save(directory)
+    for call, says in WRONG:
+        with pytest.raises(CheckpointError, match=says):
+            call(pipe, tmp_path / "run")
 
-    assert list(tmp_path.iterdir()) == []
-    pipe.step(*SUBJECT.batches[1])
-
-
-@pytest.mark.parametrize("options", [{"step": -1}, {"step": True}, {"step": 1.5}, {"keep": 0}, {"keep_every": "a"}])
-def test_wrong_numbers_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"expected a whole number of at least"):
-        trained().save(tmp_path / "run", **options)
-
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("directory", [None, "", 5, "missing"])
-def test_nothing_to_load(tmp_path: Path, directory: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"expected the path of a directory|there is no checkpoint"):
-        make().load(tmp_path / directory if directory == "missing" else directory)
-
+        assert list(tmp_path.iterdir()) == []
     assert penstock.latest_checkpoint(tmp_path) is None
+    pipe.step(*SUBJECT.batches[1])
 
 
 def peak_megabytes(work: Callable[[], object]) -> float:

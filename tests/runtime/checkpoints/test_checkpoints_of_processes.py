@@ -10,21 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import penstock
 from penstock.runtime.checkpoints.checkpoint_writer import assign_owners
-from support import models
+from support.checkpointed import SUBJECT, make
 from support.processes import Pool
 
-SUBJECT = models.LAYERED
 REPLICATED = penstock.Plan((penstock.Stage(0, 5, (0, 1)), penstock.Stage(5, 8, (2,))), "gpipe", 4)
 
 
 def _make(**options: Any) -> penstock.Pipeline:
-    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.adamw}
-    return penstock.Pipeline(SUBJECT.build(), **{**arguments, **options})
+    return make(**{"stages": None, **options})
 
 
 def _total(pipe: penstock.Pipeline) -> float:

@@ -75,6 +75,22 @@ def job(work: Callable[[], object]) -> Iterator[int]:
         os.close(reader)
 
 
+def _refused(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="found process"):
+        make(resume=run)
+
+
+def assert_held(run: Path) -> None:
+    """Another job cannot save there."""
+    with job(lambda: _refused(run)):
+        pass
+
+
+def assert_free(run: Path) -> None:
+    with job(lambda: make(resume=run)):
+        pass
+
+
 @pytest.mark.parametrize(
     "options",
     [{"keep": 1}, {"step": 2}, {"step": 50}, {"keep": 3, "wait": False}],
@@ -112,14 +128,6 @@ def test_what_goes_on_from_a_checkpoint_has_the_name_of_its_run(tmp_path: Path) 
     assert len(names) == 1
     assert run_of(other.save(tmp_path / "another")) not in names
     assert [path.name for path in run.glob("step-*")] == ["step-000002"]
-
-
-def test_two_trainings_of_one_process_have_two_directories(tmp_path: Path) -> None:
-    generator, discriminator = trained(1), trained(1)
-    generator.save(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="step-000001 of another run"):
-        discriminator.save(tmp_path / "run")
-    generator.save(tmp_path / "run", 2, keep=1)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -263,13 +271,7 @@ def test_a_child_that_ends_gives_back_nothing_of_its_parents(tmp_path: Path) -> 
         os._exit(0)
     os.waitpid(child, 0)
 
-    with job(lambda: _refused(tmp_path / "run")):
-        pass
-
-
-def _refused(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="found process"):
-        make(resume=run)
+    assert_held(tmp_path / "run")
 
 
 def test_pipelines_of_one_process_share_the_lock(tmp_path: Path) -> None:
@@ -277,11 +279,9 @@ def test_pipelines_of_one_process_share_the_lock(tmp_path: Path) -> None:
     first.save(run)
     second = make(resume=run)
     first.close()
-    with job(lambda: _refused(run)):
-        pass
+    assert_held(run)
     second.close()
-    with job(lambda: make(resume=run)):
-        pass
+    assert_free(run)
 
 
 def test_a_file_system_without_locks_is_named(
@@ -298,27 +298,34 @@ def test_a_file_system_without_locks_is_named(
     assert caplog.text.count("this file system has no locks (No locks available)") == 1
 
 
-READS: dict[str, Callable[[Path], object]] = {
-    "a read": lambda run: (run / ".penstock-lock").read_bytes(),
-    "a copy": lambda run: shutil.copytree(run, run.with_name("backup")),
-    "a digest": lambda run: hashlib.file_digest((run / ".penstock-lock").open("rb", buffering=0), "sha256"),
-    "a child that reads": lambda run: subprocess.run(["cat", str(run / ".penstock-lock")], check=True, stdout=-3),
-}
+READS: list[Callable[[Path], object]] = [
+    lambda run: (run / ".penstock-lock").read_bytes(),
+    lambda run: shutil.copytree(run, run.with_name("backup")),
+    lambda run: hashlib.file_digest((run / ".penstock-lock").open("rb", buffering=0), "sha256"),
+    lambda run: subprocess.run(["cat", str(run / ".penstock-lock")], check=True, stdout=-3),
+]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize("read", READS)
-def test_a_job_that_reads_its_lock_file_keeps_the_lock(tmp_path: Path, read: str) -> None:
+def test_a_job_that_reads_its_lock_file_keeps_the_lock(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with trained(1) as pipe:
         pipe.save(run)
-        READS[read](run)
-        with job(lambda: _refused(run)):
-            pass
+        for read in READS:
+            read(run)
+            assert_held(run)
         pipe.save(run, 2, keep=1)
 
 
-@pytest.mark.parametrize("change", ["removed", "moved", "lock removed", "parent moved"])
+CHANGES: dict[str, Callable[[Path, Path], object]] = {
+    "removed": lambda run, old: shutil.rmtree(run),
+    "moved": lambda run, old: run.rename(old),
+    "lock removed": lambda run, old: (run / ".penstock-lock").unlink(),
+    "parent moved": lambda run, old: run.parent.rename(old),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_save_locks_the_directory_that_is_there_now(
     tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,19 +333,10 @@ def test_a_save_locks_the_directory_that_is_there_now(
     run = tmp_path / "parent" / "run"
     with trained(1, resume=run) as pipe:
         pipe.save(run)
-        match change:
-            case "removed":
-                shutil.rmtree(run)
-            case "moved":
-                run.rename(tmp_path / "old")
-            case "lock removed":
-                (run / ".penstock-lock").unlink()
-            case "parent moved":
-                run.parent.rename(tmp_path / "old")
+        CHANGES[change](run, tmp_path / "old")
         assert pipe.save(run, 2) == run / "step-000002"
         assert f"{run} was removed or moved since the last save" in caplog.text
-        with job(lambda: _refused(run)):
-            pass
+        assert_held(run)
         pipe.save(run, 3, wait=False).wait()
         assert caplog.text.count("was removed or moved") == 1
     if change in ("moved", "parent moved"):
@@ -368,8 +366,7 @@ def test_a_save_that_comes_after_another_job_took_the_place_is_refused(tmp_path:
             pipe.save(run, keep=1)
         assert files(run) == before
         # It has not kept the lock.
-        with job(lambda: make(resume=run)):
-            pass
+        assert_free(run)
 
 
 def test_a_pipeline_whose_save_was_refused_keeps_no_lock(tmp_path: Path) -> None:
@@ -389,20 +386,21 @@ def test_a_pipeline_whose_save_was_refused_keeps_no_lock(tmp_path: Path) -> None
         pass
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe"])
-def test_a_lock_file_that_is_none_is_named(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda lock: lock.symlink_to(lock.parents[1] / "mine"),
+        lambda lock: lock.symlink_to(lock.parents[1] / "never"),
+        Path.mkdir,
+        os.mkfifo,
+    ],
+    ids=["link", "dangling link", "directory", "pipe"],
+)
+def test_a_lock_file_that_is_none_is_named(tmp_path: Path, place: Callable[[Path], object]) -> None:
     run, lock = tmp_path / "run", tmp_path / "run" / ".penstock-lock"
     run.mkdir()
     (tmp_path / "mine").write_text("mine")
-    match kind:
-        case "link":
-            lock.symlink_to(tmp_path / "mine")
-        case "dangling link":
-            lock.symlink_to(tmp_path / "never")
-        case "directory":
-            lock.mkdir()
-        case "pipe":
-            os.mkfifo(lock)
+    place(lock)
     pipe = trained(1)
     for attempt in (lambda: pipe.save(run), lambda: pipe.save(run, wait=False), lambda: make(resume=run)):
         with pytest.raises(

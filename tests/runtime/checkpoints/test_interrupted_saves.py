@@ -12,29 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-import penstock
 from penstock.errors import CheckpointError
-from support import models
+from support.checkpointed import SUBJECT, make, same, weights
 
-SUBJECT = models.LAYERED
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
-
-def make() -> penstock.Pipeline:
-    return penstock.Pipeline(SUBJECT.build(), SUBJECT.sample, F.cross_entropy, models.adamw, stages=2)
-
-
-def weights(pipe: penstock.Pipeline) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def in_child(work: Callable[[], object]) -> int:

@@ -15,34 +15,14 @@ from torch import nn
 import penstock
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.manifests import manifest_text, read_manifest
-from support.jobs.state_jobs import (
-    NOISY,
-    SAVED,
-    STEPS,
-    TRAININGS,
-    WIDTH,
-    Centred,
-    Coded,
-    Codes,
-    Momentum,
-    Opaque,
-    Quantized,
-    Scaled,
-    Training,
-    X,
-    losses,
-    plain_losses,
-    refused_by_replicas,
-    resume_all,
-    seed_generators,
-    train_and_save,
-)
+from support.jobs import state_jobs as jobs
+from support.jobs.state_jobs import SAVED, STEPS, TRAININGS, WIDTH, Coded, Codes, Scaled, Training, X, losses
 from support.processes import Pool
 
 
 @cache
 def expected(name: str) -> list[float]:
-    return plain_losses(TRAININGS[name])
+    return jobs.plain_losses(TRAININGS[name])
 
 
 def by_save(pipe: penstock.Pipeline, directory: Path) -> Any:
@@ -80,15 +60,15 @@ def test_a_resumed_run_equals_the_plain_loop(name: str, route: Any, tmp_path: Pa
 @pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("wait", [True, False])
 def test_generators_of_numpy_and_python_go_on(seed: int | None, wait: bool, tmp_path: Path) -> None:
-    with NOISY.start(stages=2, seed=seed) as pipe:
+    with jobs.NOISY.start(stages=2, seed=seed) as pipe:
         losses(pipe, SAVED)
         saved: Any = pipe.save(tmp_path / "run") if wait else pipe.save(tmp_path / "run", wait=False)
         went_on, drawn = losses(pipe, STEPS), torch.rand(1)
         if not wait:
             saved.wait()
-    seed_generators(9)
+    jobs.seed_generators(9)
     torch.manual_seed(9)
-    with NOISY.start(stages=2, seed=seed, resume=tmp_path / "run") as resumed:
+    with jobs.NOISY.start(stages=2, seed=seed, resume=tmp_path / "run") as resumed:
         assert losses(resumed, STEPS) == went_on
         assert torch.rand(1) == drawn
 
@@ -132,11 +112,11 @@ TOGETHER = ["extra state of the whole model", "hooks of the whole model", "codes
 def test_several_processes(pool: Pool, tmp_path: Path) -> None:
     """Two save and one resumes, and the other way."""
     names = [*TOGETHER, "a state dict of the optimizer's own"]
-    pool.run(2, train_and_save, names, tmp_path / "two")
-    pool.run(1, train_and_save, names, tmp_path / "one")
-    alone = resume_all(names, tmp_path / "two")
+    pool.run(2, jobs.train_and_save, names, tmp_path / "two")
+    pool.run(1, jobs.train_and_save, names, tmp_path / "one")
+    alone = jobs.resume_all(names, tmp_path / "two")
     places = [name for name in names for _ in range(2)]
-    for found in (*pool.run(2, resume_all, names, tmp_path / "one"), alone):
+    for found in (*pool.run(2, jobs.resume_all, names, tmp_path / "one"), alone):
         for (own, state), (other, whole), name in zip(found, alone, places, strict=True):
             assert own == other == expected(name)[SAVED:], name
             assert state.keys() == whole.keys() == TRAININGS[name].net().state_dict().keys()
@@ -144,7 +124,7 @@ def test_several_processes(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_replicas_with_other_extra_states_are_refused(pool: Pool, tmp_path: Path) -> None:
-    for error in pool.run(3, refused_by_replicas, tmp_path / "run"):
+    for error in pool.run(3, jobs.refused_by_replicas, tmp_path / "run"):
         assert "_extra_state has another value on rank 1 than on a rank before it" in error
         assert not list((tmp_path / "run").glob("*step*"))
 
@@ -173,21 +153,6 @@ def test_weights_in_a_subclass_are_those_that_were_saved(tmp_path: Path) -> None
                 assert whole["0.weight"].title == "w"
 
 
-def test_weights_in_another_subclass_are_refused(tmp_path: Path) -> None:
-    class Titled(Coded):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(Codes.of(torch.rand(WIDTH, WIDTH).double(), "other"), requires_grad=False)
-
-    with Training(Coded).start(stages=2) as pipe, Training(Titled).start(stages=2) as other:
-        path, state = pipe.save(tmp_path / "run"), pipe.state_dict()
-        for load in (lambda: other.load(path), lambda: other.load_state_dict(state)):
-            with pytest.raises(
-                CheckpointError, match=r"0\.weight has shape and type .*'w'.* and .*'other'.* in the model"
-            ):
-                load()
-
-
 class Secret(Scaled):
     def get_extra_state(self) -> Any:
         return {"code": print}
@@ -202,7 +167,7 @@ class Deaf(Scaled):
 
 
 def momentum(keep: Any) -> Any:
-    return partial(Momentum, keep=keep, read=lambda kept: kept.numbers())
+    return partial(jobs.Momentum, keep=keep, read=lambda kept: kept.numbers())
 
 
 REFUSED: dict[str, tuple[Training, str]] = {
@@ -211,8 +176,8 @@ REFUSED: dict[str, tuple[Training, str]] = {
         r"0\._extra_state/code: expected numbers.* found <built-in function print>",
     ),
     "a tensor without parts": (
-        Training(optimizer=momentum(lambda t: Opaque.of(t, "m"))),
-        r"the state 'moment' of \d\.(weight|bias) is a tensor of the class .*Opaque without __tensor_flatten__",
+        Training(optimizer=momentum(lambda t: jobs.Opaque.of(t, "m"))),
+        r"the state 'moment' of \d\.(weight|bias) is a tensor of the class .*jobs.Opaque without __tensor_flatten__",
     ),
     "parts of code": (
         Training(optimizer=momentum(lambda t: Codes.of(t, print))),  # type: ignore[arg-type]
@@ -233,22 +198,10 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_first_save(name: str, tmp
     assert not list(tmp_path.glob("*/step*"))
 
 
-class Requantized(Quantized):
+class Requantized(jobs.Quantized):
     def __init__(self, refuses: bool) -> None:
         super().__init__(refuses)
         self.absmax = torch.ones(3) * 2
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_an_entry_that_no_module_loads_is_refused(refuses: bool, tmp_path: Path) -> None:
-    """Unless the model has the same value: a frozen base is quantized anew from the same numbers."""
-    message = "its code raises RuntimeError: it was quantized already" if refuses else "no code of the model loads it"
-    with Training(partial(Quantized, refuses)).start(stages=2) as pipe:
-        path, state = pipe.save(tmp_path / "run"), pipe.state_dict()
-    for load in (lambda one: one.load(path), lambda one: one.load_state_dict(state)):
-        other = Training(partial(Requantized, refuses)).start(stages=1)
-        with pytest.raises(CheckpointError, match=rf"0\.linear\.weight\.absmax of the state: .*{message}"):
-            load(other)
 
 
 def test_a_key_that_only_a_save_has_is_refused(tmp_path: Path) -> None:
@@ -259,13 +212,36 @@ def test_a_key_that_only_a_save_has_is_refused(tmp_path: Path) -> None:
             other.load(tmp_path / "run")
 
 
+class Titled(Coded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Codes.of(torch.rand(WIDTH, WIDTH).double(), "other"), requires_grad=False)
+
+
+ABSMAX = r"0\.linear\.weight\.absmax of the state: .*"
 LOADS: dict[str, tuple[Training, Training, str]] = {
+    "weights in another subclass": (
+        Training(Coded),
+        Training(Titled),
+        r"0\.weight has shape and type .*'w'.* and .*'other'.* in the model",
+    ),
+    # Unless the model has the same value: a frozen base is quantized anew from the same numbers.
+    "an entry that no module loads": (
+        Training(partial(jobs.Quantized, False)),
+        Training(partial(Requantized, False)),
+        f"{ABSMAX}no code of the model loads it",
+    ),
+    "an entry that a module refuses": (
+        Training(partial(jobs.Quantized, True)),
+        Training(partial(Requantized, True)),
+        f"{ABSMAX}its code raises RuntimeError: it was quantized already",
+    ),
     "extra state into none": (Training(Scaled), Training(), r"another model|which the model has not"),
     "none into extra state": (TRAININGS["code of state dicts"], Training(Scaled), r"'0\._extra_state'"),
-    "a loss into none": (Training(loss=Centred), Training(), "loss_fn: expected none with a state"),
-    "none into a loss": (Training(), Training(loss=Centred), "loss_fn: expected one with a state"),
+    "a loss into none": (Training(loss=jobs.Centred), Training(), "loss_fn: expected none with a state"),
+    "none into a loss": (Training(), Training(loss=jobs.Centred), "loss_fn: expected one with a state"),
     "a loss into another": (
-        Training(loss=Centred),
+        Training(loss=jobs.Centred),
         Training(loss=lambda: nn.CrossEntropyLoss(torch.ones(4))),
         "loss_fn",
     ),

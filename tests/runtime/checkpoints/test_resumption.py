@@ -14,19 +14,15 @@ from torch import nn
 
 import penstock
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS
+from support import models
 
 
 def make_pipeline(directory: Any, **options: Any) -> penstock.Pipeline:
     """Two stages of two layers."""
     torch.manual_seed(0)
-    return penstock.Pipeline(
-        nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double(),
-        (torch.zeros(2, 4).double(),),
-        nn.functional.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        resume=directory,
-        **{"stages": 2, **options},
-    )
+    model, sample = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double(), (torch.zeros(2, 4).double(),)
+    options = {"stages": 2, "resume": directory, **options}
+    return penstock.Pipeline(model, sample, nn.functional.mse_loss, models.momentum, **options)
 
 
 def step(pipe: penstock.Pipeline) -> float:

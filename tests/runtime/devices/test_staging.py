@@ -14,7 +14,7 @@ from penstock.runtime.devices.host_copies import HostCopier
 from penstock.runtime.devices.staging import DeviceStaging, HostStaging
 from support.jobs.staging_jobs import exchange_over_gloo, sum_over_gloo
 from support.processes import Pool
-from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from support.simulated.simulated_device import Forgetful, Hasty, SimulatedDevice
 
 LAYOUT: Layout = (torch.Size((3, 5)), (1, 3), torch.float64)
 SEEDS = st.integers(0, 2**32)
@@ -67,20 +67,6 @@ def test_what_is_sent_is_what_was_computed(seed: int) -> None:
 @given(SEEDS)
 def test_what_is_computed_with_is_what_has_come(seed: int) -> None:
     assert receive(SimulatedDevice(seed), [1.0, 2.0, 3.0]) == [[value] * 15 for value in (1.0, 2.0, 3.0)]
-
-
-class Forgetful(SimulatedDevice):
-    """Ignores which streams memory must be kept for."""
-
-    def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
-        pass
-
-
-class Hasty(SimulatedDevice):
-    """Does not wait for events."""
-
-    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        pass
 
 
 @pytest.mark.sampled(2)

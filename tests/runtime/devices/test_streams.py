@@ -14,7 +14,7 @@ from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.devices.streams import DeviceStreams, UpdateOrder
 from penstock.runtime.devices.timestamps import DeviceTimer
 from penstock.runtime.transport.transport import Edge, LoopbackTransport
-from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from support.simulated.simulated_device import Hasty, SimulatedDevice
 
 LAYOUT: Layout = (torch.Size((3,)), (1,), torch.float64)
 SEEDS = st.integers(0, 2**32)
@@ -120,13 +120,6 @@ WORK: dict[str, DeviceWork] = {
 @given(seed=SEEDS)
 def test_the_order_is_right_whatever_order_the_device_takes(name: str, seed: int) -> None:
     assert WORK[name](SimulatedDevice(seed))
-
-
-class Hasty(SimulatedDevice):
-    """Does not wait for events."""
-
-    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        pass
 
 
 @pytest.mark.parametrize("name", WORK)

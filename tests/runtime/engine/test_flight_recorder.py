@@ -11,6 +11,7 @@ import penstock
 from penstock.runtime.engine.flight_recorder import FlightRecorder, FlightRow
 from penstock.scheduling.definitions import Step
 from penstock.scheduling.schedules import Schedule
+from support import models
 
 SCHEDULE = Schedule("1f1b-flush", ranks=2, microbatches=2)
 
@@ -49,29 +50,18 @@ def test_only_steps_are_counted_and_only_the_last_segments_kept() -> None:
 def test_a_position_is_taken_while_a_layer_computes() -> None:
     inside, leave = threading.Event(), threading.Event()
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-            self.waits = False
+    class Layer(nn.Linear):
+        waits = False
 
         def forward(self, x: Tensor) -> Tensor:
             if self.waits:
                 inside.set()
                 leave.wait(60)
-            return torch.tanh(self.linear(x))
+            return torch.tanh(super().forward(x))
 
-    second = Layer()
-    layers = nn.Sequential(Layer(), second)
-    pipe = penstock.Pipeline(
-        layers,
-        sample=(torch.randn(2, 3),),
-        loss_fn=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        stages=2,
-        microbatches=2,
-    )
-    x = torch.randn(4, 3)
+    second = Layer(3, 3)
+    layers, x = nn.Sequential(Layer(3, 3), second), torch.randn(4, 3)
+    pipe = penstock.Pipeline(layers, (x[:2],), nn.functional.mse_loss, models.plain, stages=2, microbatches=2)
     pipe.step(x, x)
     second.waits = True
     training = threading.Thread(target=lambda: pipe.step(x, x))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
+from support.models import InARow
 from support.processes import Pool
+
+torch.manual_seed(3)
+X, Y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def pipeline(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(model, (X[:2],), loss_fn, sgd, **{"stages": 2, "microbatches": 4, **options})
 
 
 def tall() -> nn.Sequential:
@@ -35,46 +48,20 @@ def refusal_of(part: str, schedule: str, loss: Callable[[nn.Module, Tensor, Tens
     """The error of a step with a `loss` that reads all layers, or the last one; empty if there is none."""
     model = tall()
     read = model if part == "all" else model[-1]
-    pipe = penstock.Pipeline(
-        model,
-        (torch.zeros(2, 4).double(),),
-        lambda output, target: loss(read, output, target),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        stages=2,
-        microbatches=4,
-        schedule=schedule,
-    )
-    torch.manual_seed(1)
+    pipe = pipeline(model, lambda output, target: loss(read, output, target), schedule=schedule)
     try:
-        pipe.step(torch.randn(8, 4).double(), torch.randn(8, 4).double())
+        pipe.step(X, Y)
     except penstock.PenstockError as error:
         return str(error)
     return ""
 
 
-torch.manual_seed(3)
-X, Y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def pipeline(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(model, (X[:2],), loss_fn, sgd, **{"stages": 2, "microbatches": 4, **options})
-
-
-class Traced(nn.Module):
-    """A model of its own class, with a parameter that only its loss reads."""
+class Traced(InARow):
+    """A model that is traced, with a parameter that only its loss reads."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body, self.scale = tall(), nn.Parameter(torch.zeros(()).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:
-            x = layer(x)
-        return x
+        super().__init__(*tall())
+        self.scale = nn.Parameter(torch.zeros(()).double())
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return functional.mse_loss(output, target) * torch.exp(-self.scale) + self.scale
@@ -97,7 +84,7 @@ def test_a_penalty_on_all_layers_is_refused(schedule: str, kind: Callable[[], nn
     model = kind()
     pipe = pipeline(model, lambda output, target: penalized(model, output, target), schedule=schedule)
     with pytest.raises(
-        penstock.PenstockError, match=r"depends on the parameter (body\.)?[02]\.(weight|bias): expected"
+        penstock.PenstockError, match=r"depends on the parameter (layers\.)?[02]\.(weight|bias): expected"
     ):
         pipe.step(X, Y)
 
@@ -145,19 +132,8 @@ def with_norm(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
     return loss_fn
 
 
-def loss_of_the_model(model: Traced) -> Callable[[Tensor, Tensor], Any]:
-    return model.loss
-
-
-def in_a_closure(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
-    inner = Uncertain()
-    return lambda output, target: inner(output, target)
-
-
 def with_an_activation(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
-    last = list(model.modules())[-1]
-    weight = last.weight
-    assert isinstance(weight, Tensor)
+    weight: Any = list(model.modules())[-1].weight
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = functional.mse_loss(output, target)
@@ -175,15 +151,12 @@ def with_a_tensor(model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (loss_of_the_model, r"depends on the parameter scale: expected"),
-        (with_norm, r"depends on the parameter (body.[02].(weight|bias)|scale): expected"),
+        (lambda model: model.loss, r"depends on the parameter scale: expected"),
+        (with_norm, r"depends on the parameter (layers.[02].(weight|bias)|scale): expected"),
         (lambda model: Uncertain(), r"a gradient of its parameter scale, which is not in the model"),
-        (in_a_closure, r"a gradient of a tensor of \(\), which is not in the model"),
+        (lambda model: partial(Uncertain().__call__), r"a gradient of a tensor of \(\), which is not in the model"),
         (with_a_tensor, r"a gradient of a tensor of \(2,\), which is not in the model"),
-        (
-            with_an_activation,
-            r"If it is an activation .* return from the model what the loss needs of it, or train with stages=1",
-        ),
+        (with_an_activation, r"If it is an activation .* return from the model what the loss needs of it, or train"),
     ],
     ids=["bound method", "metric", "module", "closure", "tensor", "activation"],
 )

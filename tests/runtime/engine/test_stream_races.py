@@ -3,11 +3,11 @@
 The numbers are the oracle's in any case, since this device computes at once; what counts is what it could have done.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
+from support import models
 from support.jobs.device_jobs import count_streams, fail_directly, run_directly, run_over_gloo, stall_directly
 from support.jobs.hook_jobs import HOOKED
 from support.jobs.snapshot_jobs import Cut, run_cut
@@ -33,6 +34,7 @@ from support.training import (
     stages_on_a_rank,
 )
 
+T = TypeVar("T")
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
 
 
@@ -41,6 +43,15 @@ def racing(device: RacingDevice) -> Iterator[None]:
     """The CPU is `device`, which sees all that this thread does."""
     with on_streams(device), Watching(device):
         yield
+
+
+def raced(work: Callable[[], T]) -> T:
+    """What `work` returns on such a device, on which nothing was out of order."""
+    device = RacingDevice()
+    with racing(device):
+        found = work()
+    assert device.finish() == []
+    return found
 
 
 def case(schedule: str, **options: Any) -> Case:
@@ -67,45 +78,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_schedules(name: str) -> None:
-    device = RacingDevice()
-    with racing(device):
-        found = run_pipeline(CASES[name])
-
-    assert device.finish() == []
-    assert_equal(share_reference(CASES[name]), found)
+    assert_equal(share_reference(CASES[name]), raced(lambda: run_pipeline(CASES[name])))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-v", "pipedream"])
 def test_offloads(schedule: str) -> None:
     """The ranks share slots of host memory."""
-    device, made = RacingDevice(), case(schedule)
-    plan: penstock.Plan = made.options["plan"]
-    with racing(device):
-        found = run_pipeline(made, plan=replace(plan, schedule=offloading(plan.definition)))
-
-    assert device.finish() == []
-    assert_equal(share_reference(made), found)
+    made = case(schedule)
+    plan = replace(made.options["plan"], schedule=offloading(made.options["plan"].definition))
+    assert_equal(share_reference(made), raced(lambda: run_pipeline(made, plan=plan)))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["1f1b-flush", "zb-v", "pipedream", "2bw", "pipedream in turn", "2bw split"])
 def test_state_on_host(name: str) -> None:
-    device = RacingDevice()
-    with racing(device):
-        found = run_pipeline(CASES[name], state_on_host=True)
-
-    assert device.finish() == []
-    assert_equal(share_reference(CASES[name]), found)
+    assert_equal(share_reference(CASES[name]), raced(lambda: run_pipeline(CASES[name], state_on_host=True)))
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("own", "pipedream")])
 def test_options(name: str, schedule: str) -> None:
-    device = RacingDevice()
-    with racing(device):
-        found = run_pipeline(case(schedule), check="off", **OPTIONS[name])
-
-    assert device.finish() == []
+    found = raced(lambda: run_pipeline(case(schedule), check="off", **OPTIONS[name]))
     options = {key: value for key, value in OPTIONS[name].items() if key != "recompute"}
     assert_equal(run_reference(case(schedule), **options), found)
 
@@ -114,12 +107,10 @@ def test_options(name: str, schedule: str) -> None:
 @pytest.mark.parametrize(("schedule", "recipe"), [("1f1b-flush", "plain"), ("pipedream", "plain"), ("2bw", "several")])
 def test_saves_beside_the_training(schedule: str, recipe: str, tmp_path: Path) -> None:
     """The copies to the host are in a stream of their own, and an update waits for them there, not on the host."""
-    device, cut = RacingDevice(), Cut(case(schedule), 2, recipe, late=True)
+    cut = Cut(case(schedule), 2, recipe, late=True)
     expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options)
-    with racing(device):
-        whole, resumed = run_cut(cut, str(tmp_path / "run"))
+    whole, resumed = raced(lambda: run_cut(cut, str(tmp_path / "run")))
 
-    assert device.finish() == []
     assert whole.losses == expected.losses
     assert_equal(Outcome(expected.losses[2:], expected.state), resumed)
 
@@ -136,46 +127,27 @@ TIED = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TIED)
 def test_weights_that_stages_share(name: str) -> None:
-    run = TIED[name]
-    device = RacingDevice()
-    with racing(device):
-        found = run_here(run)
-
-    assert device.finish() == []
-    assert_equal(run_tied_reference(run), found)
+    assert_equal(run_tied_reference(TIED[name]), raced(lambda: run_here(TIED[name])))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw"])
-def test_several_processes(pool: Pool, schedule: str) -> None:
-    expected = share_reference(case(schedule))
-    for found in pool.run(2, run_over_gloo, case(schedule)):
-        assert_equal(expected, found)
+OVER_GLOO = [case(schedule) for schedule in ("1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw")]
+IN_TURN = [case(schedule, replicas=(2, 1)) for schedule in ("1f1b-flush", "2bw")]
+DIRECTLY = [case(schedule) for schedule in ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw")]
+SUMMED = [case(name, replicas=each) for name in ("1f1b-flush", "pipedream", "2bw") for each in ((2, 1), (1, 3))]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
-def test_several_processes_with_replicas(pool: Pool, schedule: str) -> None:
-    tried = case(schedule, replicas=(2, 1))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("tried", [*OVER_GLOO, *IN_TURN], ids=lambda tried: f"{tried.schedule} {tried.replicas}")
+def test_several_processes(pool: Pool, tried: Case) -> None:
     expected = share_reference(tried)
-    for found in pool.run(3, run_over_gloo, tried):
+    for found in pool.run(tried.processes, run_over_gloo, tried):
         assert_equal(expected, found)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw"])
-def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule: str) -> None:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("tried", [*DIRECTLY, *SUMMED], ids=lambda tried: f"{tried.schedule} {tried.replicas}")
+def test_several_processes_that_send_from_device_to_device(pool: Pool, tried: Case) -> None:
     """Over the ends of NCCL, and a backend that does as NCCL does."""
-    expected = share_reference(case(schedule))
-    for found, messages in pool.run(2, run_directly, case(schedule)):
-        assert_equal(expected, found)
-        assert messages > 0
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 3)], ids=str)
-def test_sums_from_device_to_device(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
-    tried = case(schedule, replicas=replicas)
     expected = share_reference(tried)
     for found, messages in pool.run(tried.processes, run_directly, tried):
         assert_equal(expected, found)
@@ -215,15 +187,8 @@ def test_what_a_user_does_between_steps(schedule: str) -> None:
     device = RacingDevice()
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     with racing(device):
-        pipe = penstock.Pipeline(
-            model,
-            sample=(torch.randn(2, 4),),
-            loss_fn=F.mse_loss,
-            optimizer=lambda params: torch.optim.Adam(params, lr=0.1),
-            schedule=schedule,
-            stages=2,
-            microbatches=4,
-        )
+        options = {"loss_fn": F.mse_loss, "optimizer": models.adamw, "stages": 2, "microbatches": 4}
+        pipe = penstock.Pipeline(model, (torch.randn(2, 4),), schedule=schedule, **options)
         for _ in range(3):
             result = pipe.step(torch.randn(8, 4), torch.randn(8, 4))
             averages = [p.detach() * 0.5 for p in pipe.parameters()]

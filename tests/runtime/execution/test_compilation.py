@@ -1,6 +1,6 @@
 """A compiled stage computes what the stage computes, with one graph for all versions of its weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,18 @@ def test_random_layers_and_recomputation_keep_their_numbers(
     assert counter.graphs == graphs
 
 
+def pipeline(model: Any, batches: Sequence[Any], counter: Counter | None, **wishes: Any) -> penstock.Pipeline:
+    """Compiled, if there is a counter."""
+    chosen = {"stages": 2, "schedule": "2bw", "microbatches": 4, "compile": {"backend": counter} if counter else False}
+    arguments = {"sample": (batches[0][0][:4],), "loss_fn": F.cross_entropy, "optimizer": models.momentum}
+    return penstock.Pipeline(model, **arguments, **{**chosen, **wishes})
+
+
 def train_layers(
-    layers: list[nn.Module], batches: list[tuple[Tensor, Tensor]], options: dict[str, Any] | bool, **wishes: Any
+    layers: list[nn.Module], batches: list[tuple[Tensor, Tensor]], counter: Counter | None, **wishes: Any
 ) -> tuple[list[float], dict[str, Tensor], float]:
     """Losses, weights, and the loss of an evaluation."""
-    chosen = {"stages": 2, "schedule": "2bw", "microbatches": 4, **wishes}
-    arguments = {"sample": (batches[0][0][:4],), "loss_fn": F.cross_entropy, "optimizer": models.momentum, **chosen}
-    pipe = penstock.Pipeline(layers, **arguments, compile=options)
+    pipe = pipeline(layers, batches, counter, **wishes)
     losses = [float(pipe.step(x, y).loss) for x, y in batches]
     pipe.drain()
     return losses, pipe.state_dict()["model"], float(pipe.evaluate(*batches[0]).loss)
@@ -109,11 +114,11 @@ def train_layers(
 def assert_alike(build: Callable[[], list[nn.Module]], sizes: list[int], counter: Counter, **wishes: Any) -> None:
     """Compiled or not, the numbers are the same."""
     found = []
-    for options in (False, {"backend": counter}):
+    for chosen in (None, counter):
         torch.manual_seed(5)
         layers = [layer.double() for layer in build()]
         batches = [(x[:size], y[:size]) for (x, y), size in zip(models.LAYERED.batches, sizes, strict=False)]
-        found.append(train_layers(layers, batches, options, **wishes))
+        found.append(train_layers(layers, batches, chosen, **wishes))
     assert found[0][0] == found[1][0]
     assert found[0][2] == found[1][2]
     for name, tensor in found[0][1].items():
@@ -168,13 +173,10 @@ class Twice(nn.Module):
 
 def test_a_block_that_is_called_twice_evaluates_in_its_mode(counter: Counter) -> None:
     x, y = models.LAYERED.batches[0]
-    for options in (False, {"backend": counter}):
+    for chosen in (None, counter):
         torch.manual_seed(5)
         model = Twice().double()
-        pipe = penstock.Pipeline(
-            model, (x[:4],), F.cross_entropy, models.momentum, schedule="1f1b-flush", stages=2, microbatches=4,
-            compile=options,
-        )  # fmt: skip
+        pipe = pipeline(model, [(x, y)], chosen, schedule="1f1b-flush")
         pipe.step(x, y)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -189,7 +191,7 @@ def test_state_that_a_repetition_would_change_twice_is_refused(recompute: Any, c
     batches = [(x.float(), y) for x, y in models.LAYERED.batches]
 
     with pytest.raises(penstock.PenstockError, match=r"repeats changes \S*calls, which would then happen twice"):
-        train_layers(layers, batches, {"backend": counter}, recompute=recompute)
+        train_layers(layers, batches, counter, recompute=recompute)
 
 
 def test_what_cannot_be_one_graph_runs_as_several(counter: Counter) -> None:
@@ -207,18 +209,9 @@ def test_another_batch_size_takes_one_more_graph(counter: Counter) -> None:
 
 
 def test_evaluations_between_steps_do_not_compile_again(counter: Counter) -> None:
-    subject = models.LAYERED
-    pipe = penstock.Pipeline(
-        [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), nn.Linear(6, 3).double()],
-        sample=(subject.batches[0][0][:4],),
-        loss_fn=F.cross_entropy,
-        optimizer=models.momentum,
-        schedule="2bw",
-        stages=2,
-        microbatches=4,
-        compile={"backend": counter},
-    )
-    for x, y in subject.batches:
+    batches = models.LAYERED.batches
+    pipe = pipeline([nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), nn.Linear(6, 3).double()], batches, counter)
+    for x, y in batches:
         pipe.step(x, y)
         pipe.evaluate(x, y)
 

@@ -1,8 +1,9 @@
 """Recomputation changes what is kept and nothing else: not a bit of any loss, weight or buffer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,24 @@ CASES = [
     *(Case("layered", schedule, 2, 4, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "pipedream", "2bw")),
     *(Case("layered", "spp", 2, 4, replicas=replicas, split=True) for replicas in ((1, 2), (2, 3))),
 ]
+
+
+X, Y = models.SUBJECTS["perceptron"].batches[0]
+
+
+def pipeline(model: Any, **options: Any) -> penstock.Pipeline:
+    """A pipeline that classifies in four microbatches, unless the options say something else."""
+    given = {"sample": (X[:3],), "loss_fn": F.cross_entropy, "optimizer": models.momentum, "microbatches": 4}
+    return penstock.Pipeline(model, **{**given, **options})
+
+
+def assert_same(expected: Sequence[Any], found: Sequence[Any]) -> None:
+    """Two trainings have the same losses and the same state, and draw the same numbers afterwards."""
+    for one, other in zip(expected, found, strict=True):
+        if isinstance(one, dict):
+            assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+        else:
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def train(case: Case, recompute: object) -> tuple[tuple[float, ...], dict[str, Tensor]]:
@@ -127,22 +146,6 @@ def tail() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)]
 
 
-def drawing() -> list[nn.Module]:
-    return [Drawing(), Drawing(), *tail()]
-
-
-def rebinding() -> list[nn.Module]:
-    return [Rebinding(), nn.Tanh(), *tail()]
-
-
-def in_place() -> list[nn.Module]:
-    return [nn.Linear(6, 6), InPlace(), InPlace(), nn.ReLU(inplace=True), *tail()]
-
-
-def several() -> list[nn.Module]:
-    return [Several(), Gathering(), *tail()]
-
-
 def tied() -> list[nn.Module]:
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
     last.weight = first.weight
@@ -156,8 +159,15 @@ def frozen() -> list[nn.Module]:
     return layers
 
 
-def spectral() -> list[nn.Module]:
-    return [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), *tail()]
+UNUSUAL: dict[str, Callable[[], list[nn.Module]]] = {
+    "drawing": lambda: [Drawing(), Drawing(), *tail()],
+    "rebinding": lambda: [Rebinding(), nn.Tanh(), *tail()],
+    "in place": lambda: [nn.Linear(6, 6), InPlace(), InPlace(), nn.ReLU(inplace=True), *tail()],
+    "several": lambda: [Several(), Gathering(), *tail()],
+    "tied": tied,
+    "frozen": frozen,
+    "spectral": lambda: [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), *tail()],
+}
 
 
 def run_layers(
@@ -165,36 +175,19 @@ def run_layers(
 ) -> tuple[list[float], dict[str, Tensor], Tensor]:
     """Three steps of gpipe, so that every stage but a single one recomputes, and what is drawn afterwards."""
     torch.manual_seed(5)
-    layers = [layer.double() for layer in build()]
-    x, y = models.SUBJECTS["perceptron"].batches[0]
-    pipe = penstock.Pipeline(
-        layers,
-        sample=(x[:3],),
-        loss_fn=F.cross_entropy,
-        optimizer=models.momentum,
-        schedule=schedule,
-        stages=stages,
-        microbatches=4,
-        recompute=recompute,
-    )
+    pipe = pipeline([layer.double() for layer in build()], schedule=schedule, stages=stages, recompute=recompute)
     torch.manual_seed(6)
-    losses = [float(pipe.step(x, y).loss) for _ in range(3)]
+    losses = [float(pipe.step(X, Y).loss) for _ in range(3)]
     pipe.drain()
     return losses, pipe.state_dict()["model"], torch.rand(3)
 
 
 @pytest.mark.sampled(14)
-@pytest.mark.parametrize("build", [drawing, rebinding, in_place, several, tied, frozen, spectral])
+@pytest.mark.parametrize("name", UNUSUAL)
 @pytest.mark.parametrize("recompute", [True, "layers", {0}])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_unusual_layers_keep_their_bits(build: Callable[[], list[nn.Module]], recompute: object, stages: int) -> None:
-    losses, state, drawn = run_layers(build, False, stages)
-    again = run_layers(build, recompute, stages)
-
-    assert again[0] == losses
-    assert torch.equal(again[2], drawn)
-    for name, tensor in state.items():
-        assert torch.equal(again[1][name], tensor), name
+def test_unusual_layers_keep_their_bits(name: str, recompute: object, stages: int) -> None:
+    assert_same(run_layers(UNUSUAL[name], False, stages), run_layers(UNUSUAL[name], recompute, stages))
 
 
 @pytest.mark.parametrize("recompute", [True, "layers"])
@@ -203,16 +196,8 @@ def test_autocast_is_that_of_the_forward(recompute: object) -> None:
     subject = models.SUBJECTS["normalized"]
 
     def run(recompute: object) -> tuple[list[float], dict[str, Tensor]]:
-        pipe = penstock.Pipeline(
-            subject.build().float(),
-            sample=(subject.sample[0].float(),),
-            loss_fn=F.cross_entropy,
-            optimizer=models.momentum,
-            schedule="2bw",
-            stages=3,
-            microbatches=4,
-            recompute=recompute,
-        )
+        sample = (subject.sample[0].float(),)
+        pipe = pipeline(subject.build().float(), sample=sample, schedule="2bw", stages=3, recompute=recompute)
         losses = []
         for number, (x, y) in enumerate(subject.batches):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 0):
@@ -220,12 +205,7 @@ def test_autocast_is_that_of_the_forward(recompute: object) -> None:
         pipe.drain()
         return [float(loss) for loss in losses], pipe.state_dict()["model"]
 
-    losses, state = run(False)
-    again = run(recompute)
-
-    assert again[0] == losses
-    for name, tensor in state.items():
-        assert torch.equal(again[1][name], tensor), name
+    assert_same(run(False), run(recompute))
 
 
 class Counting(nn.Module):
@@ -253,17 +233,8 @@ def count_forwards(schedule: str, recompute: object) -> list[int]:
     """How often each of three stages went forward in a step of four microbatches and the drain."""
     layers = [Counting(partial(count, index)).double() for index in range(3)]
     x = torch.randn(8, 6, dtype=torch.float64)
-    pipe = penstock.Pipeline(
-        layers,
-        sample=(x[:2],),
-        loss_fn=F.mse_loss,
-        optimizer=models.plain,
-        schedule=schedule,
-        stages=3,
-        microbatches=4,
-        recompute=recompute,
-        check="off",
-    )
+    options = {"sample": (x[:2],), "loss_fn": F.mse_loss, "stages": 3, "check": "off"}
+    pipe = pipeline(layers, schedule=schedule, recompute=recompute, **options)
     FORWARDS[:] = [0, 0, 0]
     pipe.step(x, x)
     pipe.drain()
@@ -287,20 +258,10 @@ def kept_bytes(recompute: object, layers: int = 4) -> list[int]:
         kept.append(sum(record.storages().values()))
         return F.mse_loss(output, target)
 
-    model = [
-        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()) for _ in range(layers)
-    ]
+    halves = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2 * layers)]
+    model = [nn.Sequential(*pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
     x = torch.randn(8, width)
-    pipe = penstock.Pipeline(
-        [nn.Sequential(layer) for layer in model],
-        sample=(x[:2],),
-        loss_fn=loss_fn,
-        optimizer=models.plain,
-        schedule="gpipe",
-        stages=1,
-        microbatches=4,
-        recompute=recompute,
-    )
+    pipe = pipeline(model, sample=(x[:2],), loss_fn=loss_fn, schedule="gpipe", stages=1, recompute=recompute)
     with recording() as record:
         pipe.step(x, x)
     return kept
@@ -383,10 +344,6 @@ class Searching(nn.Module):
         return y
 
 
-def searching() -> list[nn.Module]:
-    return [Searching(), *tail()]
-
-
 class Descending(nn.Module):
     """Moves its input along gradients, after layers with a state and random numbers."""
 
@@ -443,15 +400,14 @@ ASKING: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", ASKING)
 def test_layers_whose_forward_asks_for_gradients_are_repeated_with_the_same_bits(name: str, schedule: str) -> None:
     build = lambda: [nn.Linear(6, 6), ASKING[name](), *tail()]  # noqa: E731
-    losses, state, drawn = run_layers(build, False, schedule=schedule)
-    again = run_layers(build, "layers", schedule=schedule)
 
-    assert again[0] == losses
-    assert torch.equal(again[2], drawn)
-    assert all(torch.equal(again[1][key], tensor) for key, tensor in state.items())
+    assert_same(run_layers(build, False, schedule=schedule), run_layers(build, "layers", schedule=schedule))
 
 
 def test_a_gradient_in_a_forward_is_refused_where_it_cannot_be_had() -> None:
+    def searching() -> list[nn.Module]:
+        return [Searching(), *tail()]
+
     with pytest.raises(penstock.PenstockError, match="asked for gradients in its forward"):
         run_layers(searching, True)
     assert run_layers(searching, {1})[0] == run_layers(searching, False)[0]
@@ -474,24 +430,12 @@ class Mixed(nn.Module):
 
 
 def test_only_buffers_that_may_be_written_are_copied() -> None:
-    chain = penstock.capture(Whole(), (torch.randn(4, 6),))
+    chain = penstock.capture(models.InARow(Mixed(), nn.Linear(6, 3)), (torch.randn(4, 6),))
     found = {name for layer in chain.layers for _, name in find_writable(layer.module)}
     plain = {name for _, name in find_writable(Mixed())}
 
     # A block is the user's own code, which may write any of its buffers.
     assert found == plain == {"running_mean", "running_var", "num_batches_tracked", "seen", "rows", "mask", "unread"}
-
-
-class Whole(nn.Module):
-    """A model that is traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Mixed()
-        self.second = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
 
 
 @pytest.mark.parametrize("recompute", [True, "layers"])
@@ -500,24 +444,12 @@ def test_replicas_sum_what_two_layers_of_a_stage_share(recompute: object) -> Non
 
     def run(recompute: object) -> tuple[list[float], dict[str, Tensor]]:
         torch.manual_seed(5)
-        x, y = models.SUBJECTS["perceptron"].batches[0]
         stages = (penstock.Stage(0, 4, (0, 1)), penstock.Stage(4, 6, (2,)))
-        pipe = penstock.Pipeline(
-            [layer.double() for layer in tied()],
-            sample=(x[:3],),
-            loss_fn=F.cross_entropy,
-            optimizer=models.momentum,
-            plan=penstock.Plan(stages, "gpipe", 4),
-            recompute=recompute,
-        )
-        return [float(pipe.step(x, y).loss) for _ in range(3)], pipe.state_dict()["model"]
+        plan = penstock.Plan(stages, "gpipe", 4)
+        pipe = pipeline([layer.double() for layer in tied()], plan=plan, microbatches=None, recompute=recompute)
+        return [float(pipe.step(X, Y).loss) for _ in range(3)], pipe.state_dict()["model"]
 
-    losses, state = run(False)
-    again = run(recompute)
-
-    assert again[0] == losses
-    for name, tensor in state.items():
-        assert torch.equal(again[1][name], tensor), name
+    assert_same(run(False), run(recompute))
 
 
 @pytest.mark.parametrize("recompute", [True, "layers"])

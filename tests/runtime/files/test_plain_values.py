@@ -77,12 +77,15 @@ def test_another_value_is_refused_by_its_sender(value: Any) -> None:
         encode_plain(value)
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def in_itself() -> list[Any]:
     value: list[Any] = []
     value.append(value)
+    return value
 
+
+def test_a_value_that_contains_itself_is_refused() -> None:
     with pytest.raises(TransportError, match="nested at most 100 deep"):
-        encode_plain(value)
+        encode_plain(in_itself())
 
 
 @pytest.mark.parametrize(
@@ -126,17 +129,9 @@ def test_no_bytes_give_another_error(data: bytes) -> None:
 
 
 KEPT: list[Any] = [
-    None,
-    True,
-    2**80,
-    0.1,
     float("-inf"),
     "a\ud800\0",
-    b"\0\xff",
-    (1, (2.5, "x")),
-    {1: "a", None: "b", (1, 2): 3.0},
     {"!": ["tuple", [1]]},
-    {1, 2},
     frozenset({"a"}),
     collections.Counter({30: 1, 60: 2}),
     collections.OrderedDict([("b", 1), ("a", 2)]),
@@ -146,9 +141,8 @@ KEPT: list[Any] = [
     numpy.float32(0.1),
     numpy.bool_(True),
     1 + 2j,
-    [],
-    {},
 ]
+"""What is not drawn above."""
 
 
 def round_trip(value: Any) -> Any:
@@ -174,10 +168,6 @@ def test_a_set_is_the_same_bytes_in_every_process() -> None:
     assert json.loads(encode_plain({8, 1})) == {"!": ["set", [1, 8]]}
 
 
-def test_not_a_number_comes_back() -> None:
-    assert math.isnan(round_trip([math.nan])[0])
-
-
 def test_tensors_and_arrays_come_back() -> None:
     tensor, array = torch.randn(3, 2), numpy.arange(4, dtype=numpy.uint16).reshape(2, 2)
     found = round_trip({"t": tensor, "a": (array,)})
@@ -189,12 +179,6 @@ def test_tensors_and_arrays_come_back() -> None:
 
 class Named(str):
     """A text that is more than a text."""
-
-
-def in_itself() -> list[Any]:
-    value: list[Any] = []
-    value.append(value)
-    return value
 
 
 @pytest.mark.parametrize(

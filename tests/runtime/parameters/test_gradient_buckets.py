@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
-import penstock
 from penstock.errors import TransportError
 from penstock.runtime.collectives.failures import FailureBoard
 from penstock.runtime.collectives.store_gathers import StoreGather
@@ -28,7 +26,6 @@ from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.transport import LoopbackTransport, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import join_world
-from support import models
 from support.jobs.staging_jobs import members
 from support.live_tensors import forget_what_is_there, live_tensors
 from support.processes import Pool
@@ -38,38 +35,29 @@ from support.transport_selection import sharing_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = ((), (3,), (2, 5), (1, 4, 2), (7,))
-
-
 SIZES = {"one": 1, "whole": 1_000, "cut": 10_000, "cut unevenly": 10_001}
 """The number of float64 elements by kind. Tensors of more than 64 KiB are cut if there are more than two ranks."""
 
 
-def summand_of(rank: int, kind: str, number: int) -> Tensor:
+def summand_of(rank: int, count: int, dtype: torch.dtype = torch.float64, number: int = 0) -> Tensor:
     """What `rank` adds: numbers of very different sizes, so that the order of additions matters."""
     generator = torch.Generator().manual_seed(1_000 * number + rank)
-    magnitudes = 10.0 ** torch.randint(-8, 8, (SIZES[kind],), dtype=torch.float64, generator=generator)
-    return torch.randn(SIZES[kind], dtype=torch.float64, generator=generator) * magnitudes
+    magnitudes = 10.0 ** torch.randint(-6, 7, (count,), dtype=torch.float64, generator=generator)
+    return torch.randn(count, dtype=torch.float64, generator=generator).mul(magnitudes).to(dtype)
 
 
 ROWS = [
-    (dtype, count)
+    (count, dtype)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64)
     for count in (1, 7, 1_000, 40_000, 40_001)
 ]
-
-
-def row_of(rank: int, dtype: torch.dtype, count: int) -> Tensor:
-    """What `rank` adds."""
-    generator = torch.Generator().manual_seed(rank)
-    magnitudes = 10.0 ** torch.randint(-4, 5, (count,), generator=generator)
-    return torch.randn(count, dtype=torch.float64, generator=generator).mul(magnitudes).to(dtype)
 
 
 def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
     """Sums all rows over a communicator, in this order of the ranks."""
     group = {"gloo": connect_gloo, "tardy": tardy_backend.connect}[backend](members(order))
     add = OrderedSum(order, group, dist.get_rank())
-    sums = [add(row_of(dist.get_rank(), dtype, count)) for dtype, count in ROWS]
+    sums = [add(summand_of(dist.get_rank(), *row)) for row in ROWS]
     dist.barrier()
     return sums
 
@@ -124,7 +112,8 @@ def sum_all_kinds(group: tuple[int, ...]) -> list[Tensor]:
     if rank in group:
         transport.agree(group, rank, {kind: (size, torch.float64) for kind, size in SIZES.items()})
     for number in range(3 if rank in group else 0):
-        receives = [transport.reduce(group, rank, kind, summand_of(rank, kind, number)) for kind in SIZES]
+        own = {kind: summand_of(rank, size, number=number) for kind, size in SIZES.items()}
+        receives = [transport.reduce(group, rank, kind, tensor) for kind, tensor in own.items()]
         for receive in receives:
             (total,) = receive.wait()
             assert total is not None and receive.ready()
@@ -268,14 +257,14 @@ def test_sums_are_those_of_adding_in_replica_order(example: Example) -> None:
 @pytest.mark.parametrize("group", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (2, 0)], ids=str)
 def test_processes_add_in_replica_order(pool: Pool, group: tuple[int, ...]) -> None:
     outcomes = pool.run(max(group) + 1, sum_all_kinds, group)
-    expected = [
-        reduce(torch.add, [summand_of(rank, form, number) for rank in group]) for number in range(3) for form in SIZES
-    ]
-    ascending = [
-        reduce(torch.add, [summand_of(rank, form, number) for rank in sorted(group)])
-        for number in range(3)
-        for form in SIZES
-    ]
+    expected, ascending = (
+        [
+            reduce(torch.add, [summand_of(rank, size, number=number) for rank in order])
+            for number in range(3)
+            for size in SIZES.values()
+        ]
+        for order in (group, sorted(group))
+    )
     for rank in group:
         assert all(torch.equal(one, other) for one, other in zip(expected, outcomes[rank], strict=True))
 
@@ -315,41 +304,6 @@ def test_buckets_leave_before_the_backward_has_ended() -> None:
     assert all(parameter.grad is None for parameter in parameters.values())
 
 
-def test_a_gradient_that_comes_late_holds_back_those_behind_it() -> None:
-    parameters = {name: nn.Parameter(torch.ones(4)) for name in ("a", "b", "c")}
-    transport = Logged()
-    reducer = Reducer(transport, (0, 1), 0, 3, parameters, late=("c",), bucket_bytes=16)
-    reducer.arm(1)
-    (parameters["a"].sum() + parameters["c"].sum()).backward()
-
-    # b would be the first to leave, and c is not final.
-    assert transport.events == []
-    reducer.start(1, {name: p.grad for name, p in parameters.items() if p.grad is not None})
-    assert [event[1] for event in transport.events] == [("gradients", 3, index) for index in range(3)]
-    assert not reducer.ready(1)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "pipedream", "2bw"])
-def test_the_measured_sum_begins_within_the_last_backward(schedule: str) -> None:
-    # Five layers of 320 kB: the first bucket holds three of them.
-    model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(5))).double()
-    plan = penstock.Plan((penstock.Stage(0, 5, (0, 1)),), schedule, microbatches=4)
-    x = torch.randn(4, 200, dtype=torch.float64)
-    pipe = penstock.Pipeline(model, (x[:1],), F.mse_loss, models.momentum, plan=plan)
-    for _ in range(2):
-        pipe.step(x, x)
-    spans = [span for span in pipe.timeline().spans if span.action[1] in "AB"]
-
-    for rank in range(2):
-        mine = [span for span in spans if span.rank == rank]
-        sums = [index for index, span in enumerate(mine) if span.action[1] == "A"]
-        assert len(sums) == (2 if schedule == "pipedream" else 1)
-        for index in sums:
-            last = mine[index - 1]
-            assert last.action[1] == "B"
-            assert last.start_seconds < mine[index].start_seconds < last.stop_seconds <= mine[index].stop_seconds
-
-
 def test_live_tensors_are_constant_from_sum_to_sum() -> None:
     transport = LoopbackTransport()
     parameters = {str(index): nn.Parameter(torch.ones(4)) for index in range(5)}
@@ -373,7 +327,7 @@ def test_live_tensors_are_constant_from_sum_to_sum() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "tardy"])
 @pytest.mark.parametrize("order", [(1, 0), (0, 1, 2), (2, 0, 1), (3, 0, 2, 1)], ids=str)
 def test_backends_add_in_the_order_that_is_given(pool: Pool, order: tuple[int, ...], backend: str) -> None:
-    expected = [reduce(torch.add, [row_of(rank, *row) for rank in order]) for row in ROWS]
+    expected = [reduce(torch.add, [summand_of(rank, *row) for rank in order]) for row in ROWS]
     for found in pool.run(len(order), add_rows, order, backend):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -14,6 +14,7 @@ import penstock
 from hosts.networks import Network, joined_hosts
 from penstock.torch_internals.distributed import INTERFACE
 from penstock.values import Cluster
+from support import models
 from support.hosts import on_hosts, require_hosts, start_on_hosts
 
 pytestmark = pytest.mark.processes
@@ -24,16 +25,8 @@ RATE = 1e8
 def _pipeline(timeout_seconds: float = 60.0) -> penstock.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, dtype=torch.float64) for _ in range(4)))
-    return penstock.Pipeline(
-        model,
-        (torch.ones(2, 16, dtype=torch.float64),),
-        F.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        schedule="1f1b-flush",
-        stages=2,
-        microbatches=4,
-        timeout_seconds=timeout_seconds,
-    )
+    sample, options = (torch.ones(2, 16, dtype=torch.float64),), {"stages": 2, "microbatches": 4}
+    return penstock.Pipeline(model, sample, F.mse_loss, models.plain, timeout_seconds=timeout_seconds, **options)
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:

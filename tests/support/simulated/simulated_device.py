@@ -237,3 +237,17 @@ class SimulatedDevice:
             return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8).numpy()
         start = tensor.storage_offset() * tensor.element_size()
         return memoryview(block.buffer)[start : start + tensor.nbytes]
+
+
+class Hasty(SimulatedDevice):
+    """Does not wait for events: a planted fault."""
+
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        pass
+
+
+class Forgetful(SimulatedDevice):
+    """Ignores which streams memory must be kept for: another one."""
+
+    def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        pass

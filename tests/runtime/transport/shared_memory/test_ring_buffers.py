@@ -83,17 +83,6 @@ def test_two_of_the_largest_frames_always_fit(sizes: list[int]) -> None:
             read(reader, largest)
 
 
-def test_a_frame_that_finds_no_room_is_refused_until_something_is_read() -> None:
-    writer, reader = ends()
-    frame = b"a" * 30_000
-
-    assert write(writer, frame) and write(writer, frame)
-    assert not write(writer, frame)
-    read(reader, 30_000)
-    assert write(writer, frame)
-    assert not write(writer, frame)
-
-
 def test_a_larger_ring_replaces_the_smaller_one() -> None:
     writer, reader = ends()
     assert write(writer, b"small")
