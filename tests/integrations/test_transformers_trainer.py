@@ -65,6 +65,10 @@ def test_low_precision_and_steps_of_one_sample(tmp_path: Path) -> None:
     assert_alike(expected, train(tmp_path, given=given, stages=2), rounding=1e-2)
 
 
+def unfollowed(name: str, value: Any) -> Callable[[Path], Any]:
+    return lambda folder: penstock.integrations.PipelineTrainer(make_model(), arguments(folder, **{name: value}))
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "options that the trainer passes": (
         lambda folder: make_trainer(folder, optimizer=None, sample=1).train(),
@@ -88,9 +92,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     **{
         f"what a pipeline cannot follow: {name}": (
-            lambda folder, name=name, value=value: penstock.integrations.PipelineTrainer(
-                make_model(), arguments(folder, **{name: value})
-            ),
+            unfollowed(name, value),
             f"{name}.*{remedy}",
         )
         for name, value, remedy in (

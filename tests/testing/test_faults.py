@@ -22,7 +22,7 @@ def make_pipeline(schedule: str = "1f1b-flush") -> penstock.Pipeline:
     """Two stages, two microbatches."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
-    options = {"schedule": schedule, "stages": 2, "microbatches": 2}
+    options: dict[str, Any] = {"schedule": schedule, "stages": 2, "microbatches": 2}
     return penstock.Pipeline(model, (torch.zeros(2, 4),), nn.functional.mse_loss, models.plain, **options)
 
 

@@ -187,7 +187,7 @@ def test_what_a_user_does_between_steps(schedule: str) -> None:
     device = RacingDevice()
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     with racing(device):
-        options = {"loss_fn": F.mse_loss, "optimizer": models.adamw, "stages": 2, "microbatches": 4}
+        options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": models.adamw, "stages": 2, "microbatches": 4}
         pipe = penstock.Pipeline(model, (torch.randn(2, 4),), schedule=schedule, **options)
         for _ in range(3):
             result = pipe.step(torch.randn(8, 4), torch.randn(8, 4))

@@ -97,8 +97,8 @@ def test_random_layers_and_recomputation_keep_their_numbers(
 def pipeline(model: Any, batches: Sequence[Any], counter: Counter | None, **wishes: Any) -> penstock.Pipeline:
     """Compiled, if there is a counter."""
     chosen = {"stages": 2, "schedule": "2bw", "microbatches": 4, "compile": {"backend": counter} if counter else False}
-    arguments = {"sample": (batches[0][0][:4],), "loss_fn": F.cross_entropy, "optimizer": models.momentum}
-    return penstock.Pipeline(model, **arguments, **{**chosen, **wishes})
+    arguments: dict[str, Any] = {"loss_fn": F.cross_entropy, "optimizer": models.momentum}
+    return penstock.Pipeline(model, (batches[0][0][:4],), **arguments, **{**chosen, **wishes})
 
 
 def train_layers(

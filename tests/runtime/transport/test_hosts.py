@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ RATE = 1e8
 def _pipeline(timeout_seconds: float = 60.0) -> penstock.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, dtype=torch.float64) for _ in range(4)))
-    sample, options = (torch.ones(2, 16, dtype=torch.float64),), {"stages": 2, "microbatches": 4}
+    sample, options = (torch.ones(2, 16, dtype=torch.float64),), dict[str, Any](stages=2, microbatches=4)
     return penstock.Pipeline(model, sample, F.mse_loss, models.plain, timeout_seconds=timeout_seconds, **options)
 
 
