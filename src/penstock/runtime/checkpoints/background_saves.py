@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.checkpoints.manifests import copied_value
 from penstock.runtime.checkpoints.training_state import TrainingState, kept
 from penstock.runtime.collectives.store_gathers import PatientGather
@@ -186,14 +186,18 @@ class BackgroundSaves:
     def finish(self) -> None:
         """Waits for the save that is under way, whose error is logged. Collective."""
         if self._present is not None:
+            cause = None
             # Has all stages make what is to be saved, and other processes no longer waited for without end.
             if not self._engine.snapshot_reached:
-                self.drain()
+                try:
+                    self.drain()
+                except PenstockError as error:
+                    cause = error
             if self._gather is not None:
                 self._gather.hurry()
             if not self._engine.snapshots.settle():
                 # A step has failed, and with it the microbatches that some stages needed.
-                self._give_up(self._present)
+                self._give_up(self._present, cause)
             self._present._result.exception()
 
     def begin(self, write: Write, gather: PatientGather | None) -> BackgroundSave:
@@ -239,14 +243,15 @@ class BackgroundSaves:
         if save is not None and not save.done:
             self._give_up(save)
 
-    def _give_up(self, save: BackgroundSave) -> None:
-        """Ends `save`, which some stages have not reached."""
+    def _give_up(self, save: BackgroundSave, cause: PenstockError | None = None) -> None:
+        """Ends `save`, which some stages have not reached; `cause`: why they could not."""
         self._engine.snapshots.abandon()
         error = CheckpointError(
             "a save with wait=False was given up: expected more steps or a drain before the pipeline was closed, "
             "found an error, or stages whose state was not complete. Call drain() or the save's wait() before "
             "close(); older checkpoints are whole"
         )
+        error.__cause__ = cause
         logging.getLogger("penstock").warning("%s", error)
         save._result.set_exception(error)
 
