@@ -83,7 +83,7 @@ def test_a_profile_with_tensor_parallelism_is_that_of_one_rank_of_a_group():
 sizes = st.integers(0, 1000)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 24), sizes, sizes, sizes)
 def test_equal_stages_take_the_thesis_s_formulas(stages, length, microbatches, weights, saved, entering):
     """Section 3.3, with p stages, weights W, all activations A and a stage's input I; the worst rank is the first.

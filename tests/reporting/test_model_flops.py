@@ -40,11 +40,7 @@ class Branching(nn.Linear):
 
 PRODUCTS: dict[str, tuple[Any, tuple[int, ...], float]] = {
     "linear": (lambda: [nn.Linear(WIDTH, 3), nn.ReLU(), nn.Linear(3, 2)], (WIDTH,), 2 * (WIDTH * 3 + 3 * 2)),
-    "convolution": (
-        lambda: [nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(1)],
-        (3, 6, 6),
-        2 * 36 * 4 * 3 * 9,
-    ),
+    "convolution": (lambda: [nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(1)], (3, 6, 6), 2 * 36 * 4 * 3 * 9),
     "attention": (
         lambda: [Attention(), nn.Linear(WIDTH, 2)],
         (TOKENS, WIDTH),

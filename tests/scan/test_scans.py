@@ -55,6 +55,40 @@ def test_all_lengths(affine: bool, rescale: bool) -> None:
         assert all(map(torch.equal, before, (gradient, jacobians, entering))), "arguments are not changed"
 
 
+def algorithm_1(gradient: Tensor, jacobians: Tensor) -> Tensor:
+    """The paper's algorithm as printed, one product at a time."""
+    places: list[Tensor | None] = [gradient.unsqueeze(-1), *jacobians]
+    last = len(jacobians)
+    levels = last.bit_length()
+
+    def then(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
+        if earlier is None or later is None:
+            return earlier if later is None else later
+        return later @ earlier
+
+    def pairs(level: int) -> list[tuple[int, int]]:
+        end = last - 2**level + 1
+        return [(i + 2**level - 1, min(i + 2 ** (level + 1) - 1, last)) for i in range(0, end, 2 ** (level + 1))]
+
+    for level in range(levels - 1):
+        for left, right in pairs(level):
+            places[right] = then(places[left], places[right])
+    places[last] = None
+    for level in reversed(range(levels)):
+        for left, right in pairs(level):
+            kept, places[left] = places[left], places[right]
+            places[right] = then(places[right], kept)
+    found = [each for each in places[1:] if each is not None]
+    found.append(jacobians[-1] @ found[-1])
+    return torch.stack([each.expand(*each.shape[:-1], 1) for each in found]).squeeze(-1)
+
+
+def test_equals_the_algorithm_of_the_paper() -> None:
+    for steps in (1, 2, 3, 6, 7, 8, 33, 100):
+        gradient, jacobians, _ = chain(steps)
+        assert farthest(blelloch(gradient, jacobians), algorithm_1(gradient, jacobians)) < 1e-12
+
+
 @pytest.mark.parametrize("steps", [4, 7, 33])
 def test_a_wrong_scan_is_found(steps: int) -> None:
     """The gradients of these chains do not vanish, and their Jacobians do not commute."""

@@ -19,8 +19,6 @@ from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile
 from support.schedule_strategies import replicated_schedules, schedules
 
-TWO_BW = Schedule("2bw", 3, 3, norms=True)
-
 
 def synchronizes(schedule: Schedule) -> bool:
     return schedule.definition.synchronizes_updates

@@ -54,6 +54,14 @@ def test_a_matrix_has_one_ring_over_its_neighbours() -> None:
     assert data_ring(cluster, 4, 2, 2) == Ring(2, 1)
 
 
+@pytest.mark.parametrize(("tensor", "b"), list(product([1, 2, 4, 8, 16], [1, 2, 4])))
+def test_tensor_parallel_volume_is_8bsh_per_layer(tensor: int, b: int) -> None:
+    costs = tensor_parallel_costs(GPT_175B, A100, Ring(tensor, 300e9), b)
+    numbers = costs.layer.reduce_seconds * 300e9 / 2
+
+    assert math.isclose(numbers, 8 * b * 2048 * 12288 * (tensor - 1) / tensor)
+
+
 @pytest.mark.parametrize("b", [1, 2, 4])
 def test_scatter_and_gather_sends_a_tth_and_is_never_slower(b: int) -> None:
     links = ParallelLinks(Ring(8, 300e9), Ring(1), Ring(12, 25e9))

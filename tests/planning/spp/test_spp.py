@@ -106,6 +106,14 @@ def busiest(layers, plan, bandwidth, microbatches):
     return max([*stages, *(microbatches * (one + other) for one, other in zip(there, back, strict=True))])
 
 
+def lemma_1(costs, microbatches):
+    """The bound (1 + (4|S| - 4) / M) M C + max A."""
+    forward, backward, there, back, reduce = costs
+    slowest = max([f + b for f, b in zip(forward, backward, strict=True)])
+    slowest = max([slowest, *(one + other for one, other in zip(there, back, strict=True))])
+    return (microbatches + 4 * len(forward) - 4) * slowest + max(reduce)
+
+
 def execute(layers, plan, bandwidth, microbatches):
     """T_PE of a plan."""
     return makespan(execution_orders(len(plan), microbatches), *plan_costs(layers, plan, bandwidth))
@@ -345,6 +353,23 @@ def random_plan(generator):
     order = generator.sample(range(devices), devices)
     pairs = zip(pairwise((0, *cuts, len(layers))), pairwise((0, *shares, devices)), strict=True)
     return layers, [(a, b, tuple(order[i:j])) for (a, b), (i, j) in pairs], cluster, generator.randint(1, 24)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lemma_1_holds_for_every_plan(seed):
+    """T_PE <= (1 + (4|S| - 4)/M) M C + max A, one channel per direction: 1,000 random plans each."""
+    generator = random.Random(200 + seed)
+    tightest = 0.0
+    for _ in range(1000):
+        layers, plan, cluster, microbatches = random_plan(generator)
+        seconds = execute(layers, plan, cluster.bandwidth, microbatches)
+        costs = plan_costs(layers, plan, cluster.bandwidth)
+        bound = lemma_1(costs, microbatches)
+
+        assert seconds <= bound * (1 + 1e-12)
+        assert seconds >= max(microbatches * (f + b) for f, b in zip(costs[0], costs[1], strict=True)) * (1 - 1e-12)
+        tightest = max(tightest, seconds / bound)
+    assert tightest > 0.8
 
 
 # The claims about the whole.

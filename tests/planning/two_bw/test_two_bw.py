@@ -256,6 +256,13 @@ def test_pipelines_stay_in_a_server_where_activations_are_the_larger_part():
     assert next(candidate for candidate in ranked if candidate.replicas == 2).orientation.consecutive == "pipelines"
 
 
+def test_recomputation_costs_a_third_where_backwards_take_twice_the_forwards():
+    ranked = rank(gpt(8), Cluster.uniform(2, inf), request(stages=2), batch_size=4)
+    with_and_without = {candidate.recompute: candidate.microbatch_seconds for candidate in ranked}
+
+    assert with_and_without[True] == pytest.approx(4 / 3 * with_and_without[False])
+
+
 def test_pipelines_are_deeper_where_memory_is_tight():
     """Section 3.4.4: deeper pipelines hold larger models and microbatches."""
     profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))

@@ -111,6 +111,15 @@ def test_spp_in_flight(stages: int, microbatches: int, in_flight: tuple[int, ...
     assert verify(Schedule("spp", stages, microbatches)).in_flight == in_flight
 
 
+@pytest.mark.parametrize(("vertical_sync", "versions"), [(False, [1, 2, 3, 4]), (True, [1, 1, 1, 1])])
+def test_versions_of_the_fifth_input_on_four_stages(vertical_sync: bool, versions: list[int]) -> None:
+    """Specs section 2.4: input 5 (from 1) reads the weights made by inputs 1, 2, 3 and 4 on stages 0 to 3."""
+    programs = Schedule("pipedream", 4, 1, vertical_sync=vertical_sync).program(5)
+
+    assert [a.version for row in programs for a in row if isinstance(a, Forward) and a.microbatch == 4] == versions
+    assert [a.version for row in programs for a in row if isinstance(a, Backward) and a.microbatch == 4] == versions
+
+
 def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
     for ranks in range(1, most_ranks + 1):
         for microbatches in range(1, most_microbatches + 1):
