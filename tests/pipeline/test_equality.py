@@ -89,7 +89,7 @@ def test_faults_that_were_found(fault: str) -> None:
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 5])
 def test_several_processes(pool: Pool, processes: int, tmp_path: Any) -> None:
-    """Of those that the table covers, a third; together the ranks hold all tensors."""
+    """A third of those that the table covers. Together the ranks hold all tensors."""
     trainings = [training for training in COVERING if training.processes == processes][:: 2 if processes > 3 else 3]
     outcomes = pool.run(processes, run_trainings, trainings, str(tmp_path))
     for training, parts in zip(trainings, zip(*outcomes, strict=True), strict=True):

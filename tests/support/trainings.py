@@ -381,7 +381,7 @@ def allowed(schedule: str) -> Iterator[tuple[str, Any]]:
 
 
 def draw_training(choose: Callable[[Sequence[Any]], Any], schedules: Sequence[str]) -> Training:
-    """Of what `choose` takes of lists. Most fields are plain in two of three trainings."""
+    """What `choose` takes of lists. Most fields are plain in two of three trainings."""
     drawn: dict[str, Any] = {}
     for name, values in CHOICES.items():
         first, *others = values
