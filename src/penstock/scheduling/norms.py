@@ -1,4 +1,4 @@
-"""The norms of gradients that stages tell each other for an update, to clip gradients or to skip the update.
+"""Which norms of gradients stages tell each other for an update; they are computed in runtime/parameters.
 
 A norm over all gradients of a model needs a number from every stage. Each stage gets those of all stages for the same
 update: those of later stages are sent from the last stage to the first, and those of earlier stages from the first to

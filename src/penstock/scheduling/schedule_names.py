@@ -1,4 +1,4 @@
-"""Schedules by name: finds one, lists those with a property, and suggests one for an unknown name."""
+"""Finds the schedule of a name, lists those with a property, and suggests one for an unknown name."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""How tensors travel from stage to stage where the link is the limit: in fewer bytes, and so rounded.
+"""The codecs of `wire_dtype=`: what passes from stage to stage in fewer bytes, and so rounded.
 
 Every floating tensor that passes from one stage to another, activation or gradient, is encoded by the stage that makes
 it and decoded by the one that reads it. Whether the two stages are on different ranks does not matter: the numbers of a

@@ -1,4 +1,4 @@
-"""Runs the stages of this process: steps, drains and evaluations.
+"""Has the workers of this process carry out steps, drains and evaluations.
 
 The engine has the workers of this process carry out the segments of the schedule, and counts the trained microbatches.
 

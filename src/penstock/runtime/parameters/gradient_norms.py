@@ -1,4 +1,4 @@
-"""The norms of all gradients that a rank has at an update, for clipping and loss scaling.
+"""The norm of the gradients of all stages, made of a vector from each, for clipping and loss scaling.
 
 Each stage makes one vector for an update: the scale of the loss, and the norm of each of its parameters' gradients. The
 schedule sends these vectors between stages, so that every stage has all of them before it updates. The norm over all is
