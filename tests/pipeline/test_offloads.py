@@ -115,9 +115,10 @@ def test_a_failed_step_leaves_no_file_behind(tmp_path: Path) -> None:
     case = CASES["skips"]
 
     options = {**case.options, "plan": offloaded(case), "loss_fn": fail, "check": "off"}
-    with penstock.Pipeline(case.build(), **options, offload_to=tmp_path) as pipe:
-        with pytest.raises(ValueError, match="the data are gone"):
-            pipe.step(*case.batches[0])
+    pipe = penstock.Pipeline(case.build(), **options, offload_to=tmp_path)
+    with pytest.raises(ValueError, match="the data are gone"):
+        pipe.step(*case.batches[0])
+    pipe.close()
 
     assert not list(tmp_path.iterdir())
 
