@@ -60,6 +60,7 @@ def test_a_step_without_gradients(mode: Callable[[], AbstractContextManager[None
     [
         (lambda output, target: F.mse_loss(output.detach(), target), "does not depend on the model's output"),
         (lambda output, target: (output > target).sum(), "a loss of torch.int64 in a step"),
+        (lambda output, target: F.mse_loss(output, target) * 1j, r"a loss of torch.complex\d+ in a step"),
     ],
 )
 def test_a_loss_without_gradients(loss_fn: Any, message: str) -> None:

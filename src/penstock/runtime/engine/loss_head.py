@@ -96,7 +96,8 @@ class LossHead:
         chain = self.chain if self._batch.training else self.chain.evaluation()
         loss, beside = compute_loss(loss_fn, chain.output.build(outputs), microbatch.target)
         metrics.update(beside)
-        if self._batch.training and microbatch.amount and not loss.requires_grad:
+        trains = loss.requires_grad and loss.is_floating_point()
+        if not trains and self._batch.training and microbatch.amount:
             _check_trains(loss, outputs)
         if module is not None:
             self._parameters = None
@@ -112,7 +113,7 @@ class LossHead:
         if self.checks and microbatch.amount and loss.is_cpu and not math.isfinite(loss.item()):
             raise _nonfinite_loss(loss, k, received)
         weight = microbatch.weight
-        values = (loss.detach(), *(map(whole, map(Tensor.detach, metrics.values())) if metrics else ()))
+        values = (loss.detach(), *map(whole, map(Tensor.detach, metrics.values())))
         self._batch.results[self._rank, k] = MicrobatchResult(tuple(metrics), values, weight)
         self.gradients[k] = torch.full_like(loss, weight if self._weigh is None else self._weigh(k, microbatch))
 
@@ -128,7 +129,7 @@ class LossHead:
 
 
 def _check_trains(loss: Tensor, outputs: tuple[Tensor, ...]) -> None:
-    """Raises `PenstockError` if a gradient should be taken of `loss`, which requires none, computed from `outputs`."""
+    """Raises `PenstockError` if `loss`, of which no gradient can be taken, should train `outputs`."""
     if not loss.is_floating_point():
         raise PenstockError(
             f"loss_fn returned a loss of {loss.dtype} in a step: expected a floating-point number, of which gradients "
