@@ -5,7 +5,8 @@ A schedule is data that the verifier, the simulator, the renderers and the worke
 Rules of this file:
   1. An action holds no tensor, no time and no rank: stages, microbatches and versions only.
   2. An action has one text form, and `parse` reads it back: ``parse(str(action)) == action``.
-  3. Every reader matches on the union `Action` and ends with ``assert_never``.
+  3. Every reader matches on the union `Action` and ends with ``assert_never``. The worker has a table, which a test
+     compares with the union.
 
 Text forms (stage first, as in PyTorch's ``2F0``):
 

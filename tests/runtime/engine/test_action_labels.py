@@ -1,15 +1,22 @@
-"""The labels of actions in a trace of `torch.profiler`."""
+"""The worker has a method for each kind of action, and labels actions in a trace of `torch.profiler`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
 import penstock
+from penstock.runtime.engine.worker import _METHODS
+from penstock.scheduling.actions import Action
 from penstock.scheduling.definitions import Step
 from penstock.timelines.spans import trace_label
 from support.training import Case
+
+
+def test_every_kind_of_action_has_a_method() -> None:
+    assert _METHODS.keys() == set(get_args(Action))
+
 
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "flush": (Case("perceptron", "1f1b-flush", 2, 3), {}),
