@@ -16,21 +16,28 @@ from penstock.scheduling.definitions import Step
 from penstock.scheduling.schedules import Schedule
 
 _Values = tuple[int, ...]
+"""What the fields of an action hold, in their order."""
 
 
 @dataclass(slots=True)
-class _Pattern:
-    """A row as numbers, of which the row one cycle later is made."""
+class _LastStep:
+    """The last step at one place of the cycle, as numbers, of which the row one cycle later is made."""
 
+    minibatch: int
     kinds: Sequence[Any]
-    """The types of the actions."""
+    """The types of its actions."""
     values: list[_Values]
-    """What the fields of the actions hold."""
+    """By action."""
     shifts: list[_Values]
     """What a cycle adds to them."""
+    repeats: bool
+    """Whether the step did what the one before it did, a cycle later."""
 
     @classmethod
-    def of(cls, row: Sequence[Action], schedule: Schedule, cycle: int) -> "_Pattern":
+    def of(cls, minibatch: int, row: Sequence[Action], schedule: Schedule, cycle: int, repeats: bool) -> "_LastStep":
+        """The step `minibatch` with these actions. `cycle`: how many steps later the replicas take their turns again;
+        its microbatches are later, and the versions that each stage makes of them.
+        """
         values, shifts = [], []
         microbatches = cycle * schedule.microbatches
         for action in row:
@@ -39,24 +46,13 @@ class _Pattern:
             by = {"microbatch": microbatches, "version": versions, "gradient_version": versions}
             values.append(tuple([getattr(action, name) for name in names]))
             shifts.append(tuple([by.get(name, 0) for name in names]))
-        return cls(tuple(map(type, row)), values, shifts)
+        return cls(minibatch, tuple(map(type, row)), values, shifts, repeats)
 
-    def advance(self) -> tuple[Action, ...]:
-        """The row one cycle later, of which this is the pattern from now on."""
+    def advance(self, minibatch: int) -> tuple[Action, ...]:
+        """The row of `minibatch`, one cycle later, which is the last step from now on."""
+        self.minibatch = minibatch
         self.values = [tuple(map(add, *pair)) for pair in zip(self.values, self.shifts, strict=True)]
         return tuple([kind(*values) for kind, values in zip(self.kinds, self.values, strict=True)])
-
-
-@dataclass(slots=True)
-class _LastStep:
-    """The last step at one place of the cycle."""
-
-    minibatch: int
-    row: tuple[Action, ...]
-    pattern: _Pattern | None = None
-    """Made of the row when the step one cycle later is asked for."""
-    repeats: bool = False
-    """Whether the step did what the one before it did, a cycle later."""
 
 
 class RepeatedSteps:
@@ -73,17 +69,13 @@ class RepeatedSteps:
 
     def row(self, minibatch: int) -> tuple[Action, ...]:
         """``schedule.row(rank, Step(minibatch))``. It takes least time where the last call was for the step before."""
-        last = self._last.get(minibatch % self._cycle)
-        follows = last is not None and last.minibatch == minibatch - self._cycle
-        shifted: tuple[Action, ...] = ()
-        if last is not None and follows:
-            last.pattern = last.pattern or _Pattern.of(last.row, self._schedule, self._cycle)
-            shifted = last.pattern.advance()
+        place, before, shifted = minibatch % self._cycle, minibatch - self._cycle, None
+        last = self._last.get(place)
+        if last is not None and last.minibatch == before:
+            shifted = last.advance(minibatch)
             if last.repeats:
-                last.minibatch, last.row = minibatch, shifted
                 return shifted
-        made = _LastStep(minibatch, self._schedule.row(self._rank, Step(minibatch)))
-        alike = self._schedule.steps_alike and made.row == shifted
-        made.repeats = follows and alike and minibatch - self._cycle >= self._full
-        self._last[minibatch % self._cycle] = made
-        return made.row
+        row = self._schedule.row(self._rank, Step(minibatch))
+        repeats = row == shifted and before >= self._full and self._schedule.steps_alike
+        self._last[place] = _LastStep.of(minibatch, row, self._schedule, self._cycle, repeats)
+        return row

@@ -121,7 +121,7 @@ class Engine:
             # A receive that a broken connection has ended leaves any numbers, which may make a loss that is not finite.
             self.transport.check()
             self._late.check()
-        compared = self._checksums if self._checksums and self._compares_weights() else ()
+        compared = self._checksums if self._checksums and self._schedule.flushes and self.calls.compares_weights else ()
         for checksums in compared:
             checksums.start()
         first = self._minibatch * self._schedule.microbatches
@@ -281,9 +281,6 @@ class Engine:
         """How fast the last steps of this process were, of those that have ended; None if none has. Does not wait."""
         return measure_speed(self._records, self._context.timer, self._ranks)
 
-    def _compares_weights(self) -> bool:
-        return self._schedule.flushes and self.calls.compares_weights
-
     def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> Callable[[], None] | None:
         return self.calls.announce(name, microbatches, self.trained, self.seed)
 
@@ -326,8 +323,9 @@ class Engine:
         for a single worker: when it has to wait for another rank, or at the end if it need not.
         """
         workers, streams = self._workers, self._context.streams
-        kind = "evaluation" if schedule is not self._schedule else "step" if isinstance(segment, Step) else "drain"
-        if isinstance(segment, Step) and kind == "step":
+        kind = "evaluation" if schedule is not self._schedule else "drain"
+        if schedule is self._schedule and isinstance(segment, Step):
+            kind = "step"
             programs = [steps.row(segment.minibatch) for steps in self._steps]
         else:
             programs = [schedule.row(rank, segment) for rank in self._ranks]

@@ -78,8 +78,8 @@ class Forwards:
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._batch.microbatches_before + k), microbatch.slice_index)
         layer_runner = context = None
-        if self._recomputations and (index, k) not in self._direct and index in self._recomputations:
-            recomputation = self._recomputations[index]
+        recomputation = self._recomputations.get(index)
+        if recomputation is not None and (index, k) not in self._direct:
             point = partial(stage.weights.point, version)
             layer_runner = recomputation.layer_runner(point)
             context = recomputation.context_for(point, module, (*received, *microbatch.tensors))

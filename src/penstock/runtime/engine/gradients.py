@@ -29,7 +29,7 @@ from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.definitions import VersionRule
 from penstock.scheduling.schedules import Schedule
-from penstock.torch_internals.unimported import PLAIN, is_dtensor
+from penstock.torch_internals.unimported import is_dtensor
 from penstock.training.scaling import LossScaler
 
 
@@ -281,7 +281,7 @@ def _memory(gradient: Tensor) -> Tensor:
     """The tensor to change in place: the local shard of a `DTensor`, else `gradient` itself, since a change of another
     view of a sparse tensor may not reach it.
     """
-    return gradient if type(gradient) in PLAIN else local_shard(gradient) if is_dtensor(gradient) else gradient
+    return local_shard(gradient) if is_dtensor(gradient) else gradient
 
 
 class LossScales:

@@ -145,8 +145,9 @@ class Mailbox:
     def ready(self, action: Receive | ReceiveTied | ReceiveNorms) -> bool:
         """Whether the message has come."""
         edges = self._awaited[action]
-        ready = self._receives[action, edges[0]].ready()
-        return ready if len(edges) == 1 else all([self._receives[action, edge].ready() for edge in edges])
+        if len(edges) == 1:
+            return self._receives[action, edges[0]].ready()
+        return all([self._receives[action, edge].ready() for edge in edges])
 
     def _post(self, edge: Edge) -> None:
         """Posts the next receive that is due on `edge`, if there is one."""

@@ -34,12 +34,12 @@ _LeafKind: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 class _SavedForward(NamedTuple):
     received: tuple[Tensor, ...]
     """The tensors that a forward received: leaves of autograd."""
-    edges: _Edges
-    """Where the backward of each of its outputs starts."""
+    edges: _Edges | None
+    """Where the backward of each of its outputs starts; None until it is computed again."""
     tensors: SavedTensors | None = None
     """What autograd saved, where that is to be offloaded."""
     repeat: Callable[[], _Edges] | None = None
-    """Computes the forward again, and returns the edges; None where autograd's graph was kept."""
+    """Computes the forward again, and returns the edges."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class StageExecutor:
             # Edges do not keep the outputs in memory.
             edges.append(get_gradient_edge(output) if output.requires_grad and repeat is None else None)
             detached.append(output.detach().requires_grad_(output.requires_grad))
-        self.in_flight[microbatch] = _SavedForward(leaves, edges, saved, repeat)
+        self.in_flight[microbatch] = _SavedForward(leaves, None if repeat else edges, saved, repeat)
         return tuple(detached)
 
     def recompute(self, microbatch: int) -> None:
@@ -156,7 +156,7 @@ class StageExecutor:
         assert isinstance(saved, _SavedForward), "an input backward comes once, and instead of a whole backward"
         if saved.tensors is not None:
             saved.tensors.finish()
-        edges: _Edges | None = saved.edges if saved.repeat is None else None
+        edges = saved.edges
         roots: list[GradientEdge] = []
         given: list[Tensor] = []
         for index, gradient in enumerate(gradients):

@@ -89,7 +89,7 @@ class Updater:
             stepped.update(held.stepped)
         published: dict[str, Tensor] = {}
         if gradients is not None:
-            before = {} if not self.hooks.hooks else _copies(stepped)
+            before = _copies(stepped) if self.hooks.hooks else {}
             for options in self._options:
                 options.choose(min(waiting))
             with nullcontext() if len(self._updates) == len(waiting) else self._alone(stage):

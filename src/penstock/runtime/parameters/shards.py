@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from penstock.torch_internals.distributed import local_tensor, replace_local_tensor
-from penstock.torch_internals.unimported import PLAIN, is_dtensor
+from penstock.torch_internals.unimported import is_dtensor
 
 T = TypeVar("T")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """The memory of this process's shard, as a plain tensor without history."""
-    return local_tensor(tensor).data if type(tensor) not in PLAIN and is_dtensor(tensor) else tensor.data
+    return local_tensor(tensor).data if is_dtensor(tensor) else tensor.data
 
 
 def set_local_shard(parameter: Tensor, shard: Tensor) -> None:
     """Makes `shard` the memory of this process's shard of `parameter`, which keeps its identity."""
-    if type(parameter) in PLAIN or not is_dtensor(parameter):
+    if not is_dtensor(parameter):
         parameter.data = shard
     elif shard.dtype == parameter.dtype:
         # Setting .data of a DTensor changes the storage that it reports, but not the shard that it computes with.
@@ -38,7 +38,7 @@ def set_local_shard(parameter: Tensor, shard: Tensor) -> None:
 
 def from_local_shard(shard: Tensor, like: Tensor) -> Tensor:
     """The tensor laid out as `like` whose local shard is `shard`."""
-    if type(like) in PLAIN or not is_dtensor(like):
+    if not is_dtensor(like):
         return shard
     with torch.no_grad():
         return like.from_local(
@@ -48,7 +48,7 @@ def from_local_shard(shard: Tensor, like: Tensor) -> Tensor:
 
 def redistributed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """`gradient` laid out as `parameter`. Autograd may leave it as a sum over the mesh that is still to be taken."""
-    if type(gradient) in PLAIN or not is_dtensor(gradient) or not is_dtensor(parameter):
+    if not is_dtensor(gradient) or not is_dtensor(parameter):
         return gradient
     if gradient.placements == parameter.placements:
         return gradient
@@ -57,7 +57,7 @@ def redistributed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 def whole(tensor: T) -> T:
     """All of `tensor` as a plain tensor, with its history; anything but a `DTensor` is returned as it is."""
-    return cast(T, tensor.full_tensor()) if type(tensor) not in PLAIN and is_dtensor(tensor) else tensor
+    return cast(T, tensor.full_tensor()) if is_dtensor(tensor) else tensor
 
 
 def distributed_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -390,7 +390,7 @@ class VersionedWeights:
         slots, sharers = self._slots, self._sharers
         if not slots.moved:
             return
-        slot = (slots.first + version) % len(slots.tensors)
+        slot = slots.slot_of(version)
         if sharers.pointed is not slots or sharers.slot != slot:
             if sharers.pointed is not slots:
                 self._unpoint()
@@ -455,7 +455,8 @@ class VersionedWeights:
         if slots.moved:
             slots.count_writes()
             slots.advance(version)
-        slots.newest = version
+        else:
+            slots.newest = version
         for name, parameter in self.stepped.items():
             parameter.grad = gradients.get(name)
 
