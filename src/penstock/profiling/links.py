@@ -52,7 +52,7 @@ from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.host_stores import HOST, make_host_store
 from penstock.runtime.devices.local_devices import local_device
 from penstock.runtime.devices.staging import staging_for
-from penstock.runtime.transport.distributed_transport import arrange
+from penstock.runtime.transport.connections import arrange
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.values.clusters import Cluster

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.distributed_transport import arrange
+from penstock.runtime.transport.connections import arrange
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 from penstock.runtime.transport.worlds import join_world
 from support.processes import Pool

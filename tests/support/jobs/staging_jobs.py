@@ -10,12 +10,11 @@ from penstock.runtime.collectives.store_gathers import StoreGather
 from penstock.runtime.collectives.timeouts import Timeout
 from penstock.runtime.devices.communicators import Members, connect_gloo
 from penstock.runtime.devices.staging import DeviceStaging
-from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
 from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
-from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
+from penstock.runtime.transport.ordered_all_reduce import Agreement, GlooSum, OrderedSum
 from penstock.runtime.transport.transport import Edge
 from support.simulated.simulated_device import SimulatedDevice
 from support.simulated.stream_races import RacingDevice

@@ -544,7 +544,7 @@ def test_a_mesh_over_gloo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     board, device = FailureBoard(store, 0, 1), torch.device("cpu")
     transport = DistributedTransport(
-        (), 0, 1, device, store, "one", board, 5.0, lambda value: [value], mesh_groups=(group,)
+        (), 0, 1, device, store, "one", Timeout(board, 5.0), lambda value: [value], mesh_groups=(group,)
     )
     transport.check()
     transport.close()
@@ -588,7 +588,7 @@ def test_the_groups_of_a_mesh_end_with_the_other_communicators(monkeypatch: pyte
     board, cpu = FailureBoard(store, 0, 2), torch.device("cpu")
     monkeypatch.setenv(NCCL, "1")
     transport = DistributedTransport(
-        (FORWARD,), 0, 2, cpu, store, "one", board, 60.0, lambda value: [value, value], mesh_groups=(mesh,)
+        (FORWARD,), 0, 2, cpu, store, "one", Timeout(board, 60.0), lambda value: [value, value], mesh_groups=(mesh,)
     )
     (edge,) = device.made
     edge.others, mesh.communicator.others = [mesh.communicator], [edge]
@@ -608,7 +608,7 @@ def test_connecting_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(NCCL, "1")
     monkeypatch.setitem(ACCELERATORS, "cpu", lambda device: Unconnected(0))
     store, cpu = HashStore(), torch.device("cpu")
-    arguments = (cpu, store, "one", FailureBoard(store, 0, 2), 0.3, lambda value: [value, value])
+    arguments = (cpu, store, "one", Timeout(FailureBoard(store, 0, 2), 0.3), lambda value: [value, value])
 
     with pytest.raises(TransportError, match=r"rank 1 for 0.3 s \(connecting penstock rank 0 -> rank 1"):
         DistributedTransport((FORWARD,), 0, 2, *arguments)
