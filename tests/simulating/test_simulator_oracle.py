@@ -1,10 +1,11 @@
 """The simulator against a slow oracle: all times raised from zero until every law of the simulator holds.
 
 The oracle shares no code with the simulator but the rows of the schedule and the placement. It plays every rank, also
-where the simulator plays one for several.
+where the simulator plays one for several. Where replicas share each microbatch there are no norms: the simulator plays
+one replica of each stage, and only the norms of that one.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,19 +17,24 @@ from penstock.scheduling.actions import (
     BackwardWeight,
     Forward,
     Receive,
+    ReceiveNorms,
     Recompute,
     Reduce,
     Send,
+    SendNorms,
     Update,
 )
 from penstock.scheduling.schedules import Programs, Schedule
-from penstock.simulating import simulate
+from penstock.simulating import Assumptions, plan_costs, simulate
+from penstock.simulating.simulator import execute
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 from support.simulation_problems import problems
 
 Spot = tuple[int, int]
+Message = tuple[int, int, int]
+"""The spot of a send, and the rank that it goes to."""
 
 
 @dataclass
@@ -44,7 +50,10 @@ class Oracle:
     programs: Programs
     start: dict[Spot, float] = field(default_factory=dict)
     stop: dict[Spot, float] = field(default_factory=dict)
-    left: dict[Spot, float] = field(default_factory=dict)
+    begun: dict[Spot, float] = field(default_factory=dict)
+    """When a replica could begin an all-reduce."""
+    left: dict[Message, float] = field(default_factory=dict)
+    arrived: dict[Message, float] = field(default_factory=dict)
 
     def layers(self, stage: int) -> tuple[LayerProfile, ...]:
         return self.profile.layers[self.plan.stages[stage].start : self.plan.stages[stage].stop]
@@ -67,14 +76,31 @@ class Oracle:
         ]
         return sum(shares)
 
-    def transfer(self, low: int, stage: int, target: int, rank: int, peer: int) -> tuple[float, float]:
-        """Seconds on the link, and latency."""
-        size = self.layers(low)[-1].cut_bytes
-        if not self.schedule.placement.split:
-            return size / self.cluster.bandwidth(rank, peer), self.cluster.latency(rank, peer)
-        pairs = [(a, b) for a in self.plan.stages[stage].ranks for b in self.plan.stages[target].ranks]
-        slowest = min(self.cluster.bandwidth(*pair) for pair in pairs)
-        return size / len(pairs) / slowest, max(self.cluster.latency(*pair) for pair in pairs)
+    def peers(self, action: Send | SendNorms | Receive | ReceiveNorms, rank: int) -> tuple[int, ...]:
+        place, stage = self.schedule.placement, action.stage
+        if isinstance(action, SendNorms):
+            return place.peer_replicas(stage, action.target, rank)
+        if isinstance(action, ReceiveNorms):
+            return (place.peer_replica(stage, action.source, rank),)
+        return (place.rank_of(action.target if isinstance(action, Send) else action.source, action.microbatch),)
+
+    def transfer(self, stage: int, other: int, rank: int, peer: int, *, norms: bool) -> tuple[float, ...]:
+        """From `rank` of `stage` to `peer` of `other`: seconds on the link, latency, and the seconds that each end is
+        busy, whatever the bytes and with the bytes.
+        """
+        place = self.schedule.placement
+        here, there = (place.stages[stage], place.stages[other]) if place.split else ((rank,), (peer,))
+        pairs = [(a, b) for a in here for b in there]
+        size = 8 * len(place.stages) if norms else self.layers(min(stage, other))[-1].cut_bytes
+        share = size / len(pairs)
+        ends = [[self.cluster.message_costs(a, b) for b in there if a != b] for a in here]
+        ends += [[self.cluster.message_costs(a, b) for a in here if a != b] for b in there]
+        return (
+            share / min(self.cluster.bandwidth(*pair) for pair in pairs),
+            max(self.cluster.latency(*pair) for pair in pairs),
+            max(sum(cost.seconds for cost in end) for end in ends),
+            max(sum(cost.seconds_per_byte * share for cost in end) for end in ends),
+        )
 
     def ring(self, stage: int) -> float:
         ranks = self.plan.stages[stage].ranks
@@ -84,19 +110,30 @@ class Oracle:
         slowest = min(self.cluster.bandwidth(*pair) for pair in pairs)
         return rounds / len(ranks) * size / slowest + rounds * max(self.cluster.latency(*pair) for pair in pairs)
 
+    def ring_handling(self, stage: int) -> float:
+        """Each replica sends 2 (r - 1) shares of the weights to the next one, and takes in as many."""
+        ranks = self.plan.stages[stage].ranks
+        costs = [self.cluster.message_costs(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+        share = sum(layer.parameter_bytes for layer in self.layers(stage)) / len(ranks)
+        most = max(cost.seconds for cost in costs) + share * max(cost.seconds_per_byte for cost in costs)
+        return 4 * (len(ranks) - 1) * most
+
     def run(self) -> None:
         spots = [(rank, index) for rank, row in enumerate(self.programs) for index in range(len(row))]
-        self.start, self.stop, self.left = ({spot: 0.0 for spot in spots} for _ in range(3))
-        sends: dict[tuple[int, int, int, int], Spot] = {}
-        queue: dict[tuple[int, int], list[Spot]] = {}
+        self.start, self.stop, self.begun = ({spot: 0.0 for spot in spots} for _ in range(3))
+        sends: dict[object, Message] = {}
+        queue: dict[tuple[int, int], list[Message]] = {}
         place = self.schedule.placement
         for rank, index in spots:
             action = self.programs[rank][index]
-            if isinstance(action, Send):
-                peers = place.ranks_for(action.target, action.microbatch)
-                peer = place.rank_of(action.target, action.microbatch) if place.split else peers[0]
-                sends[action.stage, action.target, action.microbatch, rank] = rank, index
-                queue.setdefault((rank, peer), []).append((rank, index))
+            if isinstance(action, Send | SendNorms):
+                for peer in self.peers(action, rank):
+                    # One message to a stage stands for those to all replicas that share the microbatch.
+                    sent = rank, index, peer
+                    one = (action.version, peer) if isinstance(action, SendNorms) else (action.microbatch, None)
+                    sends[type(action), action.stage, action.target, rank, *one] = sent
+                    queue.setdefault((rank, peer), []).append(sent)
+                    self.left[sent] = self.arrived[sent] = 0.0
         before = {line[i]: line[i - 1] for line in queue.values() for i in range(1, len(line))}
         changed = True
         while changed:
@@ -108,6 +145,8 @@ class Oracle:
                     spot, begin, end = (rank, index), clock, clock
                     layers = self.layers(action.stage)
                     share = self.share(action.stage) / self.pace(action.stage, rank)
+                    if not isinstance(action, Send | SendNorms | Receive | ReceiveNorms | Reduce):
+                        clock += self.cluster.action_seconds
                     if isinstance(action, Forward | Recompute):
                         end = clock = clock + sum(layer.forward_seconds for layer in layers) / share
                     elif isinstance(action, BackwardWeight):
@@ -122,40 +161,63 @@ class Oracle:
                             backward[action.stage] = index
                     elif isinstance(action, Update):
                         end = clock = clock + 0.25 * sum(layer.parameter_bytes for layer in layers)
-                    elif isinstance(action, Send):
-                        peer = place.rank_of(action.target, action.microbatch)
-                        low = min(action.stage, action.target)
-                        seconds, latency = self.transfer(low, action.stage, action.target, rank, peer)
-                        begin = max(clock, self.left[before[spot]] if spot in before else 0.0)
-                        changed |= self.left[spot] != begin + seconds
-                        self.left[spot] = begin + seconds
-                        end = begin + seconds + latency
-                        if not self.overlap:
-                            clock = self.left[spot]
-                    elif isinstance(action, Receive):
-                        source = place.rank_of(action.source, action.microbatch)
-                        low = min(action.stage, action.source)
-                        seconds, _ = self.transfer(low, action.source, action.stage, source, rank)
-                        arrival = self.stop[sends[action.source, action.stage, action.microbatch, source]]
-                        end = clock = max(clock + (0 if self.overlap else seconds), arrival)
+                    elif isinstance(action, Send | SendNorms):
+                        norms = isinstance(action, SendNorms)
+                        for peer in self.peers(action, rank):
+                            sent = rank, index, peer
+                            seconds, latency, handling, copying = self.transfer(
+                                action.stage, action.target, rank, peer, norms=norms
+                            )
+                            clock += handling
+                            leaves = max(clock, self.left[before[sent]] if sent in before else 0.0)
+                            begin = begin if norms else leaves
+                            changed |= self.left[sent] != leaves + seconds
+                            self.left[sent] = leaves + seconds
+                            self.arrived[sent] = leaves + seconds + latency
+                            end = max(end, self.arrived[sent])
+                            clock = (clock if self.overlap else self.left[sent]) + copying
+                    elif isinstance(action, Receive | ReceiveNorms):
+                        norms = isinstance(action, ReceiveNorms)
+                        (source,) = self.peers(action, rank)
+                        kind, *one = (SendNorms, action.version, rank) if norms else (Send, action.microbatch, None)
+                        seconds, _, handling, copying = self.transfer(
+                            action.source, action.stage, source, rank, norms=norms
+                        )
+                        arrival = self.arrived[sends[kind, action.source, action.stage, source, *one]]
+                        clock += copying + (0 if self.overlap else seconds)
+                        end = clock = max(clock, arrival) + handling
                     else:
                         assert isinstance(action, Reduce)
                         places = [(r, self.programs[r].index(action)) for r in place.stages[action.stage]]
-                        come = max(self.start[other] for other in places)
-                        begun = self.start[rank, backward[action.stage]] if action.stage in backward else clock
-                        self.left[spot] = max(begun if self.overlap_reduce else clock, ring_free)
-                        end = max(come, max(self.left[other] for other in places) + self.ring(action.stage))
+                        handled = self.ring_handling(action.stage)
+                        come = max(self.start[other] for other in places) + handled
+                        begun = clock + handled
+                        if self.overlap_reduce and action.stage in backward:
+                            begun = self.start[rank, backward[action.stage]]
+                        self.begun[spot] = max(begun, ring_free)
+                        end = max(come, max(self.begun[other] for other in places) + self.ring(action.stage))
                         clock = ring_free = end
                     changed |= (begin, end) != (self.start[spot], self.stop[spot])
                     self.start[spot], self.stop[spot] = begin, end
 
 
-"""Quotients of small numbers by these are exact."""
+costs = st.sampled_from([0.0, 0.25, 1.0])
+
+
+@st.composite
+def busy_problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, int]:
+    """`problems` whose messages take time of the ranks, half of them with norms."""
+    schedule, plan, profile, cluster, minibatches = draw(problems())
+    cluster = cluster.with_costs(
+        action_seconds=draw(costs), message_seconds=draw(costs), message_seconds_per_byte=draw(costs)
+    )
+    can_wait = schedule.definition.synchronizes_updates and not schedule.placement.split
+    return replace(schedule, norms=can_wait and draw(st.booleans())), plan, profile, cluster, minibatches
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(problems(), st.booleans(), st.booleans())
+@settings(max_examples=40, deadline=None)
+@given(busy_problems(), st.booleans(), st.booleans())
 def test_equals_the_fixed_point(
     problem: tuple[Schedule, Plan, Profile, Cluster, int], overlap: bool, overlap_reduce: bool
 ) -> None:
@@ -163,16 +225,18 @@ def test_equals_the_fixed_point(
     programs = schedule.program(minibatches)
     oracle = Oracle(schedule, plan, profile, cluster, overlap, overlap_reduce, programs)
     oracle.run()
-    timeline = simulate(
-        plan,
-        profile,
-        cluster,
-        minibatches,
-        update_seconds_per_byte=0.25,
-        overlap=overlap,
-        overlap_reduce=overlap_reduce,
-        split_seconds=0.5,
-    )
+    options = {
+        "update_seconds_per_byte": 0.25,
+        "overlap": overlap,
+        "overlap_reduce": overlap_reduce,
+        "split_seconds": 0.5,
+    }
+    if schedule.norms:
+        # A plan says nothing of norms.
+        timed = plan_costs(plan, profile, cluster, schedule.placement, Assumptions(**options))
+        timeline = execute(programs, schedule.placement, timed)
+    else:
+        timeline = simulate(plan, profile, cluster, minibatches, **options)
     spans = iter(timeline.spans)
     exact = all(count in (1, 2, 4) for count in map(len, schedule.placement.stages))
 

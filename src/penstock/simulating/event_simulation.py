@@ -287,7 +287,6 @@ class EventSimulation:
         stop = now
         for path in message.paths:
             now += path.handling_seconds
-            track.message_seconds += path.handling_seconds
             _, left = self._occupy(path.legs, now)
             arrival = left + path.latency_seconds
             self._queues[path.edge].append((arrival, message.content))
@@ -295,6 +294,8 @@ class EventSimulation:
             if not self._assumptions.overlap:
                 now = left
                 track.message_seconds += path.seconds
+            now += path.copying_seconds
+            track.message_seconds += path.handling_seconds + path.copying_seconds
             if path.edge in self._waiting:
                 self._wake(self._waiting.pop(path.edge), arrival)
         track.stops.append(stop)
