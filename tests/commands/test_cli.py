@@ -502,12 +502,12 @@ def test_show_prints_clusters(here, capsys):
 
 
 def test_a_cluster_is_shown_with_what_messages_and_actions_take(here, capsys):
-    Cluster.uniform(2, 12e9).with_costs(action_seconds=3e-5, message_seconds=2e-4, message_seconds_per_byte=4e-9).save(
-        "cluster.yaml"
-    )
+    Cluster.uniform(2, 12e9).with_costs(
+        action_seconds=3e-5, message_seconds=2e-4, message_seconds_per_byte=4e-9, message_blocking=0.5
+    ).save("cluster.yaml")
 
     assert printed(capsys, "show", "cluster.yaml").splitlines()[2:] == [
-        "  a message takes up to 200 us and 4 ns a byte of each of its two ranks",
+        "  a message takes up to 200 us, 4 ns a byte and 50% of its time on the link of each of its two ranks",
         "  an action takes 30 us beyond its layers",
     ]
 

@@ -116,3 +116,6 @@ def test_several_stages_of_a_rank(method: str, per_rank: int) -> None:
 def test_what_has_no_fixed_order_is_refused() -> None:
     with pytest.raises(PlanError, match="variants: expected overlap, no slowdowns"):
         PlanVariants(Plan.uniform(4, 2), Cluster.uniform(2, 1e9), Assumptions(overlap=False))
+    blocking = Cluster.uniform(2, 1e9).with_costs(message_blocking=1)
+    with pytest.raises(PlanError, match="variants: expected overlap, no slowdowns"):
+        PlanVariants(Plan.uniform(4, 2), blocking, Assumptions())

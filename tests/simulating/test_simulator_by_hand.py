@@ -13,6 +13,7 @@ from penstock.simulating import Assumptions, Costs, execute, simulate
 from penstock.simulating.transfer_times import find_route
 from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
+from penstock.values.link_tables import FREE, LinkLevels, LinkMatrix, MessageCosts
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 
@@ -79,6 +80,30 @@ def test_without_overlap_costs_of_a_message_come_on_top() -> None:
     assert times(timeline, 1) == {"1R0<0": (0, 5), "1F0@0": (5, 10), "1R1<0": (10, 15), "1F1@0": (15, 20)}
 
 
+@pytest.mark.parametrize(("share", "free"), [(0.0, 1), (0.5, 2.5), (1.0, 4)])
+def test_a_link_says_how_long_its_messages_keep_their_ranks(share: float, free: float) -> None:
+    """Of the 3 s on the link both ends stand still for a share; rank 1 took the second message long after it came."""
+    slow = Cluster.uniform(2, 2.0).with_costs(message_blocking=share)
+    timeline = execute(SENDS, Placement.straight(2), Costs((1.0, 5.0), (0.0, 0.0), cut_bytes=(6.0,), cluster=slow))
+
+    assert times(timeline, 0)["0F1@0"] == (free, free + 1)
+    assert times(timeline, 1)["1F1@0"] == (9 + 3 * share, 14 + 3 * share)
+
+
+def test_only_the_links_that_block_keep_their_ranks() -> None:
+    """Two servers of two ranks: of the messages of one stage only that to the other server blocks."""
+    cluster = Cluster(LinkLevels(((2, 2.0), (2, 2.0)), message_costs=(FREE, MessageCosts(blocking=1))))
+    costs = Costs((1.0,) * 4, (0.0,) * 4, cut_bytes=(6.0,) * 3, cluster=cluster)
+    rows = (
+        "0F0@0 0S0>1 0F1@0 0S1>1\n1R0<0 1F0@0 1S0>2 1R1<0 1F1@0 1S1>2\n2R0<1 2F0@0 2S0>3 2R1<1 2F1@0 2S1>3\n3R0<2 3R1<2"
+    )
+    timeline = execute(parse_programs(rows), Placement.straight(4), costs)
+
+    assert [times(timeline, 0)[each] for each in ("0S0>1", "0F1@0")] == [(1, 4), (1, 2)]
+    assert [times(timeline, 1)[each] for each in ("1S0>2", "1R1<0", "1F1@0")] == [(5, 8), (8, 8), (8, 9)]
+    assert [times(timeline, 2)[each] for each in ("2S0>3", "2R1<1", "2F1@0")] == [(9, 12), (9, 12), (12, 13)]
+
+
 def test_every_action_takes_the_seconds_of_an_action_more() -> None:
     """Forwards, whole backwards, both parts of a split one, recomputing ones, and updates: each once."""
     programs = parse_programs("0F0@0 0B0@0 0F1@0 0F2@0 0I1@0 0W1@0 0B2@0 0U1<0")
@@ -125,12 +150,12 @@ def test_links_carry_both_directions_at_once() -> None:
     assert times(timeline, 1)["1S0>0"] == (6, 10)
 
 
-def reducing(overlap_reduce: bool, parameters: tuple[float, float] = (0, 12)) -> Timeline:
+def reducing(overlap_reduce: bool, parameters: tuple[float, float] = (0, 12), blocking: float = 0.0) -> Timeline:
     """Stage 0 on rank 0 (1 s, 1 s), stage 1 on ranks 1 and 2 (2 s, 4 s); the ring takes 12 bytes / 4 bytes/s + 2 s."""
     profile = make_profile((1, 1, 0, parameters[0]), (2, 4, 0, parameters[1]))
     plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1, 2))), "gpipe", 2)
-    cluster = Cluster.uniform(3, 4.0, latency_seconds=1.0)
-    return simulate(plan, profile, cluster, overlap_reduce=overlap_reduce)
+    links = LinkMatrix(*(((each,) * 3,) * 3 for each in (4.0, 1.0, MessageCosts(blocking=blocking))))
+    return simulate(plan, profile, Cluster(links), overlap_reduce=overlap_reduce)
 
 
 def test_ring_begins_when_the_last_replica_has_come() -> None:
@@ -149,6 +174,7 @@ def test_ring_overlaps_the_last_backward_of_the_last_replica() -> None:
 
     assert times(timeline, 1)["1A1"] == (8, 10)
     assert times(timeline, 2)["1A1"] == (9, 10)
+    assert times(reducing(overlap_reduce=True, blocking=1), 2)["1A1"] == (9, 14)
     # A short one ends no earlier than the last backward.
     assert times(reducing(overlap_reduce=True, parameters=(0, 0)), 1)["1A1"] == (8, 9)
 

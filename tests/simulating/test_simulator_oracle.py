@@ -6,6 +6,7 @@ one replica of each stage, and only the norms of that one.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ from penstock.scheduling.schedules import Programs, Schedule
 from penstock.simulating import Assumptions, plan_costs, simulate
 from penstock.simulating.simulator import execute
 from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkMatrix, MessageCosts
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 from support.simulation_problems import problems
@@ -85,8 +87,8 @@ class Oracle:
         return (place.rank_of(action.target if isinstance(action, Send) else action.source, action.microbatch),)
 
     def transfer(self, stage: int, other: int, rank: int, peer: int, *, norms: bool) -> tuple[float, ...]:
-        """From `rank` of `stage` to `peer` of `other`: seconds on the link, latency, and the seconds that each end is
-        busy, whatever the bytes and with the bytes.
+        """From `rank` of `stage` to `peer` of `other`: seconds on the link, latency, the seconds that each end is busy,
+        whatever the bytes and with the bytes, and the share of the seconds on the link in which both ends stand still.
         """
         place = self.schedule.placement
         here, there = (place.stages[stage], place.stages[other]) if place.split else ((rank,), (peer,))
@@ -100,6 +102,7 @@ class Oracle:
             max(self.cluster.latency(*pair) for pair in pairs),
             max(sum(cost.seconds for cost in end) for end in ends),
             max(sum(cost.seconds_per_byte * share for cost in end) for end in ends),
+            max(self.cluster.message_costs(*pair).blocking for pair in pairs) if self.overlap else 1.0,
         )
 
     def ring(self, stage: int) -> float:
@@ -109,6 +112,12 @@ class Oracle:
         size = sum(layer.parameter_bytes for layer in self.layers(stage))
         slowest = min(self.cluster.bandwidth(*pair) for pair in pairs)
         return rounds / len(ranks) * size / slowest + rounds * max(self.cluster.latency(*pair) for pair in pairs)
+
+    def exposed(self, stage: int) -> float:
+        """The share of an all-reduce that no backward hides."""
+        ranks = self.plan.stages[stage].ranks
+        ring = [self.cluster.message_costs(a, b).blocking for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+        return max(ring) if self.overlap_reduce else 1.0
 
     def ring_handling(self, stage: int) -> float:
         """Each replica sends 2 (r - 1) shares of the weights to the next one, and takes in as many."""
@@ -165,7 +174,7 @@ class Oracle:
                         norms = isinstance(action, SendNorms)
                         for peer in self.peers(action, rank):
                             sent = rank, index, peer
-                            seconds, latency, handling, copying = self.transfer(
+                            seconds, latency, handling, copying, blocked = self.transfer(
                                 action.stage, action.target, rank, peer, norms=norms
                             )
                             clock += handling
@@ -175,16 +184,16 @@ class Oracle:
                             self.left[sent] = leaves + seconds
                             self.arrived[sent] = leaves + seconds + latency
                             end = max(end, self.arrived[sent])
-                            clock = (clock if self.overlap else self.left[sent]) + copying
+                            clock += blocked * (self.left[sent] - clock) + copying
                     elif isinstance(action, Receive | ReceiveNorms):
                         norms = isinstance(action, ReceiveNorms)
                         (source,) = self.peers(action, rank)
                         kind, *one = (SendNorms, action.version, rank) if norms else (Send, action.microbatch, None)
-                        seconds, _, handling, copying = self.transfer(
+                        seconds, _, handling, copying, blocked = self.transfer(
                             action.source, action.stage, source, rank, norms=norms
                         )
                         arrival = self.arrived[sends[kind, action.source, action.stage, source, *one]]
-                        clock += copying + (0 if self.overlap else seconds)
+                        clock += copying + blocked * seconds
                         end = clock = max(clock, arrival) + handling
                     else:
                         assert isinstance(action, Reduce)
@@ -192,8 +201,9 @@ class Oracle:
                         handled = self.ring_handling(action.stage)
                         come = max(self.start[other] for other in places) + handled
                         begun = clock + handled
-                        if self.overlap_reduce and action.stage in backward:
-                            begun = self.start[rank, backward[action.stage]]
+                        if action.stage in backward:
+                            first = self.start[rank, backward[action.stage]]
+                            begun = first + self.exposed(action.stage) * (begun - first)
                         self.begun[spot] = max(begun, ring_free)
                         end = max(come, max(self.begun[other] for other in places) + self.ring(action.stage))
                         clock = ring_free = end
@@ -206,11 +216,14 @@ costs = st.sampled_from([0.0, 0.25, 1.0])
 
 @st.composite
 def busy_problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, int]:
-    """`problems` whose messages take time of the ranks, half of them with norms."""
+    """`problems` whose messages take time of the ranks, each link's their own, half of them with norms."""
     schedule, plan, profile, cluster, minibatches = draw(problems())
-    cluster = cluster.with_costs(
-        action_seconds=draw(costs), message_seconds=draw(costs), message_seconds_per_byte=draw(costs)
-    )
+    ranks = range(cluster.devices)
+    known = (tuple(tuple(of(a, b) for b in ranks) for a in ranks) for of in (cluster.bandwidth, cluster.latency))
+    made = draw(st.lists(st.builds(MessageCosts, costs, costs, st.sampled_from([0, 0.5, 1])), min_size=1, max_size=4))
+    taken = cycle(made)
+    rows = tuple(tuple(next(taken) for _ in ranks) for _ in ranks)
+    cluster = replace(cluster, links=LinkMatrix(*known, rows), action_seconds=draw(costs))
     can_wait = schedule.definition.synchronizes_updates and not schedule.placement.split
     return replace(schedule, norms=can_wait and draw(st.booleans())), plan, profile, cluster, minibatches
 

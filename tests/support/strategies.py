@@ -52,7 +52,7 @@ def clusters(draw):
     cluster = draw(free_clusters())
     if draw(st.booleans()):
         return cluster
-    costs = st.builds(MessageCosts, latencies, latencies)
+    costs = st.builds(MessageCosts, latencies, latencies, st.floats(0, 1))
     links: LinkLevels | LinkMatrix = cluster.links
     match links:
         case LinkLevels(levels=levels):

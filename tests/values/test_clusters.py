@@ -106,6 +106,7 @@ def test_costs_of_messages_are_found_by_level_and_by_link(tmp_path):
     assert (levels.has_message_costs, Cluster.uniform(2, 1e9).has_message_costs) == (True, False)
     levels.save(tmp_path / "levels.yaml")
     assert "message_seconds: 0.001, message_seconds_per_byte: 1.0e-08" in (tmp_path / "levels.yaml").read_text()
+    assert not levels.blocks and Cluster.uniform(2, 1e9).with_costs(message_blocking=0.5).blocks
 
 
 def test_the_bandwidth_to_the_host_is_in_the_file_if_it_is_known(tmp_path):

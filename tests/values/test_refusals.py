@@ -230,6 +230,7 @@ CLUSTER_FILES = [
         COSTS + "message_seconds: -1\n",
         r"seconds: expected a number from 0 to 1e\+30, found -1 in the costs of a message",
     ),
+    (COSTS + "message_blocking: 2\n", "blocking: expected a number from 0 to 1, found 2 in the costs of a message"),
     (LEVELS + "message_seconds: 1\n", "write message_seconds inside each level"),
     (LEVELS + "action_seconds: -1\n", "action_seconds: expected"),
     (kinds("- {devices: 2, name: a}"), r"kinds: expected 3 \(one per device\), found 2"),

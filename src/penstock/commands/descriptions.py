@@ -96,9 +96,8 @@ def _costs(cluster: Cluster) -> list[str]:
         ranks = range(cluster.devices)
         costs = [cluster.message_costs(a, b) for a in ranks for b in ranks if a != b]
         each, byte = max(cost.seconds for cost in costs), max(cost.seconds_per_byte for cost in costs)
-        lines.append(
-            f"  a message takes up to {seconds_text(each)} and {1e9 * byte:.3g} ns a byte of each of its two ranks"
-        )
+        parts = f"{seconds_text(each)}, {1e9 * byte:.3g} ns a byte and {max(cost.blocking for cost in costs):.0%}"
+        lines.append(f"  a message takes up to {parts} of its time on the link of each of its two ranks")
     if cluster.action_seconds:
         lines.append(f"  an action takes {seconds_text(cluster.action_seconds)} beyond its layers")
     return lines

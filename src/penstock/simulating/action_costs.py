@@ -15,6 +15,7 @@ from penstock.simulating.transfer_times import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Traffic, find_traffic
 from penstock.values.device_kinds import DeviceKind
+from penstock.values.link_tables import MessageCosts
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
@@ -43,10 +44,11 @@ class Costs:
     `forward_seconds`, `backward_seconds`, `saved_bytes` and `workspace_bytes` are those of one microbatch.
     `weight_seconds` is the share of `backward_seconds` that the weight backward takes, half of it by default;
     `split_seconds`, and `split_share` of the whole backward, are added to every weight backward. `update_seconds` and
-    `reduce_seconds` are those of one update and of its all-reduce, and `reduce_handling_seconds` what the all-reduce
-    takes from the computation of each replica. `cut_bytes[s]` is what a whole microbatch sends each way between stages
-    s and s + 1; cuts within a rank are not used. A backward of a stage in `recomputed` takes one forward more, unless
-    it directly follows its forward or has a `Recompute` in the row. Without a `cluster` the links are instant.
+    `reduce_seconds` are those of one update and of its all-reduce, `reduce_handling_seconds` what the all-reduce takes
+    from the computation of each replica, and `reduce_blocking` the share of it that no backward hides. `cut_bytes[s]`
+    is what a whole microbatch sends each way between stages s and s + 1; cuts within a rank are not used. A backward of
+    a stage in `recomputed` takes one forward more, unless it directly follows its forward or has a `Recompute` in the
+    row. Without a `cluster` the links are instant.
     `rank_times` has the times of every rank where devices differ; those of the stages are then the longest of their
     replicas. `skips` holds what a whole microbatch sends each way directly between two stages that are not neighbours;
     it is in no cut. `wire_bytes` and `wire_skips` are what links carry of these, by default all. `offloaded_bytes` is
@@ -59,6 +61,7 @@ class Costs:
     update_seconds: tuple[float, ...] = ()
     reduce_seconds: tuple[float, ...] = ()
     reduce_handling_seconds: tuple[float, ...] = ()
+    reduce_blocking: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     skips: tuple[tuple[Skip, float], ...] = ()
     wire_bytes: tuple[float, ...] = ()
@@ -88,6 +91,7 @@ class Costs:
             ("update_seconds", stages),
             ("reduce_seconds", stages),
             ("reduce_handling_seconds", stages),
+            ("reduce_blocking", stages),
             ("saved_bytes", stages),
             ("offloaded_bytes", stages),
             ("workspace_bytes", stages),
@@ -145,8 +149,8 @@ def plan_costs(
         return tuple(_sum(own, name) / count for own, count in zip(layers, sharers, strict=True))
 
     parameters = tuple(_sum(own, "parameter_bytes") for own in layers)
-    groups = [stage.ranks for stage in plan.stages]
     parallel = plan.tensor_parallel
+    rings = [[stage.ranks[tp_rank::parallel] for tp_rank in range(parallel)] for stage in plan.stages]
     starts, skips = [stage.start for stage in plan.stages], tuple(skips)
     traffic = find_traffic(profile.crossings, starts, skips)
     wire_traffic = find_traffic(profile.on_wire.crossings, starts, skips)
@@ -170,15 +174,15 @@ def plan_costs(
         split_share=profile.split_share or 0.0,
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
-            max(
-                reduce_seconds(size, ranks[tp_rank::parallel], cluster, assumptions.allreduce)
-                for tp_rank in range(parallel)
-            )
-            for size, ranks in zip(parameters, groups, strict=True)
+            max(reduce_seconds(size, ring, cluster, assumptions.allreduce) for ring in own)
+            for size, own in zip(parameters, rings, strict=True)
         ),
         reduce_handling_seconds=tuple(
-            max(reduce_handling_seconds(size, ranks[tp_rank::parallel], cluster) for tp_rank in range(parallel))
-            for size, ranks in zip(parameters, groups, strict=True)
+            max(reduce_handling_seconds(size, ring, cluster) for ring in own)
+            for size, own in zip(parameters, rings, strict=True)
+        ),
+        reduce_blocking=tuple(
+            max((cost.blocking for ring in own for cost in _ring_costs(ring, cluster)), default=0.0) for own in rings
         ),
         cut_bytes=cuts,
         skips=tuple(traffic.direct.items()),
@@ -296,13 +300,19 @@ def reduce_handling_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cl
     """The processor time of one replica for an all-reduce in a ring, whose 2(r-1) messages it sends and receives; 0 for
     one rank.
     """
-    replicas = len(ranks)
-    if replicas == 1 or not cluster.has_message_costs:
+    replicas, costs = len(ranks), _ring_costs(ranks, cluster)
+    if not costs:
         return 0.0
-    costs = [cluster.message_costs(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
     share_bytes = size_bytes / replicas
     message_seconds = max(cost.seconds for cost in costs) + share_bytes * max(cost.seconds_per_byte for cost in costs)
     return 2 * 2 * (replicas - 1) * message_seconds
+
+
+def _ring_costs(ranks: Sequence[int], cluster: Cluster) -> list[MessageCosts]:
+    """Of every link of a ring; none where messages cost nothing, and for one rank."""
+    if len(ranks) == 1 or not cluster.has_message_costs:
+        return []
+    return [cluster.message_costs(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
 
 
 def require_fit(plan: Plan, profile: Profile) -> None:

@@ -127,7 +127,7 @@ class PlanVariants:
     """Times the variants of one plan: other cuts on the same ranks, under the same schedule."""
 
     def __init__(self, plan: Plan, cluster: Cluster, assumptions: Assumptions) -> None:
-        if not assumptions.overlap or assumptions.slowdowns or plan.tensor_parallel > 1:
+        if not assumptions.overlap or cluster.blocks or assumptions.slowdowns or plan.tensor_parallel > 1:
             raise PlanError(
                 "variants: expected overlap, no slowdowns and no tensor parallelism, found others: use evaluate"
             )
@@ -188,7 +188,6 @@ class PlanVariants:
                 for ranks in placement.stages
                 for rank in ranks
             },
-            overlap_reduce=assumptions.overlap_reduce,
             action_seconds=cluster.action_seconds,
             handles_reduces=cluster.has_message_costs,
         )
@@ -315,7 +314,6 @@ class _Sorter:
     rows: dict[_Row, int]
     kinds: Mapping[int, tuple[int, ...]]
     """By rank: the kinds of the devices of which the slowest determines its seconds."""
-    overlap_reduce: bool
     action_seconds: float
     handles_reduces: bool
     """Whether all-reduces take time of the ranks."""
@@ -393,7 +391,7 @@ class _Sorter:
                     if self.handles_reduces:
                         self._add_busy(place, rank, ("reduce handling", what.stage))
                     joined = self.arrived.setdefault((what.stage, what.version), [])
-                    joined.append((place, what.backward if self.overlap_reduce else -1))
+                    joined.append((place, what.backward if what.blocking < 1 else -1))
                     if len(joined) < len(self.members[what.stage]):
                         self.reducing.add(rank)
                         position[rank] = index + 1

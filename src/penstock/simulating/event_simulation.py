@@ -4,18 +4,19 @@ Nothing here is random and no clock is read: every start is the latest of the ti
 
 Rules of the simulation:
   1. A rank runs its instructions one after the other.
-  2. A receive blocks until its message has arrived. A send does not block. Without overlap the sender is busy until its
-     message has left, and a receive takes at least as long as its message is on the link. Where messages take time of
-     the ranks, a message leaves when its sender has handed it over, and the sender goes on when it has copied the
-     bytes, too. The receiver copies bytes while they arrive, and so is late by the copying of a message that was there
-     before; it goes on when it has taken the message in.
+  2. A receive blocks until its message has arrived. A send does not block. On a link that blocks its ends the sender is
+     busy until its message has left, and a receive takes at least as long as its message is on the link; for a share of
+     that time where the link blocks for a share. Where messages take time of the ranks, a message leaves when its
+     sender has handed it over, and the sender goes on when it has copied the bytes, too. The receiver copies bytes
+     while they arrive, and so is late by the copying of a message that was there before; it goes on when it has taken
+     the message in.
   3. A link carries one message at a time, in the order of the sends; where several ranks share it, in the order of
      their times.
-  4. In an all-reduce each simulated replica waits for the end. Without overlap it starts when the last replica has
-     arrived. With overlap it may start when the last of them has started its last backward, since gradients become
-     ready layer by layer, and it ends no earlier than the last arrival. Where messages take time of the ranks, each
-     replica arrives later by the time that its messages take from its computation. A rank takes part in one all-reduce
-     at a time, and all-reduces do not compete with messages for links.
+  4. In an all-reduce each simulated replica waits for the end. It may start when the last of them has started its last
+     backward, since gradients become ready layer by layer, and it ends no earlier than the last arrival. Without
+     overlap, and over links that block their ends, it starts when the last replica has arrived. Where messages take
+     time of the ranks, each replica arrives later by the time that its messages take from its computation. A rank takes
+     part in one all-reduce at a time, and all-reduces do not compete with messages for links.
   5. Processes of one machine share cores, caches and memory. Where ranks share a host, every computation has an amount
      of work, its seconds when it runs alone, and while k ranks compute, each is ``slowdowns[k - 1]`` times as slow. All
      rates change at once when a computation starts or ends, so that the times are exact for this model. Nothing else
@@ -159,7 +160,7 @@ class EventSimulation:
         """Continues `track` until it must wait."""
         starts, stops, messages = track.starts, track.stops, track.messages
         queues, free, carried = self._queues, self._free, self.link_seconds
-        waiting, overlap, ordered = self._waiting, self._assumptions.overlap, self._assumptions.shared_nic
+        waiting, ordered = self._waiting, self._assumptions.shared_nic
         now, busy = track.now, 0.0
         kinds, details, contents = track.instructions.kinds, track.instructions.details, track.instructions.contents
         for index in range(len(stops), len(kinds)):
@@ -173,7 +174,7 @@ class EventSimulation:
                 if ordered and self._ready and self._ready[0] < (now, track.rank):
                     heappush(self._ready, (now, track.rank))
                     break
-                edge, link, seconds, latency, handling, copying, legs = what
+                edge, link, seconds, latency, handling, copying, blocking, legs = what
                 now += handling
                 if link >= 0:
                     start = now if free[link] < now else free[link]
@@ -186,9 +187,9 @@ class EventSimulation:
                 starts.append(start)
                 stops.append(arrival)
                 messages.append(left)
-                if not overlap:
-                    now = left
-                    track.message_seconds += seconds
+                if blocking:
+                    now = left if blocking == 1 else now + blocking * (left - now)
+                    track.message_seconds += blocking * seconds
                 now += copying
                 track.message_seconds += handling + copying
                 if edge in waiting:
@@ -202,13 +203,11 @@ class EventSimulation:
                 if found != contents[len(messages)]:
                     raise self._mismatch(rows[track.rank][index], track.rank, found)
                 starts.append(now)
-                _, _, seconds, _, handling, copying, _ = what
-                if not overlap:
-                    now += seconds
-                    track.message_seconds += seconds
-                now += copying
+                _, _, seconds, _, handling, copying, blocking, _ = what
+                blocked = blocking * seconds
+                now += blocked + copying
                 now = (arrival if arrival > now else now) + handling
-                track.message_seconds += handling + copying
+                track.message_seconds += blocked + handling + copying
                 stops.append(now)
                 messages.append(arrival)
             else:
@@ -291,11 +290,9 @@ class EventSimulation:
             arrival = left + path.latency_seconds
             self._queues[path.edge].append((arrival, message.content))
             stop = max(stop, arrival)
-            if not self._assumptions.overlap:
-                now = left
-                track.message_seconds += path.seconds
-            now += path.copying_seconds
-            track.message_seconds += path.handling_seconds + path.copying_seconds
+            now = (left if path.blocking == 1 else now + path.blocking * (left - now)) + path.copying_seconds
+            blocked = path.blocking * path.seconds
+            track.message_seconds += blocked + path.handling_seconds + path.copying_seconds
             if path.edge in self._waiting:
                 self._wake(self._waiting.pop(path.edge), arrival)
         track.stops.append(stop)
@@ -308,8 +305,9 @@ class EventSimulation:
         stage, version, seconds = reduce.stage, reduce.version, reduce.seconds
         track.message_seconds += reduce.handling_seconds
         begun = handled = track.now + reduce.handling_seconds
-        if reduce.backward >= 0 and self._assumptions.overlap_reduce:
-            begun = track.starts[reduce.backward]
+        if reduce.backward >= 0 and reduce.blocking < 1:
+            first = track.starts[reduce.backward]
+            begun = first + reduce.blocking * (handled - first)
         arrived = self._open_reduces.setdefault((stage, version), {})
         arrived[track.rank] = max(begun, track.ring_free), handled
         members = [rank for rank in self._placement.stages[stage] if rank in self._of_rank]

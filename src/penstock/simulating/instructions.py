@@ -61,6 +61,8 @@ class MessagePath(NamedTuple):
     """How long each of the two ranks is busy with it, whatever its size."""
     copying_seconds: float
     """And with its bytes."""
+    blocking: float
+    """The share of `seconds` in which they do nothing else."""
     legs: tuple[tuple[int, float], ...]
     """All links with their seconds."""
 
@@ -125,6 +127,8 @@ class ReduceInstruction:
     version: int
     seconds: float
     handling_seconds: float
+    blocking: float
+    """The share of it that does not begin before the replica has arrived."""
     backward: int
 
 
@@ -195,7 +199,9 @@ class Writer:
             elif isinstance(action, Reduce):
                 kinds.append(REDUCE)
                 reducing, handling = costs.reduce_seconds[stage], costs.reduce_handling_seconds[stage]
-                details.append(ReduceInstruction(stage, action.version, reducing, handling, last.get(stage, -1)))
+                blocking = costs.reduce_blocking[stage] if costs.assumptions.overlap_reduce else 1.0
+                detail = ReduceInstruction(stage, action.version, reducing, handling, blocking, last.get(stage, -1))
+                details.append(detail)
                 effects.append(reduce + stage)
             else:
                 if isinstance(action, Forward):
@@ -355,6 +361,7 @@ class Writer:
             latency_seconds=route.latency_seconds,
             handling_seconds=route.handling_seconds,
             copying_seconds=route.copying_seconds,
+            blocking=route.blocking if self._costs.assumptions.overlap else 1.0,
             legs=legs,
         )
 

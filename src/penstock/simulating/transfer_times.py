@@ -32,6 +32,8 @@ class Route:
     """How long each end is busy with the message whatever its size; the busiest end where there are several."""
     copying_seconds: float = 0.0
     """And with its bytes."""
+    blocking: float = 0.0
+    """The share of its time on the links in which its ends do nothing else; the most where there are several."""
 
 
 def find_route(
@@ -59,16 +61,15 @@ def find_route(
             ([rank * width + tp_rank for rank in senders], [rank * width + tp_rank for rank in receivers])
             for tp_rank in range(width)
         ]
-    handling = copying = latency = 0.0
+    latency, costs = 0.0, (0.0, 0.0, 0.0)
     for both in ends if cluster.has_message_costs else ():
-        own = _occupied(cluster, share_bytes, *both)
-        handling, copying = max(handling, own[0]), max(copying, own[1])
+        costs = tuple(map(max, costs, _occupied(cluster, share_bytes, *both)))
     if not shared:
         least = inf
         for both in ends:
             bandwidth, delay = slowest_link(cluster, *both)
             least, latency = min(least, bandwidth), max(latency, delay)
-        return Route(((link, share_bytes / least),), latency, handling, copying)
+        return Route(((link, share_bytes / least),), latency, *costs)
     size = _server_size(cluster)
     loads: defaultdict[Link, float] = defaultdict(float)
     for a, b in chain.from_iterable(product(*both) for both in ends):
@@ -79,20 +80,22 @@ def find_route(
             loads[link] = max(loads[link], seconds)
         else:
             loads[-1 - here, -1 - there] += seconds
-    return Route(tuple(loads.items()), latency, handling, copying)
+    return Route(tuple(loads.items()), latency, *costs)
 
 
 def _occupied(
     cluster: Cluster, share_bytes: float, senders: Sequence[int], receivers: Sequence[int]
-) -> tuple[float, float]:
-    """How long a message occupies the busiest of its ends: whatever its size, and for its bytes.
+) -> tuple[float, float, float]:
+    """How long a message occupies the busiest of its ends: whatever its size, and for its bytes; and the largest share
+    of its time on a link that blocks them.
 
     Each end has as many messages as there are ranks at the other end, all but the one to itself.
     """
     ends = [[cluster.message_costs(a, b) for b in receivers if a != b] for a in senders]
     ends += [[cluster.message_costs(a, b) for a in senders if a != b] for b in receivers]
     handling = max(sum(cost.seconds for cost in end) for end in ends)
-    return handling, max(share_bytes * sum(cost.seconds_per_byte for cost in end) for end in ends)
+    copying = max(share_bytes * sum(cost.seconds_per_byte for cost in end) for end in ends)
+    return handling, copying, max((cost.blocking for end in ends for cost in end), default=0.0)
 
 
 def _server_size(cluster: Cluster) -> int:

@@ -119,12 +119,17 @@ class Cluster:
         return cls(LinkMatrix(rows, latencies), memory_bytes)
 
     def with_costs(
-        self, *, action_seconds: float = 0.0, message_seconds: float = 0.0, message_seconds_per_byte: float = 0.0
+        self,
+        *,
+        action_seconds: float = 0.0,
+        message_seconds: float = 0.0,
+        message_seconds_per_byte: float = 0.0,
+        message_blocking: float = 0.0,
     ) -> "Cluster":
         """This cluster, where every action takes so much longer, and a message from any rank to another takes so much
-        processor time at both ends. Raises `PlanError`.
+        time of both ends (`MessageCosts`). Raises `PlanError`.
         """
-        costs, links = MessageCosts(message_seconds, message_seconds_per_byte), self.links
+        costs, links = MessageCosts(message_seconds, message_seconds_per_byte, message_blocking), self.links
         match links:
             case LinkLevels(levels=levels):
                 links = replace(links, message_costs=(costs,) * len(levels))
@@ -233,13 +238,12 @@ class Cluster:
     @property
     def has_message_costs(self) -> bool:
         """Whether messages take time of the ranks."""
-        match self.links:
-            case LinkLevels(message_costs=costs):
-                return any(cost != FREE for cost in costs)
-            case LinkMatrix(cost_rows=rows):
-                return any(cost != FREE for row in rows for cost in row)
-            case _:
-                assert_never(self.links)
+        return any(cost != FREE for cost in self.links.every_cost)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a message on some link keeps its ranks from computing."""
+        return any(cost.blocking for cost in self.links.every_cost)
 
     def message_costs(self, a: int, b: int) -> MessageCosts:
         """What a message from rank `a` to rank `b` costs each of the two; nothing from a rank to itself.

@@ -6,8 +6,9 @@ or lets a thread of the same core do so. It computes less meanwhile.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 from penstock.arguments import Rule, check_fields, entries, instance, integer, number, text_of
@@ -16,9 +17,12 @@ from penstock.values.documents import YamlNode, number_text
 from penstock.values.quantities import LEAST, MOST
 
 _HINT = "give what `penstock probe` measures, or leave it out"
-_RULES = dict.fromkeys(("seconds", "seconds_per_byte"), number(0, most=MOST).but(_HINT))
-COST_KEYS = ("message_seconds", "message_seconds_per_byte")
-"""The keys of the two fields in a file of a cluster."""
+_RULES = {
+    **dict.fromkeys(("seconds", "seconds_per_byte"), number(0, most=MOST).but(_HINT)),
+    "blocking": number(0, most=1).but("give 1 if its two ranks compute only after a message has left, and 0 if not"),
+}
+COST_KEYS = ("message_seconds", "message_seconds_per_byte", "message_blocking")
+"""The keys of the fields in a file of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +33,16 @@ class MessageCosts:
     """Of every message: to hand it over, or to take it in."""
     seconds_per_byte: float = 0.0
     """Of each byte: copies, and what the kernel does for a connection between hosts."""
+    blocking: float = 0.0
+    """The share of a message's time on the link in which neither end computes: 1 where sends block, as NCCL's do in the
+    stream of the computation, and 0 where all of it passes beside the computation."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError, " in the costs of a message")
 
     def text(self) -> str:
         """The fields that are not zero, as they stand in the line of a level."""
-        fields = zip(COST_KEYS, (self.seconds, self.seconds_per_byte), strict=True)
+        fields = zip(COST_KEYS, (self.seconds, self.seconds_per_byte, self.blocking), strict=True)
         return "".join(f", {key}: {number_text(value)}" for key, value in fields if value)
 
 
@@ -45,10 +52,8 @@ FREE = MessageCosts()
 def write_costs(rows: Sequence[Sequence[MessageCosts]]) -> list[str]:
     """The lines of a matrix; none if messages cost nothing."""
     lines = []
-    for key, values in (
-        (COST_KEYS[0], [[cost.seconds for cost in row] for row in rows]),
-        (COST_KEYS[1], [[cost.seconds_per_byte for cost in row] for row in rows]),
-    ):
+    for key, name in zip(COST_KEYS, ("seconds", "seconds_per_byte", "blocking"), strict=True):
+        values = [[getattr(cost, name) for cost in row] for row in rows]
         if any(map(any, values)):
             lines += write_rows(key, "of a message from rank a to rank b, at each end", values)
     return lines
@@ -144,6 +149,11 @@ class LinkLevels:
         """What a message costs on the innermost level that joins ranks `a` and `b`."""
         return self.message_costs[self._joining(a, b)]
 
+    @property
+    def every_cost(self) -> Iterable[MessageCosts]:
+        """What messages cost on all links."""
+        return self.message_costs
+
     def _joining(self, a: int, b: int) -> int:
         size = 1
         for index, (count, _) in enumerate(self.levels):
@@ -196,6 +206,11 @@ class LinkMatrix:
     def costs(self, a: int, b: int) -> MessageCosts:
         """What a message from rank `a` to rank `b` costs each of them."""
         return self.cost_rows[a][b]
+
+    @property
+    def every_cost(self) -> Iterable[MessageCosts]:
+        """What messages cost on all links."""
+        return chain.from_iterable(self.cost_rows)
 
 
 Links: TypeAlias = LinkLevels | LinkMatrix
