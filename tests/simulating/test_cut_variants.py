@@ -28,7 +28,10 @@ CLUSTERS = (
 def profiles(draw: st.DrawFn) -> Profile:
     seconds, sizes = st.integers(1, 50).map(lambda count: count / 1000), st.integers(0, 10**7)
     layers = [
-        LayerProfile(str(index), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes))
+        LayerProfile(
+            *(str(index), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes)),
+            update_seconds=draw(seconds),
+        )
         for index in range(LAYERS)
     ]
     profile = Profile(tuple(layers), 4, split_share=draw(st.sampled_from([None, 0.125])))

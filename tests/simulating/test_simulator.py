@@ -1,5 +1,7 @@
 """The simulator against closed forms and timelines made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import PlanError, ScheduleError
@@ -75,6 +77,9 @@ def test_two_stages_by_hand() -> None:
     profile = make_profile((1, 2, 40, 6), (3, 4, 0, 10))
     cluster = Cluster.from_matrix([[0, 10], [5, 0]])
     timeline = simulate(Schedule("gpipe", 2, 2), profile, cluster, update_seconds_per_byte=0.5)
+    # As many seconds that were measured, layer by layer.
+    layers = (replace(layer, update_seconds=0.5 * layer.parameter_bytes) for layer in profile.layers)
+    assert simulate(Schedule("gpipe", 2, 2), replace(profile, layers=tuple(layers)), cluster) == timeline
 
     assert spans_of(timeline) == [
         (0, "0F0@0", 0, 1),

@@ -18,20 +18,20 @@ def test_a_file_has_a_line_per_layer(tmp_path):
         '  "microbatch_size": 8,\n'
         '  "layers": [\n'
         '    {"name": "h.0", "forward_seconds": 0.25, "backward_seconds": 0.5, "cut_bytes": 10, "saved_bytes": 20, '
-        '"parameter_bytes": 30, "workspace_bytes": 40},\n'
+        '"parameter_bytes": 30, "workspace_bytes": 40, "update_seconds": 0.0},\n'
         '    {"name": "h.0", "forward_seconds": 0.25, "backward_seconds": 0.5, "cut_bytes": 10, "saved_bytes": 20, '
-        '"parameter_bytes": 30, "workspace_bytes": 40}\n'
+        '"parameter_bytes": 30, "workspace_bytes": 40, "update_seconds": 0.0}\n'
         "  ]\n"
         "}\n"
     )
 
 
-def test_a_file_without_workspaces_has_none(tmp_path):
+def test_a_file_without_workspaces_and_updates_has_none(tmp_path):
     path = tmp_path / "profile.json"
     Profile((LAYER, LAYER), 8).save(path)
-    path.write_text(path.read_text().replace(', "workspace_bytes": 40', ""))
+    path.write_text(path.read_text().replace(', "workspace_bytes": 40, "update_seconds": 0.0', ""))
 
-    assert [layer.workspace_bytes for layer in Profile.load(path).layers] == [0, 0]
+    assert [(layer.workspace_bytes, layer.update_seconds) for layer in Profile.load(path).layers] == [(0, 0)] * 2
 
 
 def test_totals_are_sums_over_the_layers():

@@ -172,7 +172,10 @@ def plan_costs(
         weight_seconds=longest.weight_seconds,
         split_seconds=assumptions.split_seconds if profile.split_share is None else 0.0,
         split_share=profile.split_share or 0.0,
-        update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
+        update_seconds=tuple(
+            _sum(own, "update_seconds") + assumptions.update_seconds_per_byte * size
+            for own, size in zip(layers, parameters, strict=True)
+        ),
         reduce_seconds=tuple(
             max(reduce_seconds(size, ring, cluster, assumptions.allreduce) for ring in own)
             for size, own in zip(parameters, rings, strict=True)

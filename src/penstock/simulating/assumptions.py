@@ -32,7 +32,7 @@ class Assumptions:
     """The simulator's assumptions, each with a default; raises `PlanError` for an invalid one."""
 
     update_seconds_per_byte: float = 0.0
-    """Seconds of an update per byte of the stage's parameters; profiles do not measure updates."""
+    """Seconds of an update per byte of the stage's parameters, beside `LayerProfile.update_seconds`."""
     overlap: bool = True
     """Whether ranks compute while they send and receive. If not, the sender is busy while its message is on the link,
     and the receiver is busy for as long ([Narayanan 2021, section 3.4]: communication is added to computation)."""

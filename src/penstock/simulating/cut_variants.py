@@ -71,6 +71,7 @@ class LayerSums:
     backward: _Matrix
     weight: _Matrix
     parameters: _Matrix
+    update: _Matrix
     crossing: _Matrix
     split_share: float | None
     """Of the profile."""
@@ -88,6 +89,7 @@ class LayerSums:
             backward=sums("backward_seconds"),
             weight=sums("weight_part_seconds"),
             parameters=sums("parameter_bytes"),
+            update=sums("update_seconds"),
             crossing=crossing,
             split_share=profile.split_share,
         )
@@ -278,7 +280,8 @@ class PlanVariants:
             MemoryEffect.BACKWARD_INPUT: inputs + again,
             MemoryEffect.BACKWARD_INPUT_KEPT: inputs,
             MemoryEffect.BACKWARD_WEIGHT: weight + split,
-            MemoryEffect.UPDATE: _between(sums[0].parameters, cuts) * self._assumptions.update_seconds_per_byte,
+            MemoryEffect.UPDATE: _between(sums[0].update, cuts)
+            + _between(sums[0].parameters, cuts) * self._assumptions.update_seconds_per_byte,
         }
 
 

@@ -73,6 +73,7 @@ _LAYER_RULES = {
     **dict.fromkeys(("forward_seconds", "backward_seconds"), _SECONDS),
     **dict.fromkeys(("cut_bytes", "saved_bytes", "parameter_bytes", "workspace_bytes"), _BYTES),
     "weight_seconds": _SECONDS.optional,
+    "update_seconds": _SECONDS,
     "wire_bytes": _BYTES.optional,
 }
 
@@ -97,6 +98,8 @@ class LayerProfile:
     before does not wait for. None if it was not measured."""
     wire_bytes: float | None = None
     """What a link carries of `cut_bytes` under ``wire_dtype=``. None if stages send tensors as they are."""
+    update_seconds: float = 0.0
+    """What the optimizer takes for the layer's parameters. 0 if the file does not give it."""
 
     def __post_init__(self) -> None:
         check_fields(self, _LAYER_RULES, ProfileError, f" in layer {text_of(self.name)}")
