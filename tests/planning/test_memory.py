@@ -6,9 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import PlanError
+from penstock.planning import find_order, plan
 from penstock.planning.memory import chunks_in_flight, live_counts, peak_bytes
 from penstock.planning.stage_costs import chain_costs
-from penstock.values import LayerProfile, Plan, Profile, Stage
+from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 from penstock.values.plans import schedule
 
 FLUSHING = [("gpipe", False), ("1f1b-flush", False), ("spp", False), ("zb-h1", False)]
@@ -110,3 +112,20 @@ def test_equal_stages_take_the_thesis_s_formulas(stages, length, microbatches, w
     assert worst("gpipe", True) == held + kept + m * entering + held
     assert worst("1f1b-flush", False) == held + p * kept + held
     assert worst("1f1b-flush", True) == held + kept + p * entering + held
+
+
+def test_what_libraries_keep_is_no_memory_of_a_plan():
+    """Four gigabytes on a device of ten are as a device of six without: for every planner, and for found orders."""
+    layers = tuple(LayerProfile(str(i), 1 + i % 3, 2 + i % 2, 1e6, 1e9 * (1 + i % 2), 2e8) for i in range(6))
+    alone, beside = Profile(layers, 1), Profile(layers, 1, library_bytes=4e9)
+    free, card = (Cluster.uniform(3, 1e9, memory_bytes) for memory_bytes in (6e9, 10e9))
+
+    first, second = plan(alone, free), plan(beside, card)
+    assert (first.stages, first.schedule, first.recompute) == (second.stages, second.schedule, second.recompute)
+    both = zip(first.predicted.peak_bytes, second.predicted.peak_bytes, strict=True)
+    assert [after - before for before, after in both] == [4e9] * first.ranks
+    with pytest.raises(PlanError, match="nothing fits"):
+        plan(beside, Cluster.uniform(3, 1e9, 4.1e9))
+    given_plan = Plan.uniform(6, 3, "1f1b-flush", 6)
+    one, other = find_order(given_plan, alone, free), find_order(given_plan, beside, card)
+    assert (one.plan.order, one.bound) == (other.plan.order, other.bound)

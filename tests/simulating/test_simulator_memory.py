@@ -1,8 +1,10 @@
 """The memory of a simulation: by hand, against the schedule's counts of what is in flight, and recounted slowly."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,9 @@ from penstock.scheduling.actions import (
     WeightGradients,
 )
 from penstock.scheduling.schedules import Schedule, inference
-from penstock.simulating import simulate
+from penstock.simulating import evaluate, simulate
 from penstock.timelines.memories import RankMemory
+from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import LayerProfile, Profile
@@ -87,6 +90,22 @@ def test_versions_of_low_precision_beside_their_masters() -> None:
     assert [(m.weight_bytes, m.master_bytes, most(m.buffers)) for m in timeline.memory] == [
         (5 * count, 10, 10) for count in (3, 2, 1)
     ]
+
+
+def test_libraries_keep_their_bytes_from_start_to_end(tmp_path: Path) -> None:
+    plan, profile = Plan.uniform(2, 2, "gpipe", 2), make_profile(2, saved=3.0, weights=5.0)
+    found, more = (simulate(plan, replace(profile, library_bytes=size), instant(2)) for size in (0.0, 7.0))
+
+    assert [own.peak_bytes for own in more.memory] == [own.peak_bytes + 7 for own in found.memory]
+    judged = evaluate(plan, replace(profile, library_bytes=7.0), instant(2))
+    assert judged.peak_bytes == tuple(own.peak_bytes for own in more.memory)
+    more.save_trace(tmp_path / "trace.json")
+    assert Timeline.load_trace(tmp_path / "trace.json").memory == more.memory
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    for event in trace["traceEvents"]:
+        event.get("args", {}).pop("library", None)
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    assert Timeline.load_trace(tmp_path / "trace.json").memory == found.memory
 
 
 def test_gradients_are_held_from_the_first_backward_to_the_update() -> None:

@@ -112,8 +112,8 @@ def chain_costs(
     crossing, sent = (
         np.array([0.0, *(layer.cut_bytes for layer in each.layers)]) for each in (profile, profile.on_wire)
     )
-    # A layer frees its workspace when it has run, so that a stage needs the largest.
-    working = _largest([0.0, *(layer.workspace_bytes for layer in layers)])
+    # A layer frees its workspace when it has run, so that a stage needs the largest. Libraries keep theirs.
+    working = _largest([0.0, *(layer.workspace_bytes + profile.library_bytes for layer in layers)])
     if recompute:
         saved, working = np.broadcast_to(crossing[:, None], saved.shape), saved + working
     if buffers:

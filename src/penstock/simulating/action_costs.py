@@ -53,7 +53,7 @@ class Costs:
     replicas. `skips` holds what a whole microbatch sends each way directly between two stages that are not neighbours;
     it is in no cut. `wire_bytes` and `wire_skips` are what links carry of these, by default all. `offloaded_bytes` is
     what an offload moves of `saved_bytes`: all but what the stage received, which stays, and nothing of a stage that
-    recomputes. Everything else is zero by default.
+    recomputes. `library_bytes` is what libraries keep on every rank. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]
@@ -73,6 +73,7 @@ class Costs:
     offloaded_bytes: tuple[float, ...] = ()
     workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
+    library_bytes: float = 0.0
     recomputed: frozenset[int] = frozenset()
     cluster: Cluster | None = None
     tensor_parallel: int = 1
@@ -201,6 +202,7 @@ def plan_costs(
             for stage, (own, count) in enumerate(zip(layers, sharers, strict=True))
         ),
         parameter_bytes=parameters,
+        library_bytes=profile.library_bytes,
         recomputed=again,
         cluster=cluster,
         tensor_parallel=parallel,

@@ -4,6 +4,7 @@ It follows the runtime. A rank holds:
 
 - parameters, one slot per version (an update copies one slot to another and needs nothing else);
 - the optimizer's state;
+- what libraries keep, as the profile measured it;
 - gradients, from the end of the first backward that produces them (what that backward frees makes room for them) to
   the end of their update; those of two updates at once where one update waits for other stages;
 - what autograd saves for a microbatch in flight, and what the stage relays without reading it (here included in
@@ -12,7 +13,7 @@ It follows the runtime. A rank holds:
 - messages, from their production until they have left, and from their arrival to the start of the forward (from then
   on they count as saved) or to the end of the backward that uses them.
 
-The overhead of the allocator and of the device's runtime is not included.
+The overhead of the allocator is not included.
 
 An input backward keeps all this for the weight backward: what it could free (what only its own operators saved) makes
 room for the gradients of their outputs, which the weight backward reads. With recomputation the input backward
@@ -128,7 +129,7 @@ def trace_memory(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -
     """The memory of the rank of `schedule` that `track` simulated."""
     activations, buffers = _changes(track, sizes, schedule)
     constants = _constants(track, costs, schedule)
-    return RankMemory(*constants, activations=_curve(activations), buffers=_curve(buffers))
+    return RankMemory(*constants, _curve(activations), _curve(buffers), costs.library_bytes)
 
 
 def peak_bytes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> float:
@@ -136,7 +137,7 @@ def peak_bytes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> 
     activations, buffers = _changes(track, sizes, schedule)
     both = np.concatenate([activations[0], buffers[0]]), np.concatenate([activations[1], buffers[1]])
     _, held = _totals(both)
-    return sum(_constants(track, costs, schedule)) + float(held.max(initial=0.0))
+    return sum(_constants(track, costs, schedule)) + costs.library_bytes + float(held.max(initial=0.0))
 
 
 def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, float, float]:

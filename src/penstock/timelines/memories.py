@@ -28,11 +28,13 @@ class RankMemory:
     buffers: MemoryCurve = ()
     """Messages that have arrived and are not used yet, or that are not sent yet; and the gradients of weights, from the
     end of the first backward that produces them to the end of the update that uses them."""
+    library_bytes: float = 0.0
+    """What libraries keep (`Profile.library_bytes`)."""
 
     @property
     def constant_bytes(self) -> float:
         """The bytes that the rank holds from start to end."""
-        return self.weight_bytes + self.optimizer_bytes + self.master_bytes
+        return self.weight_bytes + self.optimizer_bytes + self.master_bytes + self.library_bytes
 
     @property
     def peak_bytes(self) -> float:

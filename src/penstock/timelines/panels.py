@@ -51,6 +51,7 @@ def peak_words(memory: RankMemory) -> str:
         "weights": memory.weight_bytes,
         "optimizer": memory.optimizer_bytes,
         "master weights": memory.master_bytes,
+        "libraries": memory.library_bytes,
         "activations up to": max((size for _, size in memory.activations), default=0.0),
         "messages and gradients up to": max((size for _, size in memory.buffers), default=0.0),
     }

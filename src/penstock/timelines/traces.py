@@ -23,7 +23,7 @@ from penstock.values.documents import read_json
 
 _MICROSECONDS = 1e6
 _COUNTER = "memory (bytes)"
-_CONSTANTS = ("weight", "optimizer", "master")
+_CONSTANTS = ("weight", "optimizer", "master", "library")
 _CURVES = ("activations", "buffers")
 _RANK = integer(0, 2**16).but("give the rank as an integer")
 _BYTES = number(0, most=2.0**60, unit="bytes").but("give what the rank held")
@@ -175,10 +175,9 @@ def _category(span: Span) -> str:
 
 
 def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
-    first = events[0]["args"]
-    weight, optimizer, master = (_BYTES.check(name, first[name], ScheduleError) for name in _CONSTANTS)
-    activations, buffers = (_read_curve(events, name) for name in _CURVES)
-    return RankMemory(weight, optimizer, master, activations, buffers)
+    first = {"library": 0.0} | events[0]["args"]
+    *constants, library = (_BYTES.check(name, first[name], ScheduleError) for name in _CONSTANTS)
+    return RankMemory(*constants, *(_read_curve(events, name) for name in _CURVES), library)
 
 
 def _read_curve(events: Sequence[dict[str, Any]], name: str) -> MemoryCurve:

@@ -176,7 +176,7 @@ def measure_peak(training: Training) -> Peak:
         plan, profile = replace(plan, recompute=False), recomputed_alone(profile, plan, pipe.schedule)
     cluster, away = penstock.Cluster.uniform(training.ranks, 1e10), training.away is not None
     timeline = penstock.simulate(plan, profile, cluster, optimizer_copies=2.0, state_on_host=away)
-    predicted = timeline.memory[pipe.rank].peak_bytes + profile.library_bytes
+    predicted = timeline.memory[pipe.rank].peak_bytes
     pipe.close()
     return Peak(predicted, {name: peak - before[name] for name, peak in peaks.items()})
 

@@ -57,7 +57,7 @@ def without_pipelines(
     gathered = (devices - 1) / devices * weights / bandwidth + (devices - 1) * latency
     rounds = ceil(microbatches / devices)
     activations = sum(layer.saved_bytes for layer in profile.layers)
-    activations += max(layer.workspace_bytes for layer in profile.layers)
+    activations += max(layer.workspace_bytes for layer in profile.layers) + profile.library_bytes
     largest = sum(sorted(layer.parameter_bytes for layer in profile.layers)[-2:])
     state = (2 + optimizer_copies) * weights
     memory = min((size for rank in every if (size := cluster.memory_of(rank)) is not None), default=inf)
