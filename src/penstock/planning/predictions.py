@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, inf
 
+from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import AllReduce, ChainCosts, replicated_seconds
@@ -64,8 +65,9 @@ def foresee(stages: tuple[Stage, ...], profile: Profile, costs: ChainCosts, clus
 
 
 def prediction_of(plan: Plan) -> Prediction:
-    """The prediction of a plan that a planner made."""
-    assert plan.predicted is not None, "the planner predicts what it plans"
+    """The prediction of a plan that a planner made. Raises `PlanError` if it has none."""
+    if plan.predicted is None:
+        raise PlanError("expected a plan with its prediction, found one without: take it from penstock.plan")
     return plan.predicted
 
 

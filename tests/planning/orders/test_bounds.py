@@ -1,6 +1,5 @@
 """No order is faster than its lower bound, and of small pipelines the search finds the best order."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -10,8 +9,9 @@ import pytest
 
 from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.local_moves import find_moves, improve
-from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, OrderCosts, Row, TimedRows, time_rows
+from penstock.planning.orders.rows import ROUNDING, OrderCosts, TimedRows, time_rows
 from penstock.planning.orders.seeds import find_seeds
+from support.every_order import all_rows
 
 TIMES = ((2.0, 2.0, 1.0), (1.0, 3.0, 2.0), (3.0, 1.0, 1.0))
 
@@ -32,23 +32,6 @@ def costs_of(p: int, m: int, limit: float, *, split: bool, barrier: bool = True)
         whole=frozenset(() if split else stages),
         barrier=barrier,
     )
-
-
-def all_rows(costs: OrderCosts, rank: int) -> list[Row]:
-    """Every order of the operations of a rank that keeps within its limit, microbatches ascending."""
-    kinds = (FORWARD, BACKWARD) if costs.whole else (FORWARD, BACKWARD, WEIGHT)
-    steps = [(kind, stage) for stage in costs.held[rank] for kind in kinds]
-
-    def go_on(row: Row, done: dict[tuple[int, int], int]) -> Iterator[Row]:
-        if len(row) == len(steps) * costs.microbatches:
-            yield row
-        for kind, stage in steps:
-            if done[kind, stage] < (done[kind - 1, stage] if kind else costs.microbatches):
-                longer = [*row, (kind, stage, done[kind, stage])]
-                if costs.fits(longer, rank):
-                    yield from go_on(longer, done | {(kind, stage): done[kind, stage] + 1})
-
-    return list(go_on([], dict.fromkeys(steps, 0)))
 
 
 def best_of_all(costs: OrderCosts) -> TimedRows:
@@ -87,7 +70,8 @@ def draw_costs(draw: Random) -> OrderCosts:
     ranks = draw.choice([tuple(range(p)), (*range(p), *reversed(range(p))), (*range(p), *range(p))])
     stages = range(len(ranks))
     forward, backward, weight, saved = (tuple(draw.choice([0.25, 1.0, 1.0, 3.0]) for _ in stages) for _ in range(4))
-    activation, gradient = (tuple(draw.choice([0.0, 0.5]) for _ in stages[1:]) for _ in range(2))
+    activation, gradient = (tuple(draw.choice([0.0, 0.5, 4.0]) for _ in stages[1:]) for _ in range(2))
+    occupied = tuple(tuple(each * draw.choice([0.0, 0.5, 1.0]) for each in late) for late in (activation, gradient))
     least = max(sum(saved[stage] for stage in stages if ranks[stage] == rank) for rank in range(p))
     return OrderCosts(
         ranks,
@@ -100,6 +84,7 @@ def draw_costs(draw: Random) -> OrderCosts:
         saved,
         limits=tuple(least * draw.choice([1.0, 1.3, 2.0, 2.5, 9.0]) for _ in range(p)),
         freed=tuple(size * draw.choice([0.0, 0.3, 1.0]) for size in saved),
+        occupied=occupied,
         whole=frozenset(stage for stage in stages if draw.random() < 0.3),
         barrier=draw.random() < 0.5,
     )
@@ -143,7 +128,7 @@ def test_bounds_name_what_binds() -> None:
     """By hand: f, b, w = 2, 2, 1 and 1, 3, 2; messages take 0.5 and 0.25."""
     by_work = bound_of(costs_of(2, 8, 9, split=True))
     by_memory = bound_of(costs_of(2, 8, 1, split=True))
-    by_link = bound_of(replace(costs_of(2, 8, 9, split=True), occupied=(7.0,)))
+    by_link = bound_of(replace(costs_of(2, 8, 9, split=True), occupied=((6.0,), (7.0,))))
 
     # Rank 1 starts after 2.5, works 8 x 6, and its weight parts (16) hide what comes after its last input backward.
     assert (by_work.seconds, by_work.reason) == (2.5 + 48, "rank 1's work")

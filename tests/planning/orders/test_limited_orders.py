@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from penstock import Cluster, DeviceKind, LayerProfile, Plan, Profile
 from penstock.planning import limit_order
 from penstock.scheduling import define_by_programs
 from penstock.simulating import evaluate
+from support.directed_links import directed_cluster
 from support.paper_plans import GB, language_model
 
 PROFILE = language_model()
@@ -94,15 +96,22 @@ layers = st.tuples(
     st.lists(layers, min_size=12, max_size=14),
     st.lists(st.floats(0, 1), min_size=4, max_size=4),
     st.booleans(),
+    st.randoms(use_true_random=False),
 )
 def test_any_limit_holds_that_one_microbatch_at_a_time_leaves(
-    name: str, ranks: int, rounds: int, rows: list[tuple[float, ...]], shares: list[float], recompute: bool
+    name: str,
+    ranks: int,
+    rounds: int,
+    rows: list[tuple[float, ...]],
+    shares: list[float],
+    recompute: bool,
+    draw: Random,
 ) -> None:
     """Each device has between as much as that takes, and as much as the named order takes. Loading proves the order."""
     per_rank = 3 if name == "interleaved" and rounds == 3 else PER_RANK[name]
     profile = Profile(tuple(LayerProfile(str(index), *row) for index, row in enumerate(rows)), 1)
     plan = Plan.uniform(len(rows), per_rank * ranks, name, rounds * ranks, per_rank, recompute=recompute)
-    free = Cluster.uniform(ranks, 1e9)
+    free = directed_cluster(draw, ranks, bandwidth=1e9, latency=1e-3)
     most = evaluate(plan, profile, free).peak_bytes
     least = evaluate(one_at_a_time(plan), profile, free).peak_bytes
     memories = [low + share * max(0.0, high - low) + 1 for low, high, share in zip(least, most, shares, strict=False)]

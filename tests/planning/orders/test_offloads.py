@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from random import Random
 
 import pytest
 
@@ -12,6 +13,7 @@ from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.offloads import offload_order
 from penstock.planning.orders.rows import OrderCosts
 from penstock.simulating import evaluate
+from support.directed_links import directed_cluster
 from support.paper_plans import language_model
 
 PROFILE = Profile((LayerProfile("", 1.0, 2.0, 0.0, 12.0, 0.0),), 1)
@@ -73,7 +75,8 @@ PLAN = Plan.balanced([layer.forward_seconds for layer in GPT.layers], 4, microba
 
 @pytest.mark.parametrize("times", [0.8, 1.0])
 def test_no_order_without_offloads_is_faster(times: float) -> None:
-    slow, fast = (replace(Cluster.uniform(4, 12e9), host_bandwidth=bandwidth) for bandwidth in (2e9, 60e9))
+    links = directed_cluster(Random(0), 4, bandwidth=12e9, latency=1e-3)
+    slow, fast = (replace(links, host_bandwidth=bandwidth) for bandwidth in (2e9, 60e9))
     limit = times * max(evaluate(PLAN, GPT, slow).peak_bytes)
     without = find_order(PLAN, GPT, replace(slow, host_bandwidth=None), memory_bytes=limit)
     for cluster in (slow, fast):

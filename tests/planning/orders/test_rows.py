@@ -183,11 +183,12 @@ def test_seeds_reach_the_frontier_of_building_blocks(p: int, m: int, in_flight: 
 
 
 def test_messages_of_a_stage_wait_for_one_another() -> None:
-    """Forwards of 1 s, and messages that keep their link for 4 s: they arrive 4 s apart, at 5, 9 and 13 s."""
-    costs = replace(unit((0, 1), 3, 3), activation=(4.0,), gradient=(4.0,), occupied=(4.0,), whole=frozenset({0, 1}))
+    """Forwards of 1 s, and messages that keep their link for 4 s, and 5 s on the way back: they arrive as far apart."""
+    costs = replace(unit((0, 1), 3, 3), activation=(4.0,), gradient=(5.0,), occupied=((4.0,), (5.0,)))
+    costs = replace(costs, whole=frozenset({0, 1}))
     rows = list_order(costs, ListRule(), {})
     timed = None if rows is None else time_rows(costs, rows)
 
     assert timed is not None
     assert [start for op, start in zip(timed.rows[1], timed.starts[1], strict=True) if op[0] == 0] == [5, 9, 13]
-    assert [start for op, start in zip(timed.rows[0], timed.starts[0], strict=True) if op[0] == 1] == [12, 16, 20]
+    assert [start for op, start in zip(timed.rows[0], timed.starts[0], strict=True) if op[0] == 1] == [13, 18, 23]

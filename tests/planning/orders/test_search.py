@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -9,6 +10,7 @@ import penstock
 from penstock import Cluster, DeviceKind, Plan, Profile
 from penstock.planning import FoundOrder, find_order
 from penstock.simulating import evaluate
+from support.directed_links import directed_cluster
 from support.paper_plans import GB, language_model
 
 NAMED = ("gpipe", "1f1b-flush", "spp", "zb-h1")
@@ -43,14 +45,15 @@ def judge(found: FoundOrder, limit: float = float("inf"), cluster: Cluster = CLU
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("times", [0.75, 1.25])
 @pytest.mark.parametrize("folded", [False, True])
-def test_no_named_order_that_fits_is_faster(times: float, *, folded: bool) -> None:
+@pytest.mark.parametrize("cluster", [CLUSTER, directed_cluster(Random(0), 4, bandwidth=12 * GB, latency=1e-2)])
+def test_no_named_order_that_fits_is_faster(times: float, *, folded: bool, cluster: Cluster) -> None:
     plan = plan_of(PROFILE, 4, 8, folded=folded)
     limit = times * peak_of(plan_of(PROFILE, 4, 8))
     named = [replace(plan, schedule=name) for name in (("zb-v",) if folded else NAMED)]
-    outcomes = [evaluate(each, PROFILE, CLUSTER) for each in named]
+    outcomes = [evaluate(each, PROFILE, cluster) for each in named]
 
-    found = find_order(plan, PROFILE, CLUSTER, memory_bytes=limit)
-    seconds = judge(found, limit)
+    found = find_order(plan, PROFILE, cluster, memory_bytes=limit)
+    seconds = judge(found, limit, cluster)
     fitting = [each.minibatch_seconds for each in outcomes if max(each.peak_bytes) <= limit]
     assert all(seconds <= other for other in fitting)
 

@@ -19,6 +19,7 @@ from itertools import accumulate
 from math import inf
 from operator import add
 
+from penstock.errors import PlanError
 from penstock.planning.orders.rows import ROUNDING, WEIGHT, OrderCosts
 
 
@@ -30,10 +31,16 @@ class Bound:
     reason: str
 
     def gap(self, seconds: float) -> float:
-        """How far `seconds` is above the bound, as a share of `seconds`: the most that can be gained."""
-        assert self.seconds <= seconds * ROUNDING, (
-            f"{self.reason}: {seconds} s are less than the bound {self.seconds} s"
-        )
+        """How far `seconds` is above the bound, as a share of `seconds`: the most that can be gained.
+
+        Raises `PlanError` if they are below it.
+        """
+        if self.seconds > seconds * ROUNDING:
+            raise PlanError(
+                f"the bound of an order: expected no step below {self.seconds} s ({self.reason}), found one of "
+                f"{seconds} s. The bound is wrong, or the simulator: open an issue with the plan, the profile and the "
+                "cluster (`save` writes each to a file) and the options of the call"
+            )
         return max(0.0, 1 - self.seconds / seconds) if seconds else 0.0
 
 
@@ -145,13 +152,13 @@ def _of_links(costs: OrderCosts, paths: _Paths) -> list[Bound]:
     rest = 0.0 if 0 in costs.whole else weight[0]
     # By link: what each of its messages takes, and what comes at least before the first and behind the last one.
     sent: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-    for stage, seconds in enumerate(costs.occupied):
+    for stage, (carried, returned) in enumerate(zip(*costs.occupied, strict=True)):
         here, there = costs.ranks[stage], costs.ranks[stage + 1]
         if here != there:
             after = loop[stage + 1] + back[stage + 1] + rest
-            sent.setdefault((here, there), []).append((seconds, down[stage] + forward[stage], after))
+            sent.setdefault((here, there), []).append((carried, down[stage] + forward[stage], after))
             before = down[stage + 1] + loop[stage + 1]
-            sent.setdefault((there, here), []).append((seconds, before, backward[stage] + back[stage] + rest))
+            sent.setdefault((there, here), []).append((returned, before, backward[stage] + back[stage] + rest))
     return [
         Bound(
             (min(before) + min(after)) * costs.barrier + costs.microbatches * sum(seconds),

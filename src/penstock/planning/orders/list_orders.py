@@ -63,8 +63,8 @@ class _Filling:
     """By stage: the bytes that must be free for a forward."""
     left: int = field(init=False)
     """The operations that are in no row yet."""
-    link_free: list[list[float]] = field(init=False)
-    """By kind and stage: when the link behind it is free."""
+    link_free: list[float] = field(init=False)
+    """By number: when the link is free."""
     parked: set[int] = field(default_factory=set)
     """The ranks that nothing is known to arrive for."""
 
@@ -74,7 +74,7 @@ class _Filling:
         self.left = costs.operations
         self.free_at, self.held_bytes = [0.0] * costs.length, [0.0] * costs.length
         self.next_of = [[0] * costs.stages for _ in range(2)]
-        self.link_free = [[0.0] * costs.stages for _ in range(2)]
+        self.link_free = [0.0] * costs.length**2
         self.latest_first = [held[::-1] for held in costs.held]
         alone = self.given is not None and not self.delays
         behind = ([stage] if alone else costs.held[rank] for stage, rank in enumerate(costs.ranks))
@@ -210,11 +210,12 @@ class _Filling:
             self._arrive((BACKWARD, stage - 1, microbatch), sent + self.costs.gradient[stage - 1])
 
     def _send(self, kind: int, cut: int, now: float) -> float:
-        """When the message behind stage `cut` starts."""
+        """When the message between stage `cut` and the next one starts."""
         if not self.costs.occupied:
             return now
-        sent = max(now, self.link_free[kind][cut])
-        self.link_free[kind][cut] = sent + self.costs.occupied[cut]
+        link = self.costs.links[kind][cut]
+        sent = max(now, self.link_free[link])
+        self.link_free[link] = sent + self.costs.occupied[kind][cut]
         return sent
 
     def _do_weight(self, rank: int, now: float) -> None:

@@ -4,13 +4,14 @@ An operation is a triple: its kind (a forward, a backward, or the weight part of
 row is the list of one rank's operations. A backward is an input backward if the weight part of its stage is an
 operation of its own, else a whole one.
 
-Time: each rank does its operations in order, each as soon as the rank is free and its data has arrived. Messages wait
-for those of the same stage here; the simulator, which judges the best rows, knows that others share their links.
+Time: each rank does its operations in order, each as soon as the rank is free and its data has arrived. A message waits
+for those that its rank has sent to the same rank; the simulator, which judges the best rows, knows of shared links.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias, assert_never
 
 from penstock.scheduling.actions import (
@@ -42,12 +43,12 @@ class OrderCosts:
     `backward` is that of the input part alone. `activation`, `gradient`: the seconds from the end of stage s until
     stage s + 1 has its activation, and from the end of stage s + 1 until stage s has its gradient. `saved`: the bytes
     that a microbatch keeps from its forward to the end of its backward; `freed`: those of them that the input part
-    frees. `occupied`: the seconds for which a message behind each stage keeps its link from the next one of that stage,
-    in each direction. `limits`: the most bytes of microbatches in flight on each rank. `whole`: the stages whose
-    backwards are not split. `movable`: the bytes of `saved` that an offload moves, where there is a `host_bandwidth`,
-    in bytes per second; rows have no offloads, and bounds hold with them. `barrier`: whether a step ends when all ranks
-    are done; else each rank goes on with the next step at once, as without norms, and the longest span of a rank counts
-    [ZeroBubble 2024, section 4].
+    frees. `occupied`: by kind, for activations and for gradients, the seconds for which a message between stages s and
+    s + 1 keeps its link from the next one; empty where none waits. `limits`: the most bytes of microbatches
+    in flight on each rank. `whole`: the stages whose backwards are not split. `movable`: the bytes of `saved` that an
+    offload moves, where there is a `host_bandwidth`, in bytes per second; rows have no offloads, and bounds hold with
+    them. `barrier`: whether a step ends when all ranks are done; else each rank goes on with the next step at once, as
+    without norms, and the longest span of a rank counts [ZeroBubble 2024, section 4].
     """
 
     ranks: tuple[int, ...]
@@ -60,7 +61,7 @@ class OrderCosts:
     saved: tuple[float, ...]
     limits: tuple[float, ...]
     freed: tuple[float, ...] = ()
-    occupied: tuple[float, ...] = ()
+    occupied: tuple[tuple[float, ...], ...] = ()
     whole: frozenset[int] = frozenset()
     movable: tuple[float, ...] = ()
     host_bandwidth: float = 0.0
@@ -81,6 +82,15 @@ class OrderCosts:
         """By rank: its stages, ascending."""
         return tuple(
             tuple(stage for stage in range(self.stages) if self.ranks[stage] == rank) for rank in range(self.length)
+        )
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """By kind, for activations and for gradients, and cut: the number of the link, below `length` squared."""
+        ends = list(pairwise(self.ranks))
+        return (
+            tuple(here * self.length + there for here, there in ends),
+            tuple(there * self.length + here for here, there in ends),
         )
 
     @cached_property
@@ -170,8 +180,10 @@ def time_rows(costs: OrderCosts, rows: Rows) -> TimedRows | None:
     """When everything in `rows` happens; None if ranks wait for each other for ever."""
     last, seconds, activation, gradient = costs.stages - 1, costs.seconds, costs.activation, costs.gradient
     forwarded, returned = ([[-1.0] * costs.microbatches for _ in costs.ranks] for _ in range(2))
-    occupied = (0.0, *(costs.occupied or (0.0,) * last), 0.0)
-    free_down, free_up = [0.0] * costs.stages, [0.0] * costs.stages
+    down, up = costs.occupied or ((0.0,) * last,) * 2
+    down, up = (*down, 0.0), (0.0, *up)
+    # What the last stage forwards and the first one returns goes nowhere: each has a link of its own behind the others.
+    links_down, links_up, free = (*costs.links[0], -2), (-1, *costs.links[1]), [0.0] * (costs.length**2 + 2)
     places, now = [0] * len(rows), [0.0] * len(rows)
     starts = [[0.0] * len(row) for row in rows]
     ready, waiting = list(range(len(rows))), dict[Op, int]()
@@ -196,12 +208,14 @@ def time_rows(costs: OrderCosts, rows: Rows) -> TimedRows | None:
             time += seconds[kind][stage]
             place += 1
             if kind == FORWARD:
-                forwarded[stage][microbatch] = sent = max(time, free_down[stage])
-                free_down[stage] = sent + occupied[stage + 1]
+                link = links_down[stage]
+                forwarded[stage][microbatch] = sent = max(time, free[link])
+                free[link] = sent + down[stage]
                 then = waiting.pop((FORWARD, stage + 1, microbatch), None)
             elif kind == BACKWARD:
-                returned[stage][microbatch] = sent = max(time, free_up[stage])
-                free_up[stage] = sent + occupied[stage]
+                link = links_up[stage]
+                returned[stage][microbatch] = sent = max(time, free[link])
+                free[link] = sent + up[stage]
                 then = waiting.pop((BACKWARD, stage - 1, microbatch), None)
             else:
                 then = None

@@ -9,9 +9,10 @@ The search draws from a fixed seed: the same question has the same answer. For m
 found, and a part in its middle repeated.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from math import inf
 from operator import add, sub
 from typing import Unpack
@@ -21,7 +22,16 @@ from penstock.errors import PlanError
 from penstock.planning.orders.bounds import Bound, bound_of
 from penstock.planning.orders.local_moves import StageMoves, improve
 from penstock.planning.orders.offloads import offload_order
-from penstock.planning.orders.rows import OrderCosts, Rows, TimedRows, repeated, rows_of, text_of_rows, time_rows
+from penstock.planning.orders.rows import (
+    ROUNDING,
+    OrderCosts,
+    Rows,
+    TimedRows,
+    repeated,
+    rows_of,
+    text_of_rows,
+    time_rows,
+)
 from penstock.planning.orders.seeds import adapted_seeds, delay_rows, find_seeds, spread_weights
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import if_runnable
@@ -40,8 +50,8 @@ from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 NAME = "found"
 """The name of an order that was found."""
-_MOVED_OPERATIONS = 400_000
-"""Local moves on a seed end when this number of operations has been timed, in about half a second."""
+_MOVES, _MOVED_OPERATIONS = 2_000, 400_000
+"""Local moves on a seed end when there have been so many, or when this number of operations has been timed."""
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
 _ROUNDS = 5
@@ -431,8 +441,9 @@ class _Search:
     def _improved(self, start: _Start) -> Iterator[_Judged]:
         """The best order that leads on from `start`, if it can be repeated; it may not fit."""
         short = _searched(start.costs)
-        tries = _MOVED_OPERATIONS // short.operations
-        improved = improve(short, start.seed, tries)
+        tries = min(_MOVES, _MOVED_OPERATIONS // short.operations)
+        # Nothing is to be gained where the seed is as fast as any order can be.
+        improved = improve(short, start.seed, tries if start.seed.seconds > bound_of(short).seconds * ROUNDING else 0)
         score = partial(_whole_score, start.costs)
         best = min((improved, *spread_weights(short, improved)), key=score)
         if score(best) < inf:
@@ -460,20 +471,20 @@ class _Search:
         again = [times[stage].forward_seconds[stage] if stage in recomputed else 0.0 for stage in stages[:-1]] + [0.0]
         added = [costs.split_seconds + costs.split_share * times[stage].backward_seconds[stage] for stage in stages]
         inputs = (0.0, *costs.cut_bytes)
-        routes = [self._route(costs.wire_bytes[stage], ranks[stage], ranks[stage + 1]) for stage in stages[:-1]]
-        late = tuple(0.0 if route is None else _seconds(route) for route in routes)
+        routes = self._routes
+        carried, returned = (tuple(map(_seconds, own)) for own in routes)
         return OrderCosts(
             ranks=ranks,
             microbatches=plan.microbatches,
             forward=tuple(own.forward_seconds[stage] for stage, own in zip(stages, times, strict=True)),
             backward=tuple(times[stage].input_seconds[stage] + again[stage] for stage in stages),
             weight=tuple(weight[stage] + (0.0 if stage in whole else added[stage]) for stage in stages),
-            activation=late,
+            activation=carried,
             # A recomputation is over when the gradient comes, if there was time.
-            gradient=tuple(seconds - again[stage] for stage, seconds in enumerate(late)),
+            gradient=tuple(seconds - again[stage] for stage, seconds in enumerate(returned)),
             saved=tuple((inputs if stage in plan.recomputed else costs.saved_bytes)[stage] for stage in stages),
             limits=limits,
-            occupied=tuple(0.0 if route is None else _occupied(route) for route in routes),
+            occupied=tuple(tuple(map(_occupied, own)) for own in routes),
             whole=whole,
             movable=costs.offloaded_bytes,
             host_bandwidth=self.cluster.host_bandwidth or 0.0,
@@ -490,12 +501,20 @@ class _Search:
             most[rank] = max(most[rank], costs.workspace_bytes[stage] + again)
         return list(map(add, found, most))
 
-    def _route(self, size_bytes: float, here: int, there: int) -> Route | None:
-        if here == there:
-            return None
-        cluster, plan = self.plan.used(self.cluster), self.plan
-        shared = Assumptions(**self.options).shared_nic
-        return find_route(cluster, size_bytes, (here,), (there,), shared=shared, width=plan.tensor_parallel)
+    @cached_property
+    def _routes(self) -> tuple[list[Route | None], list[Route | None]]:
+        """By cut: the routes of an activation, and those of a gradient; None within a rank."""
+        cluster, width = self.plan.used(self.cluster), self.plan.tensor_parallel
+        shared, ranks = Assumptions(**self.options).shared_nic, [held[0] for held in self.plan.placement.stages]
+
+        def routes(ends: Iterable[tuple[int, int]]) -> list[Route | None]:
+            sizes = zip(self._plan_costs.wire_bytes, ends, strict=True)
+            return [
+                None if here == there else find_route(cluster, size, (here,), (there,), shared=shared, width=width)
+                for size, (here, there) in sizes
+            ]
+
+        return routes(pairwise(ranks)), routes((here, there) for there, here in pairwise(ranks))
 
     def _bound(self, *, whole_backwards: bool) -> Bound:
         """The bound where splitting takes no time, since then no whole backward is faster than its two parts, and where
@@ -536,14 +555,14 @@ def _weight_bytes(costs: Costs, ranks: Sequence[int]) -> list[float]:
     return found
 
 
-def _occupied(route: Route) -> float:
+def _occupied(route: Route | None) -> float:
     """How long a message keeps the slowest of its links."""
-    return max(seconds for _, seconds in route.legs)
+    return 0.0 if route is None else max(seconds for _, seconds in route.legs)
 
 
-def _seconds(route: Route) -> float:
+def _seconds(route: Route | None) -> float:
     """From when a message is sent until it has arrived, alone on its links."""
-    return _occupied(route) + route.latency_seconds + route.handling_seconds
+    return 0.0 if route is None else _occupied(route) + route.latency_seconds + route.handling_seconds
 
 
 def _explain(best: _Judged, judged: Sequence[_Judged], bound: Bound, fits: Callable[[_Judged], bool]) -> str:
