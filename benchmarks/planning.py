@@ -132,10 +132,10 @@ def beside_all(profile: Profile, cluster: Cluster) -> Row:
         flushes = plan.schedule not in ("pipedream", "2bw")
         rates[flushes] = max(rates[flushes], rate)
     searched: dict[bool, float] = {}
-    for both in (True, False):
-        found_plan = penstock.plan(profile, cluster, synchronous=both)
+    for flushes in (True, False):
+        found_plan = penstock.plan(profile, cluster, asynchronous=not flushes)
         assert found_plan.predicted is not None
-        searched[both] = found_plan.predicted.samples_per_second
+        searched[flushes] = found_plan.predicted.samples_per_second
     return {
         "objective_over_least": found / least,
         "plans": count,

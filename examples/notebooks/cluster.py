@@ -16,7 +16,7 @@ def hosts(gigabits):
     return penstock.Cluster.hierarchical([(8, inside), (2, between)], memory_bytes=40e9)
 
 
-plan = penstock.plan(profile, hosts(100), microbatches=16, synchronous=True)
+plan = penstock.plan(profile, hosts(100), microbatches=16)
 print(plan.explain())
 
 # %% [markdown]
@@ -25,5 +25,5 @@ print(plan.explain())
 
 # %%
 for gigabits in (10, 400):
-    best = penstock.plan(profile, hosts(gigabits), microbatches=16, synchronous=True)
+    best = penstock.plan(profile, hosts(gigabits), microbatches=16)
     print(f"{gigabits:3} Gbit/s: {best.predicted.samples_per_second:6.1f} samples/s, {str(best).splitlines()[0]}")

@@ -24,6 +24,18 @@ def test_a_plan_for_devices_that_differ(tmp_path, capsys):
     assert "rank 0: slow" in capsys.readouterr().out
 
 
+def test_stale_weights_and_faster_ways_are_said_first(tmp_path, capsys):
+    PROFILE.save(tmp_path / "fast.json")
+    command = ["plan", str(tmp_path / "fast.json"), "--devices", "2", "--straight", "-o", str(tmp_path / "plan.yaml")]
+
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("Training without a pipeline is faster, by a formula: data parallel, ")
+    assert Plan.load(tmp_path / "plan.yaml").definition.flushes
+    assert main([*command, "--asynchronous"]) == 0
+    assert "never flushes" in capsys.readouterr().out
+    assert not Plan.load(tmp_path / "plan.yaml").definition.flushes
+
+
 def test_a_sweep_is_a_table(tmp_path, capsys):
     PROFILE.save(tmp_path / "fast.json")
     sweep = tmp_path / "sweep.yaml"

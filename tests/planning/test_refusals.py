@@ -82,6 +82,8 @@ REFUSALS = [
     (planned(stages_per_rank=2, schedule="gpipe"), "schedule='gpipe', stages_per_rank=2: expected choices that go"),
     (planned(schedule="interleaved", stages=7), "stages: expected a multiple of 2 stages per rank, found 7"),
     (planned(stages=9), "stages: expected at most 4"),
+    (planned(synchronous=True, asynchronous=True), "synchronous and asynchronous: expected one of them, found both"),
+    (planned(asynchronous=1), "asynchronous=.: expected True or False, found 1"),
     (planned(synchronous=True, schedule="2bw"), "schedule='2bw', synchronous=True: expected choices that go"),
     (planned(microbatches=4, batch_size=8), "microbatches and batch_size: expected one of them"),
     (planned(batch_size=7), "batch_size: expected a multiple of the measured microbatch size, 5, found 7"),

@@ -27,6 +27,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     looping = names_of(lambda each: each.layout is StageLayout.ROUND_ROBIN)
     folded = names_of(lambda each: each.layout is StageLayout.V_SHAPE)
     syncing = names_of(lambda each: each.has_vertical_sync)
+    stale = names_of(lambda each: not each.flushes, " and ")
     parser.add_argument(
         "profile",
         metavar="PROFILE",
@@ -76,7 +77,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("--straight", "one device per stage, no replicas"),
         ("--shared-nic", "the devices of a server share one link to each other server"),
-        ("--synchronous", "only schedules that train as one device does"),
+        ("--asynchronous", f"also schedules with stale weights: {stale}"),
+        ("--synchronous", "only schedules that train as one device does, also with --planner (else by default)"),
         ("--whole-backwards", "only schedules that do not split backwards"),
         ("--every-device", "only plans that use all devices"),
         ("--state-on-host", "the optimizer's state and older weight versions are on the host"),
@@ -110,10 +112,10 @@ def _run(arguments: argparse.Namespace) -> None:
         _show_frontier(profiles, cluster, arguments, options)
         return
     made = plan(profiles, cluster, **options)
-    text = f"{made.explain()}\n{_next_steps(arguments)}"
+    lines = [made.explain(), _next_steps(arguments)]
     if arguments.cluster is None and arguments.bandwidth is None and cluster.devices > 1:
-        text = f"No bandwidth was given, so links take no time: give --bandwidth, such as 10Gbps.\n{text}"
-    deliver(made, text, arguments)
+        lines.insert(1, "No bandwidth was given, so links take no time: give --bandwidth, such as 10Gbps.")
+    deliver(made, "\n".join(lines), arguments)
 
 
 def _compare(profiles: list[Profile] | Transformer, arguments: argparse.Namespace, options: dict[str, Any]) -> None:

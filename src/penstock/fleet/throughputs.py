@@ -70,7 +70,7 @@ class ModelJob:
     measured: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Samples per second that were measured, by the name of the kind; 0 where the job does not run."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Keywords of `penstock.plan`, such as `batch_size` and `synchronous`."""
+    """Keywords of `penstock.plan`, such as `batch_size` and `asynchronous`."""
 
     def __post_init__(self) -> None:
         check_fields(self, _MODEL_RULES, PlanError, " in a ModelJob")

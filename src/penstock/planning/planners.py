@@ -31,6 +31,8 @@ from penstock.values.transformers import Transformer
 
 _RULES = {
     "cluster": CLUSTER,
+    "synchronous": FLAG,
+    "asynchronous": FLAG,
     "progress": FLAG.optional,
     "epoch_samples": number(above=0, unit="samples").but("give the samples of an epoch, or leave it out").optional,
     "deadline_seconds": number(above=0, unit="seconds").but("give the time of an epoch, or leave it out").optional,
@@ -50,6 +52,7 @@ def plan(
     stages_per_rank: int | None = None,
     straight: bool = False,
     synchronous: bool = False,
+    asynchronous: bool = False,
     vertical_sync: bool = False,
     recompute: bool | None = None,
     allreduce: str = "ring",
@@ -64,26 +67,27 @@ def plan(
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
 
+    It trains with the numbers of one device: schedules with stale weights are planned for only with `asynchronous`, or
+    where a schedule or a planner is named (or `vertical_sync`, an option of theirs), and never with `synchronous`.
     `Plan.explain` shows the ranked table of candidates. Options that are not given are searched:
 
     `planner`: `pipedream` (fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas), `2bw`
     (equal parallel pipelines), `interleaved` (parallel pipelines with several stages per rank, also in a V), `uniform`
     (equally many layers per stage; used by name only), `order` (an order of actions that is found for the stages of the
     others, without replicas, under the memory of the devices; used by name only, see `penstock.planning.find_order`).
-    `schedule`: one of `penstock.values.SCHEDULES`, whose order is delayed (`limit_order`) if none of its plans fits;
-    `synchronous` restricts it to those that train as one device does. `microbatches` is their number in a minibatch,
-    over all replicas; alternatively, `batch_size` is its number of samples. The default is four microbatches for every
-    device (one under `pipedream`, where each microbatch has its own update). With several profiles of one model,
-    measured at different microbatch sizes, the search also chooses the size; `microbatch_sizes` are further sizes to
-    try, for which the nearest profile is scaled (`Profile.scaled`). `stages`: exactly this number, on all ranks
-    together; they may have replicas. `straight`: no replicas. `recompute`: both are tried where memory is limited.
-    `optimizer_copies`: the optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server
-    (the innermost level of the cluster) share one link to each other server; by default every two ranks have their own.
-    `whole_backwards` excludes split backwards. `every_device`: only plans that use all devices, as under torchrun,
-    where each process is a rank. `state_on_host`: as in `Pipeline`. `epoch_samples`: the table says what an epoch
-    costs, where the cluster has prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least
-    of those that take no longer; it may leave devices out. `progress` shows a line on stderr; None shows it on a
-    terminal.
+    `schedule`: one of `penstock.values.SCHEDULES`, whose order is delayed (`limit_order`) if none of its plans fits.
+    `microbatches` is their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of
+    samples. The default is four microbatches for every device (one under `pipedream`, where each microbatch has its own
+    update). With several profiles of one model, measured at different microbatch sizes, the search also chooses the
+    size; `microbatch_sizes` are further sizes to try, for which the nearest profile is scaled (`Profile.scaled`).
+    `stages`: exactly this number, on all ranks together; they may have replicas. `straight`: no replicas. `recompute`:
+    both are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
+    `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
+    default every two ranks have their own. `whole_backwards` excludes split backwards. `every_device`: only plans that
+    use all devices, as under torchrun, where each process is a rank. `state_on_host`: as in `Pipeline`.
+    `epoch_samples`: the table says what an epoch costs, where the cluster has prices. `deadline_seconds`: not the
+    fastest plan, but the one whose epoch costs least of those that take no longer; it may leave devices out. `progress`
+    shows a line on stderr; None shows it on a terminal.
 
     Profiles that were measured with several `tensor_parallel` devices are planned for groups of neighbours, and
     ranked with those of single devices.
@@ -102,10 +106,14 @@ def plan(
         _RULES,
         PlanError,
         cluster=cluster,
+        synchronous=synchronous,
+        asynchronous=asynchronous,
         progress=progress,
         epoch_samples=epoch_samples,
         deadline_seconds=deadline_seconds,
     )
+    if synchronous and asynchronous:
+        raise PlanError("synchronous and asynchronous: expected one of them, found both: drop one of them")
     constraints = PlanConstraints(
         planner=planner,
         schedule=schedule,
@@ -114,7 +122,7 @@ def plan(
         stages=stages,
         stages_per_rank=stages_per_rank,
         straight=straight,
-        synchronous=synchronous,
+        synchronous=synchronous or (False if asynchronous else None),
         vertical_sync=vertical_sync,
         recompute=recompute,
         allreduce=cast(AllReduce, allreduce),
@@ -181,7 +189,10 @@ def _plan_fastest(
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:
     understood = PlanConstraints(
-        batch_size=constraints.batch_size, stages_per_rank=constraints.stages_per_rank, recompute=constraints.recompute
+        batch_size=constraints.batch_size,
+        stages_per_rank=constraints.stages_per_rank,
+        recompute=constraints.recompute,
+        synchronous=constraints.synchronous,
     )
     if constraints != understood:
         different = [

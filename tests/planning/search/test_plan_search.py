@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, reject, settings
@@ -104,15 +105,28 @@ def test_it_keeps_to_what_is_fixed_and_loses_no_more_by_it(
     assert best.microbatches <= microbatches
 
 
-def test_synchronous_plans_only() -> None:
-    made = plan(equal_layers(8), Cluster.uniform(4, 1e9), synchronous=True)
+@pytest.mark.parametrize(
+    ("wish", "stale"),
+    [
+        ({}, False),
+        ({"stages": 4}, False),
+        ({"asynchronous": True}, True),
+        ({"schedule": "2bw"}, True),
+        ({"planner": "pipedream"}, True),
+        ({"vertical_sync": True}, True),
+        ({"planner": "pipedream", "synchronous": True}, False),
+    ],
+)
+def test_stale_weights_are_for_those_who_ask_for_them(wish: dict[str, Any], stale: bool) -> None:
+    """Here they are faster: four stages without fill and drain."""
+    made = plan(equal_layers(8), Cluster.uniform(4, 1e9), straight=True, **wish)
 
-    assert made.definition.flushes
-    assert "stale" not in made.explain()
+    assert made.definition.flushes is not stale
+    assert ("stale" in made.explain()) is stale
 
 
 def test_of_equally_fast_plans_the_one_without_stale_weights_is_taken() -> None:
-    made = plan(equal_layers(1), Cluster.uniform(1, 1e9))
+    made = plan(equal_layers(1), Cluster.uniform(1, 1e9), asynchronous=True)
 
     assert made.definition.flushes
 
@@ -207,7 +221,7 @@ def test_the_explanation_ranks_and_says_why_the_runner_up_lost() -> None:
     made = plan(equal_layers(8, cut_bytes=1e5), Cluster.uniform(4, 1e9), microbatches=16)
     text = made.explain()
 
-    assert text.startswith(str(made))
+    assert f"\n\n{made}\n" in f"\n\n{text}"
     head = next(line for line in text.splitlines() if "limited by" in line and "planner" in line)
     columns = "planner, schedule, replicas, m x b, minibatch, samples/s, bubble, peak, limited by"
     assert ", ".join(re.split(r" {2,}", head.strip())) == columns
@@ -215,6 +229,45 @@ def test_the_explanation_ranks_and_says_why_the_runner_up_lost() -> None:
     assert "The best is limited by: " in text
     assert "Its time goes to: " in text
     assert re.search(r"The runner-up \(.*\) is (as fast|[\d.]+% slower)", text)
+
+
+FAST, SLOW = 1e15, 1.0
+ROW: dict[str, Any] = {"stages": 4, "schedule": "1f1b-flush"}
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "options", "first"),
+    [
+        (FAST, {}, "A pipeline gains nothing here: the fastest plan is data parallelism on 4 devices."),
+        (SLOW, {}, "A pipeline gains nothing here: the fastest plan is one device alone."),
+        (
+            FAST,
+            {"stages": 4},
+            "Training without a pipeline is faster, by a formula: data parallel, 5333 samples/s where",
+        ),
+        (SLOW, ROW, "Training without a pipeline is faster, by a formula: one device, 1333 samples/s where"),
+        (1e7, ROW, ""),
+    ],
+)
+def test_the_first_line_says_what_is_faster_than_a_pipeline(
+    bandwidth: float, options: dict[str, Any], first: str
+) -> None:
+    """A microbatch of 4 samples takes 3 ms on one device; a cut has few bytes, and the weights have many."""
+    layers = tuple(LayerProfile(str(index), 0.25e-3, 0.5e-3, 10.0, 1e6, 4e6) for index in range(4))
+    made = plan(Profile(layers, 4), Cluster.uniform(4, bandwidth), **options)
+
+    assert made.explain().startswith(first or str(made))
+    assert len(made.stages) == options.get("stages", 1)
+
+
+def test_what_does_not_fit_is_not_said_to_be_faster() -> None:
+    profile, cluster = equal_layers(4), Cluster.uniform(4, FAST)
+    made = plan(profile, cluster, **ROW, recompute=False)
+    assert made.predicted is not None
+    tight = plan(profile, cluster.with_memory(max(made.predicted.peak_bytes)), **ROW, recompute=False)
+
+    assert made.explain().startswith("Training without")
+    assert "data parallel" not in tight.explain().splitlines()[0]
 
 
 def test_a_plan_made_by_hand_says_so() -> None:

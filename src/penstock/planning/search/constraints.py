@@ -64,7 +64,9 @@ class PlanConstraints:
     stages: int | None = None
     stages_per_rank: int | None = None
     straight: bool = False
-    synchronous: bool = False
+    synchronous: bool | None = None
+    """Whether only schedules that train as one device does are planned for; by default unless a schedule, a planner or
+    an option of other schedules is named."""
     vertical_sync: bool = False
     recompute: bool | None = None
     allreduce: AllReduce = "ring"
@@ -84,10 +86,13 @@ class PlanConstraints:
                 _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
             object.__setattr__(self, "schedule", identify(definition))
         counts = dict.fromkeys(("batch_size", "stages", "stages_per_rank"), integer(1).optional)
-        names = ("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards", "every_device")
+        names = ("straight", "vertical_sync", "shared_nic", "whole_backwards", "every_device")
         flags = dict.fromkeys((*names, "state_on_host"), FLAG)
-        more = {"recompute": FLAG.optional, "optimizer_copies": number(0), "allreduce": choice(get_args(AllReduce))}
+        choices = dict.fromkeys(("recompute", "synchronous"), FLAG.optional)
+        more = {**choices, "optimizer_copies": number(0), "allreduce": choice(get_args(AllReduce))}
         check_fields(self, {"microbatches": MICROBATCHES.optional, **counts, **flags, **more}, PlanError)
+        if self.synchronous is None:
+            object.__setattr__(self, "synchronous", not (self.schedule or self.planner or self.vertical_sync))
         if self.state_on_host:
             object.__setattr__(self, "optimizer_copies", 0.0)
         if self.microbatches is not None and self.batch_size is not None:

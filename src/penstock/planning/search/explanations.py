@@ -11,7 +11,7 @@ from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
 from penstock.planning.predictions import cost_of, cost_per_million, prediction_of
 from penstock.planning.search.constraints import PlanConstraints
-from penstock.planning.search.data_parallelism import without_pipelines
+from penstock.planning.search.data_parallelism import WithoutPipeline, without_pipelines
 from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import chain_costs
@@ -44,13 +44,20 @@ def explain_search(
     optimizer_copies: float = OPTIMIZER_COPIES,
     epoch_samples: float | None = None,
 ) -> str:
-    """The best plan with its devices, the ranked table with costs where prices are known, where the time of the best
-    goes, why the runner-up is not the best, what training without a pipeline would take (if there is a `profile` of
-    whole layers on one device), and what could not be planned.
+    """What is faster without a pipeline (if there is a `profile` of whole layers on one device); the best plan with its
+    devices, the ranked table with costs where prices are known, where the time of the best goes, why the runner-up is
+    not the best, what training without a pipeline would take, and what could not be planned.
     """
     best, *others = search.ranked
     kinds = [] if cluster.is_equal else _kinds(best, cluster)
-    lines = [str(best), *kinds, "", *_table(search.ranked[:_ROWS], cluster, epoch_samples)]
+    ways = _alternatives(best, cluster, profile, optimizer_copies) if cluster.devices > 1 and profile else ()
+    lines = [
+        *_faster_without(best, ways),
+        str(best),
+        *kinds,
+        "",
+        *_table(search.ranked[:_ROWS], cluster, epoch_samples),
+    ]
     hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
     lines += ["", f"The best is limited by: {prediction_of(best).limit}."]
@@ -60,8 +67,8 @@ def explain_search(
     lines += [f"Its time goes to: {losses}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
-    if cluster.devices > 1 and profile is not None:
-        lines += _compare_alternatives(best, cluster, profile, optimizer_copies)
+    if ways:
+        lines += [f"Without a pipeline, by formulas instead of simulation: {'; '.join(map(str, ways))}."]
     lines += _list(search.rejections)
     return "\n".join(lines)
 
@@ -121,12 +128,35 @@ def _kind_text(kind: DeviceKind) -> str:
     return name if kind.speed == 1 else f"{name} ({kind.speed:.3g} times as fast)"
 
 
-def _compare_alternatives(best: Plan, cluster: Cluster, profile: Profile, optimizer_copies: float) -> list[str]:
+def _alternatives(
+    best: Plan, cluster: Cluster, profile: Profile, optimizer_copies: float
+) -> tuple[WithoutPipeline, ...]:
     size = best.microbatch_size or profile.microbatch_size
     # Where every microbatch has an update of its own, a minibatch of one would leave all devices but one idle.
     microbatches = cluster.devices if best.definition.updates_per_microbatch else best.microbatches
-    ways = without_pipelines(profile.scaled(size), cluster, microbatches, optimizer_copies)
-    return [f"Without a pipeline, by formulas instead of simulation: {'; '.join(map(str, ways))}."]
+    every = {cluster.class_of(rank): cluster.pick([rank]) for rank in range(cluster.devices)}
+    scaled = profile.scaled(size)
+    alone = [without_pipelines(scaled, one, microbatches, optimizer_copies)[0] for one in every.values()]
+    alone.sort(key=lambda way: (not way.fits, way.minibatch_seconds))
+    return replace(alone[0], name="one device"), *without_pipelines(scaled, cluster, microbatches, optimizer_copies)
+
+
+def _faster_without(best: Plan, ways: Sequence[WithoutPipeline]) -> list[str]:
+    """A line that says so where data parallelism or one device is at least as fast as stages."""
+    rate = prediction_of(best).samples_per_second
+    if best.ranks == len(best.stages[0].ranks):
+        name = f"data parallelism on {best.ranks} devices" if best.ranks > 1 else "one device alone"
+        return [f"A pipeline gains nothing here: the fastest plan is {name}.", ""]
+    faster = [way for way in ways if way.fits and way.samples_per_second > rate * (1 + EQUAL)]
+    if not faster:
+        return []
+    most = max(way.samples_per_second for way in faster)
+    way = next(way for way in faster if way.samples_per_second >= most * (1 - EQUAL))
+    return [
+        f"Training without a pipeline is faster, by a formula: {way.name}, {rate_text(way.samples_per_second)} "
+        f"samples/s where this plan makes {rate_text(rate)}.",
+        "",
+    ]
 
 
 def _table(plans: Sequence[Plan], cluster: Cluster, epoch_samples: float | None) -> list[str]:
@@ -196,7 +226,7 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
             slower = _slower(prediction_of(best).samples_per_second, prediction_of(same).samples_per_second)
             advice += (
                 f"; the best plan that trains as one device does ({_name(same)}) {slower}: "
-                "synchronous=True (--synchronous) plans only such"
+                "without asynchronous=True (--asynchronous), only such are planned for"
             )
         lines.append(f"{best.schedule} never flushes: {advice}.")
     if best.definition.updates_per_microbatch and best.routing == "round-robin" and len(set(best.replicas)) > 1:
