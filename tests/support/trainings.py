@@ -50,6 +50,7 @@ CHOICES: dict[str, dict[Any, Sequence[str]]] = {
     "split": {False: EVERYWHERE, True: EVERYWHERE},
     "drains": {(): EVERYWHERE, (0, 2): EVERYWHERE, (1,): EVERYWHERE},
     "ragged": {False: EVERYWHERE, True: EVERYWHERE},
+    "varies": {False: EVERYWHERE, True: EVERYWHERE},
     "optimizer": {"momentum": EVERYWHERE, "adamw": EVERYWHERE, "nadam": EVERYWHERE},
     "clips": {False: EVERYWHERE, True: AT_ONCE},
     "scales": {False: EVERYWHERE, True: AT_ONCE},
@@ -133,6 +134,8 @@ class Training:
     """Whether replicas share every microbatch."""
     drains: tuple[int, ...] = ()
     ragged: bool = False
+    varies: bool = False
+    """Whether every second step has another number of microbatches."""
     optimizer: str = "momentum"
     clips: bool = False
     scales: bool = False
@@ -179,6 +182,8 @@ class Training:
         made = replace(made, microbatches=made._allowed_microbatches())
         if made.saves:
             made = replace(made, drains=(), ragged=False)
+        if made.varies and not made.other_counts:
+            made = replace(made, varies=False)
         # What blocks keep in Python is one for all replicas in the oracle only, and in no checkpoint.
         if made.subject == "stateful" and (replicas or made.saves or made.recompute):
             made = replace(made, subject="averaging")
@@ -197,6 +202,17 @@ class Training:
         if self.saves:
             return turns * (3 if turns % 2 == 0 and 3 in self.replicas else 2)
         return self.microbatches
+
+    @property
+    def other_counts(self) -> tuple[int, ...]:
+        """Numbers of microbatches, beside the plan's, that the schedule allows and the batches are enough for."""
+        turn = len(self.replicas or range(self.ranks)) * (1 if self.split else max(self.replicas, default=1))
+        per_round = turn if self.schedule == "interleaved" else 1
+        least = self._allowed_microbatches() if self.schedule == "2bw" else per_round
+        most = (9 if self.ragged else 16) // (2 if self.subject == "normalized" else 1)
+        most //= max(self.replicas) if self.split else 1
+        counts = {least, self.microbatches + per_round} - {self.microbatches}
+        return tuple(sorted(count for count in counts if count <= most))
 
     @property
     def on(self) -> set[tuple[str, Any]]:
@@ -268,11 +284,17 @@ class Training:
         return model.to(self.dtype)
 
     @property
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
+    def batches(self) -> list[tuple[Any, Any]]:
         batches = [(x.to(self.dtype), y) for x, y in models.LAYERED.batches]
         if self.ragged:
-            return [(x[:size], y[:size]) for (x, y), size in zip(batches, (16, 13, 9, 16), strict=True)]
-        return batches * 2 if self.saves or self.scales else batches
+            batches = [(x[:size], y[:size]) for (x, y), size in zip(batches, (16, 13, 9, 16), strict=True)]
+        elif self.saves or self.scales:
+            batches = batches * 2
+        made: list[tuple[Any, Any]] = [*batches]
+        for place, number in enumerate(range(1, len(made) if self.varies else 0, 2)):
+            count = self.other_counts[place % len(self.other_counts)]
+            made[number] = penstock.Microbatches(*(each.tensor_split(count) for each in made[number])), None
+        return made
 
     def pipeline(self, folder: str) -> penstock.Pipeline:
         given: dict[str, Any] = self.options
@@ -343,7 +365,7 @@ def expected_of(training: Training) -> list[Outcome]:
     """By the oracle: of the run, and of the steps behind its checkpoint. Schedules that flush share it, whatever the
     stages: the oracle trains them alike, as a test finds.
     """
-    rounds = training.wire != "as it is" or training.ties
+    rounds = training.wire != "as it is" or training.ties or training.varies
     if training.schedule in FLUSHING and not (training.drains or training.replicas or rounds):
         training = replace(training, schedule="gpipe", ranks=1, placement="straight")
     whole = ask_oracle(replace(training, recompute=None, offloads=None, state="device"))

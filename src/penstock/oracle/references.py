@@ -29,7 +29,7 @@ from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
 from penstock.scheduling.verification.continuations import require_constant_delays
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
-from penstock.training.losses import LossFunction, LossWeight, amounts_of, compute_loss
+from penstock.training.losses import LossFunction, LossWeight, Microbatches, amounts_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale, OnNonfinite
@@ -184,7 +184,7 @@ def reference_train(
     named = rooted(model).named_parameters(remove_duplicate=False)
     hooks = {name: (gradient_hooks(p), accumulated_hooks(p)) for name, p in named}
     training = Training(chain, plan, recipe, guarantees, hooks)
-    run = _Run(chain, plan, definition, guarantees, training, recipe, device, seed)
+    run = _Run(chain, plan, definition, guarantees, training, recipe, device, seed, count=plan.microbatches)
     losses = []
     for number, (inputs, target) in enumerate(_pairs(batches)):
         losses.append(run.step(inputs, target))
@@ -230,14 +230,19 @@ class _Run:
     """The number of updates since version 0, for schedules that update once per minibatch."""
     versions: Sequence[int] = ()
     """The version of each stage at the last microbatch."""
+    count: int = 0
+    """The microbatches of a step in the current run."""
 
     def step(self, inputs: Any, target: Any) -> float:
         """Trains on one minibatch and returns its loss."""
+        count = len(inputs.inputs) if isinstance(inputs, Microbatches) else self.plan.microbatches
+        if count != self.count:
+            self._resize(count)
         total, per_microbatch = 0.0, self.schedule.updates_per_microbatch
         own_target = self.recipe.reads_model_loss
-        parts = cut(self.chain.inputs, inputs, target, self.plan.microbatches, own_target=own_target)
+        parts = cut(self.chain.inputs, inputs, target, count, own_target=own_target)
         amounts = amounts_of(self.recipe.loss_weight, [part.target for part in parts], [part.size for part in parts])
-        for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
+        for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * count):
             self.versions = _versions(self.guarantees, k, self.minibatch)
             losses = self._forward(k, part)
             # A microbatch's weight is the amount that its loss is the mean over. It is 1 if updates are per microbatch.
@@ -264,13 +269,26 @@ class _Run:
 
     def drain(self) -> None:
         """Does the last updates of a run of the schedule; the next run begins with the newest weights."""
-        seen = self.minibatch * self.plan.microbatches
+        seen = self.minibatch * self.count
         if self.schedule.updates_per_microbatch:
             self.training.update_rounds(self.versions, seen, last=True)
         self.training.share_buffers()
         if not self.schedule.flushes:
-            self.training.restart()
-            self.before, self.minibatch, self.updates = self.before + seen, 0, 0
+            self._restart()
+
+    def _resize(self, count: int) -> None:
+        """Begins a new run with `count` microbatches in a step, after a drain if the schedule does not flush."""
+        if self.count and not self.schedule.flushes:
+            self.drain()
+        self._restart()
+        shape = PipelineShape(self.plan.placement, count, self.plan.vertical_sync)
+        self.count, self.guarantees = count, self.schedule.guarantees(shape)
+
+    def _restart(self) -> None:
+        """Begins a new run of the schedule from the newest weights."""
+        self.before += self.minibatch * self.count
+        self.minibatch = self.updates = 0
+        self.training.restart()
 
     def _scale(self, k: int) -> float:
         """The scale that the loss of microbatch k is multiplied by."""

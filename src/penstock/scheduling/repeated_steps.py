@@ -66,9 +66,13 @@ class RepeatedSteps:
         """The steps that fill the pipe. Some of them may look alike, and what comes after them does not."""
         self._last: dict[int, _LastStep] = {}
         """By place in the cycle."""
+        self._first: tuple[Action, ...] | None = None
+        """The row of step 0, which begins each run."""
 
     def row(self, minibatch: int) -> tuple[Action, ...]:
         """``schedule.row(rank, Step(minibatch))``. It takes least time where the last call was for the step before."""
+        if minibatch == 0 and self._first is not None:
+            return self._first
         place, before, shifted = minibatch % self._cycle, minibatch - self._cycle, None
         last = self._last.get(place)
         if last is not None and last.minibatch == before:
@@ -78,4 +82,6 @@ class RepeatedSteps:
         row = self._schedule.row(self._rank, Step(minibatch))
         repeats = row == shifted and before >= self._full and self._schedule.steps_alike
         self._last[place] = _LastStep.of(minibatch, row, self._schedule, self._cycle, repeats)
+        if minibatch == 0:
+            self._first = row
         return row

@@ -201,7 +201,8 @@ class Microbatches(NamedTuple):
     """The batches of a step, one for each microbatch: ``pipe.step(penstock.Microbatches(inputs, targets))``.
 
     They may have different lengths (each padded to its own longest sequence) and different numbers of samples. Where
-    lengths differ, `loss_weight` must say what the loss is a mean over.
+    lengths differ, `loss_weight` must say what the loss is a mean over. Each step may have another number of them; a
+    schedule that does not flush is drained before the number changes. `ScheduleError` if the schedule cannot have it.
     """
 
     inputs: Sequence[Any]

@@ -26,6 +26,7 @@ from penstock.capturing.samples import flatten
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, split, weighed
 from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.verification.continuations import resize_run
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import Microbatches, Weigh, amounts_of, check_amounts, check_counted_alike
 from penstock.training.recipes import Recipe
@@ -113,11 +114,8 @@ class BatchSplitter:
         """The microbatches of a training step."""
         placement, count = self.schedule.placement, self.schedule.microbatches
         slices = max(map(len, placement.stages)) if placement.split else 1
-        if isinstance(inputs, Microbatches) and len(entries("Microbatches(inputs=)", inputs.inputs)) != count:
-            raise PenstockError(
-                f"Microbatches holds {len(inputs.inputs)} microbatch(es) and a step has {count}: pass as many, or "
-                f"build the Pipeline with microbatches={len(inputs.inputs)}"
-            )
+        if isinstance(inputs, Microbatches):
+            count = self._resized(len(entries("Microbatches(inputs=)", inputs.inputs)))
         made = self.required.checked(self._cut(self.chain, inputs, target, count, slices))
         computed = False
         for microbatch in made:
@@ -128,6 +126,17 @@ class BatchSplitter:
             self._check_leaves(inputs, target)
         # Their backwards come after the step, when the user may have written the next batch into the same memory.
         return made if self.schedule.flushes else tuple([self._kept(microbatch) for microbatch in made])
+
+    def _resized(self, count: int) -> int:
+        """Returns `count`. Raises `PenstockError` if no step can have so many microbatches."""
+        if not self.schedule.placement.split and count % self.in_step:
+            raise PenstockError(
+                f"Microbatches holds {count} microbatch(es), which {self.in_step} replicas with shards of the weights "
+                "cannot take equally often: pass a multiple of them"
+            )
+        if count not in (0, self.schedule.microbatches):
+            resize_run(self.schedule, count)
+        return count
 
     def _check_leaves(self, inputs: Any, target: Any) -> None:
         """Raises `PenstockError` if something was computed with gradients: the first backward would free its graph."""

@@ -40,7 +40,7 @@ from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.repeated_steps import RepeatedSteps
 from penstock.scheduling.schedules import Schedule, inference
-from penstock.scheduling.verification.continuations import continue_run, steps_until_made
+from penstock.scheduling.verification.continuations import continue_run, resize_run, steps_until_made
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
@@ -82,7 +82,7 @@ class Engine:
         """The loss scales and the norms of the stages of this process."""
         # On the CPU the loss head checks them.
         late = context.device.type != "cpu" and any(worker.checks_losses for worker in workers)
-        self._late = LateLosses(schedule.microbatches) if late else None
+        self._late = LateLosses() if late else None
         """The losses to check, on the ranks of the last stage."""
         self._checksums = [
             ReplicaChecksums(transport, group, rank, index, stage.weights)
@@ -98,8 +98,10 @@ class Engine:
         """The run of the last snapshot, by the microbatches before it, and the minibatch in it by which all ranks have
         made the versions of the snapshot.
         """
-        self._steps = [RepeatedSteps(schedule, rank) for rank in self._ranks]
-        """The rows of the present run's steps, for each worker."""
+        self._rows: dict[Schedule, list[RepeatedSteps]] = {}
+        """By the schedule of a run, those of its steps, for each worker."""
+        self._steps = self._rows_of(schedule)
+        """Those of the present run."""
 
     @property
     def trained(self) -> int:
@@ -115,6 +117,11 @@ class Engine:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
         self.recorder.enter_step()
         announce = self._announce("step", microbatches) if self.calls.peers else None
+        if len(microbatches) != self._schedule.microbatches:
+            if announce is not None:
+                announce()
+                announce = None
+            self._resize(len(microbatches))
         if not self._minibatch:
             self._updater.read_rates()
         if self._late is not None:
@@ -136,7 +143,7 @@ class Engine:
         self.steps += 1
         loss = self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
         if self._late is not None:
-            self._late.add(self._microbatches_before + first, loss)
+            self._late.add(self.steps - 1, first, loss)
         return loss
 
     def drain(self) -> None:
@@ -144,6 +151,17 @@ class Engine:
         snapshot is copied.
         """
         self._announce("drain")
+        self._finish()
+
+    def _resize(self, count: int) -> None:
+        """Begins a run with `count` microbatches in a step, which takes an empty pipe. All ranks have agreed on it."""
+        if self._schedule.flushes:
+            self.snapshots.settle()
+        else:
+            self._finish()
+        self.restart(self.trained, count=count)
+
+    def _finish(self) -> None:
         self._follows = False
         if self.undrained:
             microbatches = self._minibatch * self._schedule.microbatches
@@ -175,15 +193,17 @@ class Engine:
                 for number, tensor in buffers.get(f"{index}/{replica}", {}).items():
                     assign(stage.weights.buffers[int(number)], tensor)
 
-    def restart(self, microbatches: int, history: Mapping[str, Any] | None = None) -> None:
+    def restart(self, microbatches: int, history: Mapping[str, Any] | None = None, *, count: int = 0) -> None:
         """Begins a new run of the schedule from the newest weights, after `microbatches` of training.
 
         `history`: for a run that continues another one, what `history_of` returned for all its stages: the part
-        ``weights`` by name, and the part ``stages`` by index.
+        ``weights`` by name, and the part ``stages`` by index. `count`: of its microbatches in a step, if it continues
+        none and has another number of them than the plan.
         """
         part = history or {}
         by_stage = part.get("stages", {})
-        self._schedule = continue_run(self.schedule) if by_stage else self.schedule
+        fresh = resize_run(self.schedule, count) if count else self.schedule
+        self._schedule = continue_run(self.schedule) if by_stage else fresh
         scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
         for stages in self.stages.values():
             for stage in stages.values():
@@ -191,7 +211,10 @@ class Engine:
         for worker in self._workers:
             worker.gradients.restart(self._schedule, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
-        self._steps = [RepeatedSteps(self._schedule, rank) for rank in self._ranks]
+        self._steps = self._rows_of(self._schedule)
+
+    def _rows_of(self, schedule: Schedule) -> list[RepeatedSteps]:
+        return self._rows.setdefault(schedule, [RepeatedSteps(schedule, rank) for rank in self._ranks])
 
     def history_of(self, stage: int) -> dict[str, Any]:
         """What a run that continues from the newest version of `stage` needs beside the weights and the optimizer."""
@@ -233,6 +256,8 @@ class Engine:
         try:
             continue_run(self.schedule)
         except ScheduleError:
+            return False
+        if self._schedule.microbatches != self.schedule.microbatches:
             return False
         return all(self.in_run % size == 0 for size in self._schedule.guarantees.microbatches_per_update)
 

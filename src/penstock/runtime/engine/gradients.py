@@ -84,6 +84,7 @@ class Gradients:
     def restart(self, schedule: Schedule, scales: Mapping[str, float]) -> None:
         """Begins a new run of `schedule`, with versions counted anew. `scales`: of the run that it continues."""
         self._schedule = schedule
+        self._lasts.clear()
         if self.norms is not None:
             self.norms.restart()
         if self.scaler is not None:

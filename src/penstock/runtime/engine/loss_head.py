@@ -161,25 +161,23 @@ def _nonfinite_loss(loss: Tensor, microbatch: int, received: Sequence[Tensor]) -
 
 
 class LateLosses:
-    """The losses of steps that are not known on the host yet. Each loss is of a step of `microbatches`."""
+    """The losses of steps that are not known on the host yet."""
 
-    def __init__(self, microbatches: int) -> None:
-        self._microbatches = microbatches
-        self._waiting: deque[tuple[int, Loss]] = deque()
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, int, Loss]] = deque()
 
-    def add(self, trained: int, loss: Loss) -> None:
-        """Adds the `loss` of a step that came after `trained` microbatches."""
-        self._waiting.append((trained, loss))
+    def add(self, step: int, first: int, loss: Loss) -> None:
+        """Adds the `loss` of a step, whose microbatches are numbered from `first`."""
+        self._waiting.append((step, first, loss))
 
     def check(self) -> None:
         """Raises `PenstockError` if one that has arrived is not finite. Does not wait."""
-        while self._waiting and self._waiting[0][1].ready():
-            trained, loss = self._waiting.popleft()
+        while self._waiting and self._waiting[0][2].ready():
+            step, first, loss = self._waiting.popleft()
             if not math.isfinite(value := float(loss)):
-                step = trained // self._microbatches
                 raise PenstockError(
                     f"the loss of step {step} (counted from 0) is {value}, in its microbatch(es) "
-                    f"{', '.join(str(k % self._microbatches) for k in loss.nonfinite)}: expected a finite number. "
+                    f"{', '.join(str(k - first) for k in loss.nonfinite)}: expected a finite number. "
                     f"Weights have been updated with it since. {_ADVICE}"
                 )
 

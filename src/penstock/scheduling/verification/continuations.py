@@ -1,7 +1,7 @@
-"""Continued runs: whether a run of a schedule can go on where another one was cut, and the proof that it is right.
+"""Other runs of a schedule: with other microbatches in a step, or going on where a run was cut; each with its proof.
 
-It can if the versions that an order reads follow from its guarantees alone: then training can also be computed without
-the order. It is so for Penstock's own schedules; others are checked here.
+A run can go on if the versions that an order reads follow from its guarantees alone: then training can also be computed
+without the order. It is so for Penstock's own schedules; others are checked here.
 """
 
 from dataclasses import replace
@@ -34,6 +34,14 @@ def continue_run(schedule: Schedule) -> Schedule:
     continued = replace(schedule, continued=True)
     verify(continued)
     return continued
+
+
+@lru_cache(maxsize=1 << 9)
+def resize_run(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule of a run of `schedule` with so many microbatches in a step. `ScheduleError` if there is none."""
+    resized = replace(schedule, microbatches=microbatches)
+    verify(resized)
+    return resized
 
 
 def steps_until_made(schedule: Schedule, minibatches: int) -> int:
