@@ -505,10 +505,13 @@ def test_a_cluster_is_shown_with_what_messages_and_actions_take(here, capsys):
     Cluster.uniform(2, 12e9).with_costs(
         action_seconds=3e-5, message_seconds=2e-4, message_seconds_per_byte=4e-9, message_blocking=0.5
     ).save("cluster.yaml")
+    with Path("cluster.yaml").open("a") as file:
+        file.write("step_seconds: 2e-3\n")
 
     assert printed(capsys, "show", "cluster.yaml").splitlines()[2:] == [
         "  a message takes up to 200 us, 4 ns a byte and 50% of its time on the link of each of its two ranks",
         "  an action takes 30 us beyond its layers",
+        "  a step takes 2 ms beyond its actions",
     ]
 
 

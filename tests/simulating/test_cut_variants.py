@@ -20,7 +20,10 @@ METHODS = ("1f1b-flush", "gpipe", "spp", "zb-h1", "2bw", "pipedream")
 CLUSTERS = (
     Cluster.uniform(6, 1e9, latency_seconds=1e-3),
     Cluster.hierarchical([(3, 1e10), (2, 5e8)], latency_seconds=[0.0, 2e-3]),
-    Cluster.uniform(6, 1e9).with_costs(action_seconds=1e-3, message_seconds=2e-3, message_seconds_per_byte=1e-9),
+    replace(
+        Cluster.uniform(6, 1e9).with_costs(action_seconds=1e-3, message_seconds=2e-3, message_seconds_per_byte=1e-9),
+        step_seconds=5e-3,
+    ),
 )
 
 

@@ -1,5 +1,7 @@
 """Where the time of a minibatch goes: cases worked out by hand, and parts that add up to the whole."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
@@ -31,6 +33,8 @@ def test_every_part_of_one_microbatch_through_two_stages() -> None:
     losses = find_losses(plan, make_profile((1, 2, 6, 0), (2, 4, 0, 0)), cluster)
 
     assert losses == Losses(4.5, 3.0, 1.5, 0.0, transfer=6.0, latency=10.0, handling=2.0)
+    begun = find_losses(plan, make_profile((1, 2, 6, 0), (2, 4, 0, 0)), replace(cluster, step_seconds=3.0))
+    assert begun == replace(losses, start=3.0) and begun.seconds == 30.0
     assert str(losses) == (
         "27 s of a minibatch: computation 4.5 s (16.7%), bubble 3 s (11.1%), imbalance 1.5 s (5.6%), "
         "transfer 6 s (22.2%), latency 10 s (37.0%), handling 2 s (7.4%)"
@@ -49,7 +53,7 @@ def test_imbalance_and_an_all_reduce() -> None:
 
     hidden = find_losses(plan, profile, Cluster.uniform(3, 4.0))
     assert hidden.parts == pytest.approx(
-        dict(computation=8, bubble=5, imbalance=1, all_reduce=0, transfer=0, latency=0, handling=0)
+        dict(computation=8, bubble=5, imbalance=1, all_reduce=0, transfer=0, latency=0, handling=0, start=0)
     )
     shown = find_losses(plan, profile, Cluster.uniform(3, 4.0), overlap_reduce=False)
     assert shown.parts == pytest.approx(hidden.parts | {"all_reduce": 3})

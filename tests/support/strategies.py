@@ -61,7 +61,7 @@ def clusters(draw):
         case LinkMatrix(rows=rows):
             row = st.lists(costs, min_size=len(rows), max_size=len(rows)).map(tuple)
             links = replace(links, cost_rows=draw(st.lists(row, min_size=len(rows), max_size=len(rows)).map(tuple)))
-    return replace(cluster, links=links, action_seconds=draw(latencies))
+    return replace(cluster, links=links, action_seconds=draw(latencies), step_seconds=draw(latencies))
 
 
 @st.composite

@@ -98,8 +98,11 @@ def _costs(cluster: Cluster) -> list[str]:
         each, byte = max(cost.seconds for cost in costs), max(cost.seconds_per_byte for cost in costs)
         parts = f"{seconds_text(each)}, {1e9 * byte:.3g} ns a byte and {max(cost.blocking for cost in costs):.0%}"
         lines.append(f"  a message takes up to {parts} of its time on the link of each of its two ranks")
-    if cluster.action_seconds:
-        lines.append(f"  an action takes {seconds_text(cluster.action_seconds)} beyond its layers")
+    for what, seconds, beyond in (
+        ("an action", cluster.action_seconds, "its layers"),
+        ("a step", cluster.step_seconds, "its actions"),
+    ):
+        lines += [f"  {what} takes {seconds_text(seconds)} beyond {beyond}"] if seconds else []
     return lines
 
 

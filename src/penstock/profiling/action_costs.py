@@ -1,10 +1,11 @@
-"""Measures what actions and messages cost the ranks beside the computation of layers.
+"""Measures what actions, steps and messages cost the ranks beside the computation of layers.
 
 Actions: the worker around the layers, and Python with cold caches.
 
 A pipeline of one stage trains in this process alone. Its layer reads more memory than a core's cache holds, as real
 layers do, so that the worker finds its caches as cold as in a real training. A step of many microbatches less one of
-few is the time of that many forwards and backwards; the layer's own, in a plain loop, are taken off.
+few is the time of that many forwards and backwards; the layer's own, in a plain loop, are taken off. What the step of
+few takes beyond its microbatches is the cost of every step.
 
 Messages: the computation that a rank loses to each of them.
 Two ranks compute and exchange messages both ways, as neighbour stages do. Each repeats small matrix products, once
@@ -61,8 +62,10 @@ class _Reader(nn.Module):
         return x * self.weight + memory.sum()
 
 
-def measure_action_seconds() -> float:
-    """How many seconds a forward or backward takes beyond its layers, on this process's CPU."""
+def measure_action_seconds() -> tuple[float, float]:
+    """How many seconds a forward or backward takes beyond its layers, and a step beyond its microbatches, on this
+    process's CPU.
+    """
     inputs, target = torch.ones(1, 4), torch.zeros(1, 4)
     with torch.random.fork_rng(devices=[]), ExitStack() as opened:
         chain = capture(_Reader(), (inputs,))
@@ -79,11 +82,13 @@ def measure_action_seconds() -> float:
     return action_seconds(series[_FEW], series[_MANY], series[loop])
 
 
-def action_seconds(few: Sequence[float], many: Sequence[float], bare: Sequence[float]) -> float:
-    """From the seconds of steps with few and with many microbatches, and of as many microbatches without a worker as
-    the latter have more; each has a forward and a backward.
+def action_seconds(few: Sequence[float], many: Sequence[float], bare: Sequence[float]) -> tuple[float, float]:
+    """Of an action and of a step, from the seconds of steps with few and with many microbatches, and of as many
+    microbatches without a worker as the latter have more; each has a forward and a backward.
     """
-    return max(0.0, median(many) - median(few) - median(bare)) / (2 * (_MANY - _FEW))
+    more = median(many) - median(few)
+    step = median(few) - _FEW / (_MANY - _FEW) * max(0.0, more)
+    return max(0.0, more - median(bare)) / (2 * (_MANY - _FEW)), max(0.0, step)
 
 
 def _plain_loop(chain: LayerChain, inputs: Tensor, target: Tensor) -> Callable[[], None]:

@@ -144,14 +144,15 @@ def measure_links(
         transport.close()
         # All processes end this round before any begins the next.
         world.gather(None, "between two rounds of a probe")
-    action = gather_results(
-        world, "while it measured its actions", lambda: measure_action_seconds() if hosts_compute else 0.0
+    actions = gather_results(
+        world, "while it measured its actions", lambda: measure_action_seconds() if hosts_compute else (0.0, 0.0)
     )
     hosts = gather_results(
         world, "while it measured the way to its host", lambda: measure_host_bandwidth(own, offload_to)
     )
     measured = [{tuple(pair): link for pair, link in found} for found in world.gather(_plain(mine), "after a probe")]
-    cluster = _cluster(measured, median(action), _least_memory(locations))
+    action, step = (median(own) for own in zip(*actions, strict=True))
+    cluster = replace(_cluster(measured, action, _least_memory(locations)), step_seconds=step)
     known = [bandwidth for bandwidth in hosts if bandwidth is not None]
     return replace(cluster, host_bandwidth=min(known) if len(known) == ranks else None)
 

@@ -151,7 +151,7 @@ class PlanVariants:
             assumptions=replace(assumptions, split_seconds=0.0, shared_nic=False),
         )
         self._rows: dict[_Row, int] = {}
-        self._action_seconds = cluster.action_seconds
+        self._action_seconds, self._step_seconds = cluster.action_seconds, cluster.step_seconds
         self._reduces = [
             [reduce_seconds(size, stage.ranks, cluster, assumptions.allreduce) for size in (0.0, _GB)]
             for stage in plan.stages
@@ -219,13 +219,13 @@ class PlanVariants:
         Infinite for those that occupy a rank, link or all-reduce for `below` or longer: they take as long at least.
         """
         table = self._table(sums, cuts)
-        least = (self._occupied @ table).max(axis=0) / self._minibatches
+        least = (self._occupied @ table).max(axis=0) / self._minibatches + self._step_seconds
         seconds = np.full(len(cuts), np.inf)
         chosen = np.flatnonzero(least < below)
         if len(chosen):
             walls = self._play(table if len(chosen) == len(cuts) else table[:, chosen])
             wall = walls[-1] if len(walls) == 1 else walls[1] - walls[0]
-            seconds[chosen] = np.maximum(wall / self._minibatches, least[chosen])
+            seconds[chosen] = np.maximum(wall / self._minibatches + self._step_seconds, least[chosen])
         return seconds
 
     def _play(self, table: _Matrix) -> list[_Matrix]:

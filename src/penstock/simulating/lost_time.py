@@ -1,6 +1,7 @@
 """Where the time of a minibatch goes: what each kind of wait costs, by simulating the plan without it.
 
-The parts are found one after the other, each with what came before it taken away, too: the time of ranks for messages,
+The parts are found one after the other, each with what came before it taken away, too: what a step takes before its
+first and after its last action, the time of ranks for messages,
 the latency of links, the transfer of messages, and all-reduces. A part says how much faster a minibatch would be
 without it, and can be less than nothing where a wait happens to order the messages better. What remains is computation,
 the mean over the ranks; the imbalance, by which the busiest rank has more to compute than the mean; and the bubble, in
@@ -40,7 +41,9 @@ class Losses:
     latency: float
     """Waits for the latency of links."""
     handling: float
-    """Time of the ranks for messages, which they hand over, take in and copy."""
+    """Time of the ranks for messages, which they hand over, take in and copy, and which keep them from computing."""
+    start: float = 0.0
+    """What a step takes before its first and after its last action (`Cluster.step_seconds`)."""
 
     @property
     def seconds(self) -> float:
@@ -66,7 +69,7 @@ class Losses:
 
 def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[Options]) -> Losses:
     """Where the time of `plan` goes in the steady state; keywords and errors as for `evaluate`."""
-
+    start, cluster = cluster.step_seconds, replace(cluster, step_seconds=0.0)
     silent = replace(
         profile, layers=tuple(replace(layer, cut_bytes=0.0, wire_bytes=None) for layer in profile.layers), crossings=()
     )
@@ -90,4 +93,5 @@ def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpac
         transfer=without_latency - without_transfer,
         latency=without_handling - without_latency,
         handling=whole - without_handling,
+        start=start,
     )

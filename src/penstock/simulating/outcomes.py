@@ -4,7 +4,8 @@ Steady state. A flushing schedule is simulated for one minibatch. For an asynchr
 long enough to fill the pipe: their difference, per minibatch, contains neither fill nor drain. (The number of further
 minibatches is a multiple of the period after which unequal replicas take the same microbatches again.) A minibatch
 never takes less time than it occupies any rank, link or all-reduce for: where two of them are nearly equally slow, runs
-of this length may not show yet which of them is the slower.
+of this length may not show yet which of them is the slower. `Cluster.step_seconds` come on top, since no rank computes
+meanwhile.
 
 Limit. Take the rank or link that is occupied the longest (a link while there is a message on it in either direction).
 The wall time of a minibatch consists of three shares: the time that it is occupied; the exposed time of an all-reduce,
@@ -148,7 +149,7 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
     peaks = {rank: peak_bytes(track, sizes, costs, made) for rank, track in last.tracks.items()}
     busy = sum(loads.computing[first] for first in symmetry.representatives) / len(symmetry.representatives)
     longest = max(*loads.occupied.values(), *loads.links.values(), *loads.reduces.values(), 0.0)
-    seconds = max(loads.wall, longest)
+    seconds = max(loads.wall, longest) + cluster.step_seconds
     loads = replace(loads, wall=seconds)
     return Outcome(
         minibatch_seconds=seconds,

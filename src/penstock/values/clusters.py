@@ -32,7 +32,7 @@ from penstock.values.link_tables import (
 from penstock.values.quantities import MOST
 
 _FORMAT = "penstock-cluster/1"
-_NUMBERS = ("memory_bytes", "action_seconds", "host_bandwidth", "host_bytes")
+_NUMBERS = ("memory_bytes", "action_seconds", "step_seconds", "host_bandwidth", "host_bytes")
 
 _RULES: FieldRules = {
     "links": instance(
@@ -46,6 +46,7 @@ _RULES: FieldRules = {
     "host_bandwidth": number(above=0).but("give the bytes per second between a device and its host").optional,
     "host_bytes": number(0, infinite=True).but("give the bytes of the host for what a rank offloads"),
     "action_seconds": number(0, most=MOST).but("give the seconds of an action beside its layers (`penstock probe`)"),
+    "step_seconds": number(0, most=MOST).but("give the seconds of a step beside its actions (`penstock probe`)"),
     "kinds": Entries(instance(DeviceKind, "a penstock.DeviceKind", "build it: penstock.DeviceKind(name, speed=0.5)")),
 }
 
@@ -66,6 +67,8 @@ class Cluster:
     schedule offloads. On a CPU: to a directory. None: it is not known."""
     host_bytes: float = math.inf
     """The most bytes of the host that each rank may take for what it offloads."""
+    step_seconds: float = 0.0
+    """How long a step takes before its first and after its last action: the training loop, and data it waits for."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError)
@@ -266,8 +269,8 @@ class Cluster:
         lines = [f"format: {_FORMAT}"]
         if self.memory_bytes is not None:
             lines.append(f"memory_bytes: {number_text(self.memory_bytes)}")
-        if self.action_seconds:
-            lines.append(f"action_seconds: {number_text(self.action_seconds)}")
+        for key in ("action_seconds", "step_seconds"):
+            lines += [f"{key}: {number_text(value)}"] if (value := getattr(self, key)) else []
         if self.host_bandwidth is not None:
             lines.append(f"host_bandwidth: {number_text(self.host_bandwidth)}")
         if self.host_bytes < math.inf:

@@ -266,7 +266,7 @@ def _group(cluster: Cluster, size: int, faster: float) -> Cluster:
     speeds = [[cluster.bandwidth(a, b) * faster for b in firsts] for a in firsts]
     latencies = [[cluster.latency(a, b) for b in firsts] for a in firsts]
     small = Cluster.from_matrix(speeds, cluster.memory_bytes, latencies)
-    return replace(small, action_seconds=cluster.action_seconds)
+    return replace(small, action_seconds=cluster.action_seconds, step_seconds=cluster.step_seconds)
 
 
 def _widen(plan: Plan, size: int) -> Plan:
