@@ -94,9 +94,8 @@ def pipeline_of(schedule: str, setting: Setting) -> penstock.Pipeline:
 def measure_profile(setting: Setting, iterations: int, warmup: int) -> penstock.Profile:
     """The profile of the model with its loss, for the microbatches of `setting`."""
     tokens, target = setting.job.batch(1)
-    return penstock.profile(
-        JOB.build(), (tokens,), loss_fn=JOB.loss, target=target, iterations=iterations, warmup=warmup
-    )
+    options = {"optimizer": sgd, "iterations": iterations, "warmup": warmup}
+    return penstock.profile(JOB.build(), (tokens,), loss_fn=JOB.loss, target=target, **options)
 
 
 def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup | None]) -> tuple[float, ...]:
@@ -113,20 +112,6 @@ def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup | None]
     streaming /= seconds
     together = seconds_in_company(plain_microbatch(JOB.share(len(groups))), groups, BUSY_SECONDS)
     return tuple(streaming * one / together[0] for one in together)
-
-
-def measure_update() -> float:
-    """Seconds of an update per byte of weights; the copy to another version's slot is in it."""
-    model = JOB.build()
-    optimizer = sgd(list(model.parameters()))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    seconds = []
-    for _ in range(10):
-        start = time.perf_counter()
-        optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) / sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 def measure_peak(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor) -> float:
@@ -189,7 +174,6 @@ def measure_times(rounds: int, peaks: dict[str, tuple[int, float, float]]) -> li
     processes = dist.get_world_size()
     setting = setting_of(processes)
     profile = alone(lambda: measure_profile(setting, iterations=20, warmup=2))
-    update = alone(measure_update)
     cluster = penstock.probe()
     pipes = {name: pipeline_of(name, setting) for name in SCHEDULES}
     factors, times = everywhere(
@@ -202,10 +186,7 @@ def measure_times(rounds: int, peaks: dict[str, tuple[int, float, float]]) -> li
         )
     rows = []
     for name, pipe in pipes.items():
-        predicted = [
-            evaluate(pipe.plan, profile, cluster, slowdowns=found, update_seconds_per_byte=update).minibatch_seconds
-            for found in factors
-        ]
+        predicted = [evaluate(pipe.plan, profile, cluster, slowdowns=found).minibatch_seconds for found in factors]
         ratio = statistics.median(guess / truth for guess, truth in zip(predicted, times[name], strict=True))
         middle = statistics.median(predicted), statistics.median(times[name])
         rows.append(Row(processes, name, *middle, ratio, min(times[name]), max(times[name]), *peaks[name]))

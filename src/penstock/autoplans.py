@@ -98,7 +98,8 @@ def weigh_layers(options: PipelineOptions, world: World, captured: CapturedModel
                         "balance='measured' and the model is on the meta device, where nothing can be measured: use "
                         "balance='work', which needs no weights, or pass a plan"
                     )
-                return [layer.seconds for layer in measure(chain, sample, autocast=autocast, progress=False).layers]
+                found = measure(chain, sample, optimizer=None, autocast=autocast, progress=False)
+                return [layer.seconds for layer in found.layers]
             case "layers":
                 return equal
 
@@ -133,7 +134,7 @@ def plan_automatically(plan: str, options: PipelineOptions, world: World, captur
 
     context = "while it measured the model and planned"
     with agreed(world, context):
-        alone = measure(chain, sample, autocast=autocast, wire_dtype=options.recipe.wire_dtype)
+        alone = measure(chain, sample, optimizer=None, autocast=autocast, wire_dtype=options.recipe.wire_dtype)
     # All begin together: a process that measures while the others are done has the host to itself.
     rounds = gather_results(world, context, lambda: measure_rounds(alone, chain, sample, autocast))
     if speeds := measure_speeds(world, chain, sample, autocast):

@@ -328,7 +328,8 @@ class Pipeline:
             watch_shared([self._chain.layers[stage.start : stage.stop] for stage in self.plan.stages])
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
-        """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
+        """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`, with
+        the pipeline's optimizer.
 
         It runs every layer several times and leaves the model as it was. After a `parallelize` hook it is collective,
         for one stage without replicas (`Profile.tensor_parallel`). Raises `PenstockError`.
@@ -339,9 +340,11 @@ class Pipeline:
             found = "the layers are spread over processes: expected one stage without replicas. Measure with stages=1"
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")
         sample, recipe = self._options.model.sample, self._options.recipe
-        measured = partial(profile_layers, self._chain, sample, autocast=recipe.autocast, wire_dtype=recipe.wire_dtype)
+        measured = partial(
+            profile_layers, self._chain, sample, optimizer=recipe.optimizer, wire_dtype=recipe.wire_dtype
+        )
         with old_numbers(self._options.model.model):
-            return measured(iterations=iterations, warmup=warmup, progress=progress)
+            return measured(autocast=recipe.autocast, iterations=iterations, warmup=warmup, progress=progress)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -18,6 +18,7 @@ from penstock.errors import PenstockError, ProfileError
 from penstock.profiling import ScriptedClock, WallClock, profile
 from penstock.profiling.clocks import MOST_CALLS, calls_per_sample
 from penstock.profiling.workspaces import recording
+from penstock.training.optimizers import NamedParameters
 from penstock.values.profiles import LayerProfile, Profile
 
 FLOAT = 4
@@ -76,7 +77,8 @@ def after_linear(module, width: int = 8) -> LayerProfile:
 
 def quick(model, sample, **arguments) -> Profile:
     clock = ScriptedClock(repeat(1.0))
-    return profile(model, sample, iterations=1, warmup=1, progress=False, clock=clock, **arguments)
+    plain = {"iterations": 1, "warmup": 1, "optimizer": None, "progress": False, "clock": clock}
+    return profile(model, sample, **{**plain, **arguments})
 
 
 # Bytes
@@ -284,7 +286,7 @@ def test_forward_and_backward_are_the_medians_of_what_the_clock_says():
     sample = (torch.randn(4, 6),)
     chain = make_chain([make_layer("a", nn.Linear(6, 6), "x0", "y")], sample, "y")
     clock = ScriptedClock(script)
-    found = profile(chain, sample, iterations=3, warmup=2, clock=clock, progress=False)
+    found = profile(chain, sample, optimizer=None, iterations=3, warmup=2, clock=clock, progress=False)
     (layer,) = found.layers
 
     assert (layer.forward_seconds, layer.backward_seconds) == (3.0, 0.6)
@@ -321,12 +323,39 @@ def test_weight_parts_are_measured_where_there_are_any(layer: nn.Module, seconds
     sample = (torch.randn(4, 6),)
     layers = [make_layer("first", nn.Linear(6, 6), "x0", "h"), make_layer("second", layer, "h", "y")]
     clock = ScriptedClock([*script[:4], 2.0, 3.0, 2.5, 1.0, *script[4:]])
-    found = profile(make_chain(layers, sample, "y"), sample, iterations=1, warmup=1, clock=clock, progress=False)
+    found = quick(make_chain(layers, sample, "y"), sample, clock=clock)
 
     assert [layer.weight_seconds for layer in found.layers] == [1.0, seconds]
     # Backwards of 3 s each; a layer whose backward is not split takes no longer.
     assert found.split_share == pytest.approx((3.5 - 3 + (5 + 4 - 3 if seconds else 0)) / 6)
     assert list(clock.script) == []
+
+
+def test_updates_are_timed_on_copies_of_what_a_layer_trains() -> None:
+    script = [1.0] * 4 + [2.0, 3.0, 2.5, 1.0] + [2.0, 3.0]
+    # The first update makes the optimizer's state. A layer that trains nothing has none.
+    clock = ScriptedClock([*script, 90.0, 5.0, 70.0, 6.0])
+    sample, seen = (torch.randn(4, 6),), list[str]()
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+    first.bias.requires_grad_(False)
+    before = first.weight.detach().clone()
+    layers = [make_layer("first", first, "x0", "h"), make_layer("second", second, "h", "y")]
+
+    def make(parameters: NamedParameters) -> torch.optim.Optimizer:
+        seen.extend(parameters.names)
+        return torch.optim.SGD(parameters, lr=1.0, weight_decay=0.5)
+
+    found = quick(make_chain(layers, sample, "y"), sample, clock=clock, optimizer=make)
+    assert [layer.update_seconds for layer in found.layers] == [6.0, 0.0] and list(clock.script) == []
+    assert [name.startswith("first.") and name.endswith("weight") for name in seen] == [True]
+    assert torch.equal(first.weight, before) and first.weight.grad is None
+
+
+def test_an_optimizer_that_a_pipeline_refuses_is_refused() -> None:
+    sample = (torch.randn(4, 6),)
+    chain = make_chain([make_layer("only", nn.Linear(6, 6), "x0", "y")], sample, "y")
+    with pytest.raises(PenstockError, match=r"optimizer=: expected an optimizer whose step\(\) needs no arguments"):
+        quick(chain, sample, optimizer=torch.optim.LBFGS)
 
 
 def test_an_input_backward_keeps_the_gradients_that_a_weight_backward_needs():

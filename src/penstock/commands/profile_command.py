@@ -46,6 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
         name=arguments.name or subject.name,
         loss_fn=subject.loss_fn,
         target=subject.target,
+        optimizer=subject.optimizer,
         autocast=types.get(arguments.autocast),
         wire_dtype=RowInt8() if arguments.wire_dtype == "int8" else types.get(arguments.wire_dtype),
         **given(arguments, "iterations", "warmup", "device", "progress"),

@@ -12,6 +12,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_kinds import modules_in
 from penstock.errors import ProfileError
 from penstock.torch_internals import pytrees as pytree
+from penstock.training.optimizers import MakeOptimizer
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
 Sample: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
@@ -30,6 +31,8 @@ class Subject:
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     """As in `Pipeline`; with it the last layer's numbers include the loss for `target`."""
     target: Any = None
+    optimizer: MakeOptimizer = torch.optim.Adam
+    """As in `Pipeline`; what it takes for each layer is measured."""
 
     def __post_init__(self) -> None:
         for name in ("model", "sample"):

@@ -15,6 +15,7 @@ What the numbers of a layer mean:
       measures it.
   split_share  of the whole profile: how much longer the medians of the two halves of a split backward take than that of
       the whole one, over all layers whose backward can be split, relative to all backwards.
+  update_seconds  the median of what the optimizer takes for copies of the layer's parameters, by themselves.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
   wire_bytes  what a link carries of these with the given `wire_dtype`.
@@ -32,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -65,6 +67,7 @@ from penstock.profiling.workspaces import Meter, measure_saved_bytes, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
+from penstock.training.optimizers import MakeOptimizer, make_optimizers
 from penstock.training.precisions import AUTOCAST, autocasting
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype, sent_bytes
 from penstock.values.profiles import LayerProfile, Profile
@@ -75,9 +78,14 @@ Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Makes the context in which a forward and its loss are computed."""
 
 
+_UPDATES, _UPDATED_BYTES = 3, 2**26
+"""How many updates of each layer are timed, by turns with those of other layers that have so many bytes of weights
+together: more than stay in a cache, and little beside the model.
+"""
 _COUNT = integer(1).but("give one, or leave it out for the default")
 _RULES: Mapping[str, Rule[Any]] = {
     "loss_fn": function(("output", "target"), "pass one such as torch.nn.functional.cross_entropy").optional,
+    "optimizer": function(("parameters",), "pass one such as torch.optim.Adam", classes=True).optional,
     "autocast": AUTOCAST,
     "progress": FLAG.optional,
     "name": TEXT,
@@ -90,6 +98,7 @@ def profile(
     *,
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    optimizer: MakeOptimizer | None = torch.optim.Adam,
     autocast: torch.dtype | None = None,
     wire_dtype: WireDtype | None = None,
     iterations: int = 10,
@@ -108,6 +117,9 @@ def profile(
     With `loss_fn`, as in `Pipeline`, and the sample's `target`, the last layer is measured with
     ``loss_fn(output, target)``; the loss of a language model, for one, takes more memory than any of its layers.
 
+    `optimizer`, as in `Pipeline`: makes one for copies of the trained parameters of each layer, whose steps are timed.
+    None: updates take no time.
+
     `autocast`, as in `Pipeline`: forwards compute under it. Each casts the weights that it reads anew, as that of every
     microbatch does: that takes time, and what autograd keeps of it is in the saved bytes.
 
@@ -124,7 +136,8 @@ def profile(
     """
     iterations = _COUNT.check("profile(iterations=)", iterations, ProfileError)
     warmup = _COUNT.check("profile(warmup=)", warmup, ProfileError)
-    check_arguments("profile", _RULES, ProfileError, loss_fn=loss_fn, autocast=autocast, progress=progress, name=name)
+    given = {"loss_fn": loss_fn, "optimizer": optimizer, "autocast": autocast, "progress": progress, "name": name}
+    check_arguments("profile", _RULES, ProfileError, **given)
     codec = read_wire_dtype(wire_dtype, "profile(wire_dtype=)")
     if not isinstance(model, LayerChain):
         check_model(model, "profile")
@@ -147,7 +160,8 @@ def profile(
         steps = [(run, index) for run in range(1 + warmup + iterations) for index in range(len(chain.layers))]
         for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
             bench.step(run, index)
-        layers = tuple(bench.result(index) for index in range(len(chain.layers)))
+        updates = _update_seconds(chain, optimizer, clock) if optimizer is not None else [0.0] * len(chain.layers)
+        layers = tuple(map(bench.result, range(len(chain.layers)), updates))
     title = name or ("" if isinstance(model, Sequence | LayerChain) else type(model).__name__)
     crossings = tuple(
         replace(found, size_bytes=bench.value_bytes[found.name], wire_bytes=bench.wire_bytes_of(found.name))
@@ -232,8 +246,8 @@ class _LayerBench:
             # Every second time: a weight backward takes a forward and an input backward before it.
             self.samples[index].append(self._time(index, self.calls[index], weighs=(run - self.warmup) % 2 == 1))
 
-    def result(self, index: int) -> LayerProfile:
-        """The results of all runs for layer `index`."""
+    def result(self, index: int, update_seconds: float) -> LayerProfile:
+        """The results of all runs for layer `index`, whose update takes `update_seconds`."""
         layer, cut = self.chain.layers[index], self.chain.cut(index + 1)
         backward_seconds = median_seconds(backward for _, backward in self.samples[index])
         return LayerProfile(
@@ -246,6 +260,7 @@ class _LayerBench:
             workspace_bytes=self.workspace_bytes[index],
             weight_seconds=min(self._halves(index)[1], backward_seconds),
             wire_bytes=None if self.codec is None else sum(map(self.value_wire_bytes.__getitem__, cut)),
+            update_seconds=update_seconds,
         )
 
     def split_share(self) -> float | None:
@@ -406,6 +421,28 @@ class _Result:
 
     outputs: tuple[Tensor, ...]
     roots: list[Tensor]
+
+
+def _update_seconds(chain: LayerChain, make: MakeOptimizer, clock: Clock) -> list[float]:
+    """What the optimizer that `make` makes takes for each layer, on copies of what the layer trains."""
+    found: list[list[float]] = [[] for _ in chain.layers]
+    held, size = dict[int, tuple[torch.optim.Optimizer, ...]](), 0
+    for index, layer in enumerate(chain.layers):
+        named = layer.module.named_parameters(layer.name)
+        copies = {name: nn.Parameter(each.detach().clone()) for name, each in named if each.requires_grad}
+        for each in copies.values():
+            each.grad = torch.zeros_like(each)
+        held[index] = make_optimizers(make, copies)
+        size += sum(map(local_bytes, copies.values()))
+        if size < _UPDATED_BYTES and index + 1 < len(chain.layers):
+            continue
+        # The first step makes the optimizer's state.
+        for turn, (number, optimizers) in product(range(1 + _UPDATES), held.items()):
+            with _explained(number, chain.layers[number], "update"):
+                seconds = clock.seconds(lambda own=optimizers: [one.step() for one in own]) if optimizers else 0.0  # type: ignore[misc]
+            found[number] += [seconds] if turn else []
+        held, size = {}, 0
+    return list(map(median_seconds, found))
 
 
 def _loss(chain: LayerChain, loss_fn: LossFunction, target: Any, values: Mapping[str, Tensor]) -> Tensor:

@@ -121,7 +121,7 @@ def measure_speeds(
     """
     if world.processes == 1:
         return ()
-    run = partial(profile, chain, sample, autocast=autocast, iterations=1, warmup=1, progress=False)
+    run = partial(profile, chain, sample, optimizer=None, autocast=autocast, iterations=1, warmup=1, progress=False)
     least = [inf] * world.processes
     speeds: tuple[float, ...] = ()
     for seconds in _ROUND_SECONDS:
