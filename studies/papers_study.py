@@ -42,7 +42,8 @@ from penstock.fleet import (  # noqa: E402
     simulate_fleet,
     thesis_types,
 )
-from penstock.planning.predictions import slowest_seconds  # noqa: E402
+from penstock.planning import find_order  # noqa: E402
+from penstock.planning.predictions import prediction_of, slowest_seconds  # noqa: E402
 from penstock.planning.ptd_p.accelerator_models import A100  # noqa: E402
 from penstock.planning.ptd_p.parallel_configs import ConfigEstimate  # noqa: E402
 from penstock.planning.ptd_p.three_d import ThreeDRequest, rank_three_d  # noqa: E402
@@ -53,7 +54,7 @@ from penstock.scheduling import define_by_programs  # noqa: E402
 from penstock.simulating.outcomes import evaluate  # noqa: E402
 from penstock.values.clusters import Cluster  # noqa: E402
 from penstock.values.plans import Plan, Stage  # noqa: E402
-from penstock.values.profiles import Profile  # noqa: E402
+from penstock.values.profiles import LayerProfile, Profile  # noqa: E402
 from penstock.values.transformers import Transformer  # noqa: E402
 from planners.baselines import (  # noqa: E402
     plan_data_parallel,
@@ -66,7 +67,7 @@ from planners.single_planners import partition, plan_spp  # noqa: E402
 
 GIB = 2**30
 V100 = replace(A100, name="V100", peak_operations=125e12, memory_bandwidth=0.9e12, half_wave=40 * 128 * 256)
-FOUR = Cluster.uniform(4, 12e9)
+FOUR, EIGHT = Cluster.uniform(4, 12e9), Cluster.uniform(8, float("inf"))
 BASELINES = {
     "DP": plan_data_parallel,
     "GPipe": plan_gpipe,
@@ -571,6 +572,39 @@ def table_6_3(data: Path | None) -> Iterator[str]:
         yield f"Azure, {kind}: {ON_DEMAND[kind] / least:.1f}x"
 
 
+def equal_layers(layers: int) -> Profile:
+    """A backward takes twice a forward, half of it for weights; a layer keeps a byte of a microbatch."""
+    return Profile(
+        tuple(LayerProfile(str(layer), 1.0, 2.0, 0.0, 1.0, 0.0, weight_seconds=1.0) for layer in range(layers)),
+        1,
+        split_share=0.0,
+    )
+
+
+def llama_3(_: Path | None) -> Iterator[str]:
+    """The 405B of MLPerf Training: 126 layers, embedding and loss on 8 x 8 stages; the 70B's 80 layers on 8 x 5."""
+    for microbatches in (72, 24, 16):
+        plan = Plan.uniform(128, 64, "interleaved", microbatches, 8)
+        found = evaluate(plan, equal_layers(128), EIGHT, optimizer_copies=0.0)
+        yield f"405B, {microbatches} microbatches: bubble {100 * found.bubble:.1f} %, peak {max(found.peak_bytes):.0f}"
+    plans = [Plan.uniform(80, 40, "interleaved", microbatches, 5) for microbatches in (64, 128)]
+    few, many = (evaluate(plan, equal_layers(80), EIGHT).samples_per_second for plan in plans)
+    yield f"70B, 64 to 128 microbatches: {100 * (many / few - 1):.1f} % more samples/s"
+
+
+def llama_3_found(_: Path | None) -> Iterator[str]:
+    """Orders for the 405B's stages and 16 microbatches, in the bytes of interleaved."""
+    plan, profile = Plan.uniform(128, 64, "interleaved", 16, 8), equal_layers(128)
+    most = max(evaluate(plan, profile, EIGHT, optimizer_copies=0.0).peak_bytes)
+    for whole, name in ((True, "whole"), (False, "split")):
+        found = find_order(plan, profile, EIGHT, memory_bytes=most, whole_backwards=whole, optimizer_copies=0.0)
+        predicted = prediction_of(found.plan)
+        yield (
+            f"{name} backwards: {found.plan.schedule}, bubble {100 * predicted.bubble:.1f} %, "
+            f"peak {max(predicted.peak_bytes):.0f}, at most {100 * found.gap:.1f} % from optimal"
+        )
+
+
 def main() -> None:
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
@@ -613,6 +647,8 @@ SECTIONS: dict[str, Callable[[Path | None], Iterator[str]]] = {
     "figure-6.5": figure_6_5,
     "space-sharing": space_sharing,
     "figure-5.15": figure_5_15,
+    "llama-3": llama_3,
+    "llama-3-found": llama_3_found,
 }
 NEED_DATA = ("table-5.3", "table-6.3", "figure-6.5", "space-sharing")
 

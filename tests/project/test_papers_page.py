@@ -142,7 +142,7 @@ def test_methods_have_tests_and_other_claims_say_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pipedream-16", "pipedream-17", "figure-2.13", "table-4.2", "figure-4.11", "chapter-4"]
+    "name", ["pipedream-16", "pipedream-17", "figure-2.13", "table-4.2", "figure-4.11", "chapter-4", "llama-3"]
 )
 def test_simulated_figures_repeat(name: str) -> None:
     sections = (ROOT / "studies" / "results" / "papers.txt").read_text().strip().split("\n\n")
