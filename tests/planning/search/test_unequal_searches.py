@@ -1,6 +1,7 @@
 """The search where devices differ, against all pipelines by the simulator; clusters compared; no pipelines at all."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations
 from math import inf
@@ -201,6 +202,12 @@ def test_training_without_a_pipeline_by_hand():
     assert data.samples_per_second == 96 / data.minibatch_seconds
     assert (data.peak_bytes, data.fits) == (4 * 6 + 6, True)
     assert (sharded.peak_bytes, sharded.fits) == (6 + 2 + 6, True)
+    # Updates of 4 s each layer, all in all a device's share of them where they are sharded; 5 s before a step begins.
+    layers = tuple(replace(layer, update_seconds=4.0) for layer in EQUAL.layers)
+    begun = replace(Cluster.uniform(4, 2.0, 40.0, latency_seconds=0.5), step_seconds=5.0)
+    later, less = without_pipelines(replace(EQUAL, layers=layers), begun, 8)
+    assert later.minibatch_seconds == data.minibatch_seconds + 24 + 5
+    assert less.minibatch_seconds == sharded.minibatch_seconds + 6 + 5
     slow = without_pipelines(EQUAL, Cluster.uniform(2, inf).with_kinds([FAST, HALF]), 2)
     assert [way.minibatch_seconds for way in slow] == [36.0, 36.0]
 

@@ -2,12 +2,13 @@
 
 They are no plans, and nothing is simulated: two rows that show when not to use a pipeline. n devices share the
 minibatch of M microbatches; each does k = ceil(M / n) of them, and the slowest device decides. With t_f and t_b the
-seconds of a microbatch's forward and backward, W the bytes of the weights, B the slowest bandwidth of a ring over all
-devices, L its largest latency, and o the optimizer's state in units of the weights:
+seconds of a microbatch's forward and backward, u those of an update and s those of a step's start, W the bytes of the
+weights, B the slowest bandwidth of a ring over all devices, L its largest latency, and o the optimizer's state in units
+of the weights:
 
-    data parallelism     (k - 1) (t_f + t_b) + t_f + max(t_b, 2 (n-1)/n W/B + 2 (n-1) L)
+    data parallelism     (k - 1) (t_f + t_b) + t_f + max(t_b, 2 (n-1)/n W/B + 2 (n-1) L) + u + s
                          bytes: (2 + o) W + activations + workspace
-    fully sharded        k (max(t_f, g) + max(t_b, 2 g)),  g = (n-1)/n W/B + (n-1) L
+    fully sharded        k (max(t_f, g) + max(t_b, 2 g)) + u/n + s,  g = (n-1)/n W/B + (n-1) L
                          bytes: (2 + o) W / n + 2 of the largest layers + activations + workspace
 
 In data parallelism the ring [Patarasuk 2009] runs during the last backward [Li 2020]. Fully sharded, each device holds
@@ -60,13 +61,22 @@ def without_pipelines(
     activations += max(layer.workspace_bytes for layer in profile.layers) + profile.library_bytes
     largest = sum(sorted(layer.parameter_bytes for layer in profile.layers)[-2:])
     state = (2 + optimizer_copies) * weights
+    updates = sum(layer.update_seconds for layer in profile.layers)
     memory = min((size for rank in every if (size := cluster.memory_of(rank)) is not None), default=inf)
     found = []
     for name, seconds, size in (
-        ("data parallel", (rounds - 1) * (forward + backward) + forward + max(backward, 2 * gathered), state),
+        (
+            "data parallel",
+            (rounds - 1) * (forward + backward)
+            + forward
+            + max(backward, 2 * gathered)
+            + updates
+            + cluster.step_seconds,
+            state,
+        ),
         (
             "fully sharded",
-            rounds * (max(forward, gathered) + max(backward, 2 * gathered)),
+            rounds * (max(forward, gathered) + max(backward, 2 * gathered)) + updates / devices + cluster.step_seconds,
             state if devices == 1 else state / devices + largest,
         ),
     ):
