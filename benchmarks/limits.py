@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from contenders.jobs import sgd
 from measurement.reports import Report, conditions, option_parser, table
 from measurement.resident_memory import ALLOCATOR, forget_peak, resident_bytes
 from penstock.planning import find_order, limit_order
@@ -109,10 +110,6 @@ def model_of(case: Case) -> nn.Sequential:
 def batch_of(samples: int) -> tuple[Tensor, Tensor]:
     words = torch.randint(WORDS, (samples + 1,), generator=torch.Generator().manual_seed(1))
     return words[:-1], words[1:]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def plans_of(case: Case, profile: Profile) -> tuple[Plan, Plan]:

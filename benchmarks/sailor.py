@@ -7,7 +7,7 @@ ETH Zurich; Strati et al., SOSP 2025). Two of its 27 plans cannot be right: thei
 A rank is a GPU. Layers take the seconds that were measured, with tensor parallelism and update. As the sizes say, each
 GPU of a group sends its whole output, at the group's fitted rate for as many bytes; at 494eaa5 the runtime sends parts,
 for which a line stands below. Its messages and all-reduces block, it holds 24 bytes for a parameter, and 5.06 GB of a
-GPU are its context. Nothing is fitted to the plans; the last line adds a start of each step, fitted to other clusters.
+GPU are its context. Nothing is fitted to the plans.
 """
 
 import json
@@ -35,22 +35,16 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 def predict(record: Record, data: Record, *, parts: int = 1, blocking: float = 1.0) -> Outcome:
-    """Of one plan. `parts`: in how many a group cuts what it sends. `blocking`: the share of `MessageCosts`."""
+    """The outcome of one plan. `parts`: in how many a group cuts what it sends. `blocking`: of `MessageCosts`."""
     nodes, size = record["nodes"], record["mbs"]
     gpu, width = nodes[0][0]
     times = data["times"][f"{record['model']}/{gpu}/{size}/{width}"]
     numbers = data["memory"][f"{record['model']}/{width}"]
-    layers = tuple(
-        LayerProfile(
-            *(str(index), forward, backward, NUMBER_BYTES * size * sent / parts, NUMBER_BYTES * size * kept),
-            parameter_bytes=NUMBER_BYTES * parameters,
-            update_seconds=update,
-        )
-        for index, ((forward, backward, update), (parameters, sent, kept)) in enumerate(
-            zip(times, numbers, strict=True)
-        )
-    )
-    profile = Profile(layers, size, record["model"], tensor_parallel=width, library_bytes=CONTEXT_BYTES)
+    layers = []
+    for (forward, backward, update), (parameters, sent, kept) in zip(times, numbers, strict=True):
+        sizes = (NUMBER_BYTES * each for each in (size * sent / parts, size * kept, parameters))
+        layers.append(LayerProfile("", forward, backward, *sizes, update_seconds=update))
+    profile = Profile(tuple(layers), size, record["model"], tensor_parallel=width, library_bytes=CONTEXT_BYTES)
     ends = [sum(record["cuts"][:stage]) for stage in range(len(nodes) + 1)]
     ranks = [
         tuple(width * (len(nodes) * replica + stage) + each for replica in range(len(row)) for each in range(width))
@@ -66,15 +60,11 @@ def predict(record: Record, data: Record, *, parts: int = 1, blocking: float = 1
     return evaluate(plan, profile, cluster, optimizer_copies=OPTIMIZER_COPIES)
 
 
-def cluster_of(record: Record) -> tuple[str, int]:
-    return record["model"], sum(map(len, record["nodes"]))
-
-
 def summary(seconds: Sequence[float], records: Sequence[Record]) -> str:
     """Errors, and the order of the plans of each cluster for the same minibatch."""
     alike = defaultdict(list)
     for record, own in zip(records, seconds, strict=True):
-        alike[*cluster_of(record), record["gbs"]].append((record["seconds"], own))
+        alike[record["model"], sum(map(len, record["nodes"])), record["gbs"]].append((record["seconds"], own))
     several = [own for own in alike.values() if len(own) > 1]
     pairs = [(one < other, mine < its) for own in several for (one, mine), (other, its) in combinations(own, 2)]
     won = [min(own)[1] == min(mine for _, mine in own) for own in several]
@@ -83,17 +73,6 @@ def summary(seconds: Sequence[float], records: Sequence[Record]) -> str:
         f"seconds off by {mean(found):.2%} in the mean, {median(found):.2%} in the median; "
         f"{sum(a == b for a, b in pairs)} of {len(pairs)} pairs in the right order, {sum(won)} of {len(won)} winners"
     )
-
-
-def with_fitted_start(seconds: Sequence[float], records: Sequence[Record]) -> list[float]:
-    """With the constant, 0 or more, that leaves the least mean error on the plans of the other clusters."""
-    made = []
-    for own, record in zip(seconds, records, strict=True):
-        pairs = [pair for pair in zip(seconds, records, strict=True) if cluster_of(pair[1]) != cluster_of(record)]
-        starts = [0.0, *(max(0.0, its["seconds"] - predicted) for predicted, its in pairs)]
-        off = [mean(abs((s + start) / its["seconds"] - 1) for s, its in pairs) for start in starts]
-        made.append(own + starts[off.index(min(off))])
-    return made
 
 
 def main() -> None:
@@ -113,14 +92,12 @@ def main() -> None:
     seconds = [own.minibatch_seconds for own in found]
     free = [predict(record, data, blocking=0.0).minibatch_seconds for record in records]
     cut = [predict(record, data, parts=record["nodes"][0][0][1]).minibatch_seconds for record in records]
-    begun = with_fitted_start(seconds, records)
     Report(options.save).add(
         table(["plan", "measured s", "predicted", "", "measured GB", "predicted", ""], rows),
         f"\n{summary(seconds, records)}",
         f"bytes off by {mean(map(abs, sizes)):.2%} in the mean, {median(map(abs, sizes)):.2%} in the median",
         f"if no message blocked: {summary(free, records)}",
         f"if each GPU sent its part of the output: {summary(cut, records)}",
-        f"with a start of each step fitted to the other clusters: {summary(begun, records)}",
     )
 
 

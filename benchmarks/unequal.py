@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from contenders.jobs import sgd
 from measurement.launches import launch_and_read
 from measurement.reports import Report, conditions, option_parser
 from penstock.simulating import evaluate
@@ -40,10 +41,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(F.relu(self.wide(x)))
-
-
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3)  # type: ignore[arg-type]
 
 
 def build(**options: object) -> penstock.Pipeline:

@@ -82,7 +82,7 @@ def test_without_overlap_costs_of_a_message_come_on_top() -> None:
 
 @pytest.mark.parametrize(("share", "free"), [(0.0, 1), (0.5, 2.5), (1.0, 4)])
 def test_a_link_says_how_long_its_messages_keep_their_ranks(share: float, free: float) -> None:
-    """Of the 3 s on the link both ends stand still for a share; rank 1 took the second message long after it came."""
+    """Both ends stand still for a share of the 3 s on the link; rank 1 takes the second message long after it came."""
     slow = Cluster.uniform(2, 2.0).with_costs(message_blocking=share)
     timeline = execute(SENDS, Placement.straight(2), Costs((1.0, 5.0), (0.0, 0.0), cut_bytes=(6.0,), cluster=slow))
 

@@ -83,7 +83,7 @@ def measure_action_seconds() -> tuple[float, float]:
 
 
 def action_seconds(few: Sequence[float], many: Sequence[float], bare: Sequence[float]) -> tuple[float, float]:
-    """Of an action and of a step, from the seconds of steps with few and with many microbatches, and of as many
+    """The seconds of an action and of a step, from those of steps with few and with many microbatches, and of as many
     microbatches without a worker as the latter have more; each has a forward and a backward.
     """
     more = median(many) - median(few)

@@ -79,7 +79,7 @@ Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 _UPDATES, _UPDATED_BYTES = 3, 2**26
-"""How many updates of each layer are timed, by turns with those of other layers that have so many bytes of weights
+"""How many updates of each layer are timed, by turns with those of other layers that have as many bytes of weights
 together: more than stay in a cache, and little beside the model.
 """
 _COUNT = integer(1).but("give one, or leave it out for the default")

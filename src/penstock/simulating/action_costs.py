@@ -314,7 +314,7 @@ def reduce_handling_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cl
 
 
 def _ring_costs(ranks: Sequence[int], cluster: Cluster) -> list[MessageCosts]:
-    """Of every link of a ring; none where messages cost nothing, and for one rank."""
+    """The costs of every link of a ring; none where messages cost nothing, and for one rank."""
     if len(ranks) == 1 or not cluster.has_message_costs:
         return []
     return [cluster.message_costs(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
