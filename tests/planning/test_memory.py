@@ -10,6 +10,7 @@ from penstock.errors import PlanError
 from penstock.planning import find_order, plan
 from penstock.planning.memory import chunks_in_flight, live_counts, peak_bytes
 from penstock.planning.stage_costs import chain_costs
+from penstock.simulating import simulate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 from penstock.values.plans import schedule
 
@@ -80,6 +81,27 @@ def test_a_profile_with_tensor_parallelism_is_that_of_one_rank_of_a_group():
     shared = Plan(pipeline((1, 1), 2), "1f1b-flush", 4, tensor_parallel=2)
 
     assert peak_bytes(shared, chain_costs(Profile(layers, 1))) == (2 * 40 + 400,) * 2 + (40 + 400,) * 2
+
+
+@pytest.mark.parametrize(
+    ("schedule_name", "per_rank"), [("1f1b-flush", 1), ("2bw", 1), ("pipedream", 1), ("interleaved", 2)]
+)
+def test_what_is_frozen_is_held_once(schedule_name, per_rank):
+    """Under no schedule has it versions, gradients or an optimizer's state."""
+    plan = Plan.uniform(4, 4, schedule_name, 4, stages_per_rank=per_rank)
+    trained, adapted = (
+        Profile(tuple(LayerProfile(str(index), 1, 1, 0, 6, 60, frozen_bytes=frozen) for index in range(4)), 1)
+        for frozen in (0, 1000)
+    )
+    more = 1000 * 4 / plan.ranks
+    cluster = Cluster.uniform(plan.ranks, 1e3)
+
+    counted = [peak_bytes(plan, chain_costs(profile)) for profile in (trained, adapted)]
+    assert [b - a for a, b in zip(*counted, strict=True)] == [more] * plan.ranks
+    timelines = [simulate(plan, profile, cluster) for profile in (trained, adapted)]
+    peaks = [[each.peak_bytes for each in timeline.memory] for timeline in timelines]
+    assert [b - a for a, b in zip(*peaks, strict=True)] == [more] * plan.ranks
+    assert timelines[0].seconds == timelines[1].seconds
 
 
 sizes = st.integers(0, 1000)

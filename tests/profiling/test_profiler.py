@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import count, repeat
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.profiling.clocks import MOST_CALLS, calls_per_sample
 from penstock.profiling.workspaces import recording
 from penstock.training.optimizers import NamedParameters
 from penstock.values.profiles import LayerProfile, Profile
+from support.jobs.state_jobs import WIDTH, Coded
 
 FLOAT = 4
 LONG = 8
@@ -179,7 +181,49 @@ def test_a_layer_of_frozen_parameters_keeps_nothing_and_has_no_backward():
     found = one(nn.Linear(6, 3).requires_grad_(False), torch.randn(4, 6))
 
     assert (found.saved_bytes, found.backward_seconds, found.forward_seconds) == (0, 0.0, 1.0)
-    assert found.parameter_bytes == (6 * 3 + 3) * FLOAT
+    assert (found.parameter_bytes, found.frozen_bytes) == (0, (6 * 3 + 3) * FLOAT)
+
+
+class Packed(nn.Module):
+    """A frozen weight of codes, as libraries pack it: the scales are in an object in an attribute, and the layer keeps
+    the codes in another one, too.
+    """
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(width, width, dtype=torch.int8), requires_grad=False)
+        nested = SimpleNamespace(scale=torch.ones(3), codes=None)
+        vars(self.codes)["state"] = SimpleNamespace(scales=torch.ones(width), nested=nested, owner=nn.Linear(99, 99))
+        self.state = {"codes": self.codes.data, "shape": (width, width)}
+        self.register_buffer("shift", torch.zeros(2, dtype=torch.float8_e4m3fn), persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        state = vars(self.codes)["state"]
+        return h @ (self.codes.to(h.dtype) * state.scales) + self.shift.float().sum()
+
+
+def test_packed_weights_count_as_they_are_packed_with_their_scales() -> None:
+    found = after_linear(nn.Sequential(Packed(), Packed(), nn.Linear(8, 8)))
+
+    assert found.frozen_bytes == 2 * (8 * 8 + (8 + 3) * FLOAT + 2)
+    assert found.parameter_bytes == (8 * 8 + 8) * FLOAT
+
+
+def test_a_tensor_that_wraps_others_has_the_bytes_of_these() -> None:
+    found = quick([nn.Linear(WIDTH, WIDTH).double(), Coded()], (torch.randn(4, WIDTH).double(),)).layers[1]
+
+    assert (found.parameter_bytes, found.frozen_bytes) == (8 * (WIDTH * WIDTH + WIDTH), WIDTH * WIDTH + 8)
+
+
+def test_a_view_of_a_large_memory_counts_by_itself() -> None:
+    """As a weight in a file that is mapped into memory."""
+    file = torch.zeros(1000)
+    layer = nn.Linear(6, 3)
+    layer.weight = nn.Parameter(file[100:118].view(3, 6), requires_grad=False)
+    layer.bias = nn.Parameter(file[200:203], requires_grad=False)
+    layer.register_buffer("same", file[100:118])
+
+    assert one(layer, torch.randn(4, 6)).frozen_bytes == (18 + 3) * FLOAT
 
 
 def test_integer_inputs_get_no_gradient_and_the_embedding_saves_them():

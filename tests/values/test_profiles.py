@@ -1,5 +1,7 @@
 """Profiles: their files, and what is said of wrong ones."""
 
+from dataclasses import replace
+
 from penstock.values import LayerProfile, Profile
 from penstock.values.crossings import Crossing
 
@@ -34,10 +36,18 @@ def test_a_file_without_workspaces_and_updates_has_none(tmp_path):
     assert [(layer.workspace_bytes, layer.update_seconds) for layer in Profile.load(path).layers] == [(0, 0)] * 2
 
 
+def test_what_is_frozen_is_in_the_file_where_there_is_any(tmp_path):
+    path = tmp_path / "profile.json"
+    Profile((LAYER, replace(LAYER, frozen_bytes=50)), 8).save(path)
+
+    assert path.read_text().count('"frozen_bytes": 50') == path.read_text().count("frozen_bytes") == 1
+    assert (Profile.load(path).frozen_bytes, Profile.load(path).parameter_bytes) == (50, 60)
+
+
 def test_totals_are_sums_over_the_layers():
     profile = Profile((LAYER, LAYER, LAYER), 8)
 
-    assert (len(profile), profile.seconds, profile.parameter_bytes) == (3, 2.25, 90)
+    assert (len(profile), profile.seconds, profile.parameter_bytes, profile.frozen_bytes) == (3, 2.25, 90, 0)
     assert profile.prefix(2) == Profile((LAYER, LAYER), 8)
 
 

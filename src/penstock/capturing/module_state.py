@@ -20,6 +20,8 @@ from torch.fx import GraphModule, Node
 
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.modules import TENSOR_TABLES, registered_buffers
+from penstock.torch_internals.subclasses import wraps_tensors
+from penstock.torch_internals.unimported import is_dtensor
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 PLAIN_TYPES = frozenset(PLAIN)
@@ -94,6 +96,28 @@ class ModuleState:
         for key, inner in entries.items() if isinstance(entries, dict) else ():
             if type(inner) not in FIXED_TYPES:
                 self._save(_joined(path, key), inner, 0 if isinstance(inner, nn.Module) else depth + 1)
+
+
+def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that `module` and its parameters hold, such as packed weights and the scales beside them, each
+    once, and how it is reached. What tensors of subclasses wrap counts, and results of computations do not. Of modules
+    that only an attribute names nothing counts.
+    """
+    waiting: list[tuple[str, Any, int]] = [
+        (path, vars(inner), 0) for path, inner in module.named_modules() if not isinstance(inner, GraphModule)
+    ]
+    waiting += [(path, each, 0) for path, each in (*module.named_parameters(), *module.named_buffers())]
+    seen: set[int] = set()
+    while waiting:
+        path, holder, depth = waiting.pop()
+        if id(holder) in seen or depth > _DEEPEST or isinstance(holder, (*_LOOKED_PAST, nn.Module)):
+            continue
+        seen.add(id(holder))
+        if isinstance(holder, Tensor) and not wraps_tensors(holder) and holder.is_leaf:
+            yield path, holder
+        listed = isinstance(holder, list | tuple | set | frozenset | deque)
+        within = enumerate(holder) if listed else () if is_dtensor(holder) else dict_of(holder).items()
+        waiting += [(_joined(path, key), each, depth + 1) for key, each in within]
 
 
 def is_plain_memory(tensor: Tensor) -> bool:

@@ -22,6 +22,8 @@ def describe_profile(profile: Profile) -> str:
         _summed(layers, "parameters", lambda layer: layer.parameter_bytes, bytes_text),
         ("workspace", lambda layer: bytes_text(layer.workspace_bytes), ""),
     ]
+    if any(layer.frozen_bytes for layer in layers):
+        columns.insert(6, _summed(layers, "frozen", lambda layer: layer.frozen_bytes, bytes_text))
     if any(layer.wire_bytes is not None for layer in layers):
         columns.insert(4, ("sent", lambda layer: bytes_text(_sent_bytes(layer)), ""))
     if any(layer.weight_seconds is not None for layer in layers):

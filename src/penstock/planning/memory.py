@@ -3,7 +3,7 @@
 The papers take memory into account, but their formulas leave out the gradients and the optimizer [Narayanan 2021,
 chapter 3], so they accept plans that do not fit. Our formula has terms for both:
 
-    in flight x saved + working + (weight versions + 1 gradient + optimizer copies) x parameters
+    in flight x saved + working + (weight versions + 1 gradient + optimizer copies) x trained parameters + frozen
 
 `working` is for the microbatch that is being computed: the largest workspace of the stage's layers. With recomputation
 a microbatch in flight keeps only the stage's input, and the one being computed also has all that the stage saves. The
@@ -90,7 +90,7 @@ def interval_bytes(
     """(N+1, N+1): the bytes of a stage of layers i up to and without j. With `starts`, only the rows of these i."""
     rows = slice(None) if starts is None else starts
     kept = in_flight * costs.saved_bytes[rows] + costs.working_bytes[rows]
-    return kept + (versions + 1 + optimizer_copies) * costs.parameter_bytes[rows]
+    return kept + (versions + 1 + optimizer_copies) * costs.parameter_bytes[rows] + costs.frozen_bytes[rows]
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
@@ -124,9 +124,9 @@ def peaks_of_cuts(plan: Plan, cuts: Counts, costs: ChainCosts, optimizer_copies:
     sharers = np.array(plan.replicas)[held[:, 0]] if placement.split else 1
     saved = costs.saved_bytes[starts, stops] / np.reshape(sharers, (-1, 1))
     working = costs.working_bytes[starts, stops].max(axis=2) / sharers
-    weights = costs.parameter_bytes[starts, stops].sum(axis=2)
+    weights, frozen = (size[starts, stops].sum(axis=2) for size in (costs.parameter_bytes, costs.frozen_bytes))
     kept = kept_bytes(saved, np.array(guarantees.in_flight_of_rank)[firsts], np.array(guarantees.in_flight)[held])
-    peaks: Matrix = kept + working + (versions + 1 + optimizer_copies) * weights
+    peaks: Matrix = kept + working + (versions + 1 + optimizer_copies) * weights + frozen
     return peaks
 
 

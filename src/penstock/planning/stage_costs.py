@@ -45,7 +45,9 @@ class ChainCosts:
     seconds: Matrix
     """(N+1, N+1): forward and backward; infinite where the interval is empty."""
     parameter_bytes: Matrix
-    """(N+1, N+1)."""
+    """(N+1, N+1): what is trained."""
+    frozen_bytes: Matrix
+    """(N+1, N+1): what is held once."""
     saved_bytes: Matrix
     """(N+1, N+1): what each microbatch in flight keeps until its backward."""
     working_bytes: Matrix
@@ -122,10 +124,11 @@ def chain_costs(
         working = working + buffers * (cuts[:, None] + _largest(cuts))
     return ChainCosts(
         np.where(empty, np.inf, seconds),
-        _sums([layer.parameter_bytes for layer in layers]),
-        saved,
-        working,
-        sent if full_duplex else 2 * sent,
+        parameter_bytes=_sums([layer.parameter_bytes for layer in layers]),
+        frozen_bytes=_sums([layer.frozen_bytes for layer in layers]),
+        saved_bytes=saved,
+        working_bytes=working,
+        exchanged_bytes=sent if full_duplex else 2 * sent,
         rank_seconds=rank_seconds,
     )
 

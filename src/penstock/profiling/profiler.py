@@ -25,8 +25,10 @@ What the numbers of a layer mean:
       input backward beside the gradients of the parameters and of the output, whichever is more.
   library_bytes, fragmentation  those of the whole profile: the bytes in use after the warm-up that were not in use
       before it, and the fragmentation of the run that counts the bytes.
-  parameter_bytes  the layer's parameters, each once. A parameter that several layers share is charged to each of them,
-      because each rank that holds one of the layers holds a copy.
+  parameter_bytes  the layer's trained parameters, each once. A parameter that several layers share is charged to each
+      of them, because each rank that holds one of the layers holds a copy.
+  frozen_bytes  what else its modules hold, each memory once: frozen parameters as they are packed, the scales that they
+      have as attributes, buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +64,7 @@ from penstock.profiling.devices import (
     moved,
     placed,
 )
-from penstock.profiling.spread_layers import local_bytes, longest, sharing_group
+from penstock.profiling.spread_layers import held_bytes, local_bytes, longest, sharing_group
 from penstock.profiling.workspaces import Meter, measure_saved_bytes, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
@@ -150,7 +152,7 @@ def profile(
     modules, computing = modules_of(model), partial(autocasting, autocast, on)
     with kept_generators(), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         with computing():
-            chain = _captured(model, sample)
+            chain, weights = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
         values = chain.inputs.bind(call.args, call.kwargs)
         loss = None if loss_fn is None else partial(_loss, chain, loss_fn, target)
@@ -161,7 +163,7 @@ def profile(
         for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
             bench.step(run, index)
         updates = _update_seconds(chain, optimizer, clock) if optimizer is not None else [0.0] * len(chain.layers)
-        layers = tuple(map(bench.result, range(len(chain.layers)), updates))
+        layers = tuple(bench.result(index, *own) for index, own in enumerate(zip(weights, updates, strict=True)))
     title = name or ("" if isinstance(model, Sequence | LayerChain) else type(model).__name__)
     crossings = tuple(
         replace(found, size_bytes=bench.value_bytes[found.name], wire_bytes=bench.wire_bytes_of(found.name))
@@ -246,8 +248,11 @@ class _LayerBench:
             # Every second time: a weight backward takes a forward and an input backward before it.
             self.samples[index].append(self._time(index, self.calls[index], weighs=(run - self.warmup) % 2 == 1))
 
-    def result(self, index: int, update_seconds: float) -> LayerProfile:
-        """The results of all runs for layer `index`, whose update takes `update_seconds`."""
+    def result(self, index: int, weights: tuple[int, int], update_seconds: float) -> LayerProfile:
+        """The results of all runs for layer `index`, which has so many bytes that are trained, and that are frozen, and
+        whose update takes `update_seconds`.
+        """
+        trained, frozen = weights
         layer, cut = self.chain.layers[index], self.chain.cut(index + 1)
         backward_seconds = median_seconds(backward for _, backward in self.samples[index])
         return LayerProfile(
@@ -256,11 +261,12 @@ class _LayerBench:
             backward_seconds=backward_seconds,
             cut_bytes=self.cut_bytes[index],
             saved_bytes=self.saved_bytes[index],
-            parameter_bytes=sum(local_bytes(parameter) for parameter in layer.module.parameters()),
+            parameter_bytes=trained,
             workspace_bytes=self.workspace_bytes[index],
             weight_seconds=min(self._halves(index)[1], backward_seconds),
             wire_bytes=None if self.codec is None else sum(map(self.value_wire_bytes.__getitem__, cut)),
             update_seconds=update_seconds,
+            frozen_bytes=frozen,
         )
 
     def split_share(self) -> float | None:
@@ -505,11 +511,14 @@ def _unless_whole(work: Callable[[], float]) -> float | None:
         return None
 
 
-def _captured(model: Model, sample: Sample) -> LayerChain:
-    """The chain of copies of the layers of `model`, in training mode unless it is a chain."""
+def _captured(model: Model, sample: Sample) -> tuple[LayerChain, list[tuple[int, int]]]:
+    """The chain of copies of the layers of `model`, in training mode unless it is a chain; and what each layer holds,
+    in bytes, before it was copied: what is trained, and the rest.
+    """
     chain, modules = model, modules_of(model)
     evaluated = [] if isinstance(chain, LayerChain) else [module for module in modules if not module.training]
     with in_mode(evaluated, training=True):
         if not isinstance(chain, LayerChain):
             chain = capture(chain, sample)
-        return chain_of_copies(chain, Copies(layer.module for layer in chain.layers))
+        copies = Copies(layer.module for layer in chain.layers)
+        return chain_of_copies(chain, copies), [held_bytes(layer.module) for layer in chain.layers]

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.capturing.module_state import tensors_in
 from penstock.errors import ProfileError
 from penstock.torch_internals.distributed import local_tensor
+from penstock.torch_internals.subclasses import plain_tensors
+from penstock.torch_internals.tensors import storage_key
 from penstock.torch_internals.unimported import is_dtensor
 
 
@@ -45,6 +48,20 @@ def local_bytes(tensor: Tensor) -> int:
     """The bytes of `tensor` that this process holds."""
     own = _own(tensor)
     return own.numel() * own.element_size()
+
+
+def held_bytes(module: nn.Module) -> tuple[int, int]:
+    """The bytes of the parameters of `module` that are trained, and of all else that it holds in this process."""
+    trained, held = set[int](), dict[tuple[int, int], int]()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            trained.update(storage_key(local_storage(plain)) for plain in plain_tensors(parameter))
+    for _, tensor in tensors_in(module):
+        storage = local_storage(tensor)
+        key, place = storage_key(storage), int(_own(tensor).storage_offset())
+        held[key, place] = max(held.get((key, place), 0), min(local_bytes(tensor), storage.nbytes()))
+    own = sum(size for (key, _), size in held.items() if key in trained)
+    return own, sum(held.values()) - own
 
 
 def local_storage(tensor: Tensor) -> torch.UntypedStorage:

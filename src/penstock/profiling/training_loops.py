@@ -75,7 +75,7 @@ def _together(profile: Profile) -> int:
     """How many layers run together: as many of the first ones as need little memory."""
     held = count = 0
     for layer in profile.layers:
-        held += int(layer.saved_bytes + layer.workspace_bytes + 2 * layer.parameter_bytes)
+        held += int(layer.saved_bytes + layer.workspace_bytes + 2 * layer.parameter_bytes + layer.frozen_bytes)
         count += held <= _MOST_BYTES
     return count
 

@@ -150,7 +150,7 @@ class _StageChain:
         if self.profile is None:
             return ""
         layers = self.profile.layers[stage.start : stage.stop]
-        weights = sum(layer.parameter_bytes for layer in layers)
+        weights = sum(layer.parameter_bytes + layer.frozen_bytes for layer in layers)
         # The slowest of its devices.
         times = [self.profile.times_on(kind) for kind in {self.cluster.kind_of(rank) for rank in stage.ranks}]
         own = slice(stage.start, stage.stop)

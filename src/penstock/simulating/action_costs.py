@@ -74,6 +74,7 @@ class Costs:
     workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
     library_bytes: float = 0.0
+    frozen_bytes: tuple[float, ...] = ()
     recomputed: frozenset[int] = frozenset()
     cluster: Cluster | None = None
     tensor_parallel: int = 1
@@ -97,6 +98,7 @@ class Costs:
             ("offloaded_bytes", stages),
             ("workspace_bytes", stages),
             ("parameter_bytes", stages),
+            ("frozen_bytes", stages),
             ("cut_bytes", stages - 1),
             ("wire_bytes", stages - 1),
         ):
@@ -203,6 +205,7 @@ def plan_costs(
         ),
         parameter_bytes=parameters,
         library_bytes=profile.library_bytes,
+        frozen_bytes=tuple(_sum(own, "frozen_bytes") for own in layers),
         recomputed=again,
         cluster=cluster,
         tensor_parallel=parallel,

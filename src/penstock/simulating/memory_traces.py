@@ -2,7 +2,8 @@
 
 It follows the runtime. A rank holds:
 
-- parameters, one slot per version (an update copies one slot to another and needs nothing else);
+- trained parameters, one slot per version (an update copies one slot to another and needs nothing else);
+- frozen parameters, with their scales, and buffers, once;
 - the optimizer's state;
 - what libraries keep, as the profile measured it;
 - gradients, from the end of the first backward that produces them (what that backward frees makes room for them) to
@@ -145,8 +146,9 @@ def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, f
     stages, assumed = schedule.stages_of(track.rank), costs.assumptions
     weights = sum(costs.parameter_bytes[stage] for stage in stages)
     versions = sum(schedule.versions(stage) * costs.parameter_bytes[stage] for stage in stages)
+    frozen = sum(costs.frozen_bytes[stage] for stage in stages)
     return (
-        (weights if assumed.state_on_host else versions) * assumed.version_copies,
+        (weights if assumed.state_on_host else versions) * assumed.version_copies + frozen,
         assumed.optimizer_copies * weights,
         assumed.master_copies * weights,
     )

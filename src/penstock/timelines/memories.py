@@ -18,7 +18,7 @@ class RankMemory:
     """Holds the memory of one rank: its constant memory, and the curves of what changes."""
 
     weight_bytes: float
-    """All weight versions on the device."""
+    """All weight versions on the device, and what is not trained."""
     optimizer_bytes: float
     """The optimizer's state, unless it is on the host."""
     master_bytes: float = 0.0

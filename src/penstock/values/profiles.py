@@ -71,7 +71,7 @@ _FORMAT = "penstock-profile/1"
 _LAYER_RULES = {
     "name": TEXT.but("give the layer's name in the model"),
     **dict.fromkeys(("forward_seconds", "backward_seconds"), _SECONDS),
-    **dict.fromkeys(("cut_bytes", "saved_bytes", "parameter_bytes", "workspace_bytes"), _BYTES),
+    **dict.fromkeys(("cut_bytes", "saved_bytes", "parameter_bytes", "workspace_bytes", "frozen_bytes"), _BYTES),
     "weight_seconds": _SECONDS.optional,
     "update_seconds": _SECONDS,
     "wire_bytes": _BYTES.optional,
@@ -90,6 +90,7 @@ class LayerProfile:
     saved_bytes: float
     """The bytes that autograd keeps of one microbatch between this layer's forward and its backward."""
     parameter_bytes: float
+    """The parameters that are trained: each has versions, a gradient and the optimizer's state."""
     workspace_bytes: float = 0.0
     """The most bytes that its forward or its backward holds temporarily besides all these: temporaries, and gradients
     that are not accumulated yet. 0 if the file does not give it."""
@@ -100,6 +101,8 @@ class LayerProfile:
     """What a link carries of `cut_bytes` under ``wire_dtype=``. None if stages send tensors as they are."""
     update_seconds: float = 0.0
     """What the optimizer takes for the layer's parameters. 0 if the file does not give it."""
+    frozen_bytes: float = 0.0
+    """What the layer holds once and does not train: frozen parameters as they are packed, their scales, and buffers."""
 
     def __post_init__(self) -> None:
         check_fields(self, _LAYER_RULES, ProfileError, f" in layer {text_of(self.name)}")
@@ -202,8 +205,13 @@ class Profile:
 
     @property
     def parameter_bytes(self) -> float:
-        """The bytes of all weights."""
+        """The bytes of all weights that are trained."""
         return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
+    def frozen_bytes(self) -> float:
+        """The bytes of all that is held and not trained."""
+        return sum(layer.frozen_bytes for layer in self.layers)
 
     def joined(self, other: "Profile") -> "Profile":
         """This profile with the times of `other`, the same model's on another kind of device.
@@ -390,7 +398,8 @@ def _scaled(size: float | None, share: float) -> float | None:
 
 
 def _row(value: LayerProfile | Crossing) -> str:
-    return json.dumps({name: field for name, field in asdict(value).items() if field is not None})
+    noted = ((name, field) for name, field in asdict(value).items() if field or name != "frozen_bytes")
+    return json.dumps({name: field for name, field in noted if field is not None})
 
 
 def _check_crossing(where: str, crossing: Crossing, layers: int) -> None:

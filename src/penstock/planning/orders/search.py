@@ -550,8 +550,8 @@ def _searched(costs: OrderCosts) -> OrderCosts:
 def _weight_bytes(costs: Costs, ranks: Sequence[int]) -> list[float]:
     """By rank: the bytes of weights, optimizer and libraries. `ranks`: of each stage."""
     options, found = costs.assumptions, [costs.library_bytes] * (max(ranks) + 1)
-    for rank, size in zip(ranks, costs.parameter_bytes, strict=True):
-        found[rank] += (options.version_copies + options.optimizer_copies + options.master_copies) * size
+    for rank, size, frozen in zip(ranks, costs.parameter_bytes, costs.frozen_bytes, strict=True):
+        found[rank] += (options.version_copies + options.optimizer_copies + options.master_copies) * size + frozen
     return found
 
 

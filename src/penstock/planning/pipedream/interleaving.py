@@ -142,6 +142,7 @@ class _CutProblem:
         kept = kept_bytes(saved, self.of_ranks, self.of_stages[self.held.T])
         kept = kept + self.costs.working_bytes.take(flat).max(axis=1)
         kept = kept + (2 + self.optimizer_copies) * self.costs.parameter_bytes.take(flat).sum(axis=1)
+        kept = kept + self.costs.frozen_bytes.take(flat).sum(axis=1)
         worst: Matrix = kept.max(axis=1)
         return worst
 

@@ -54,29 +54,29 @@ def without_pipelines(
     forward = max(sum(time.forward_seconds) for time in times)
     backward = max(sum(time.backward_seconds) for time in times)
     bandwidth, latency = slowest_link(cluster, every, every)
-    weights = profile.parameter_bytes
-    gathered = (devices - 1) / devices * weights / bandwidth + (devices - 1) * latency
+    weights, frozen = profile.parameter_bytes, profile.frozen_bytes
+    reduced, gathered = (
+        (devices - 1) / devices * size / bandwidth + (devices - 1) * latency for size in (weights, weights + frozen)
+    )
     rounds = ceil(microbatches / devices)
     activations = sum(layer.saved_bytes for layer in profile.layers)
     activations += max(layer.workspace_bytes for layer in profile.layers) + profile.library_bytes
-    largest = sum(sorted(layer.parameter_bytes for layer in profile.layers)[-2:])
-    state = (2 + optimizer_copies) * weights
+    largest = sum(sorted(layer.parameter_bytes + layer.frozen_bytes for layer in profile.layers)[-2:])
+    state = (2 + optimizer_copies) * weights + frozen
     updates = sum(layer.update_seconds for layer in profile.layers)
     memory = min((size for rank in every if (size := cluster.memory_of(rank)) is not None), default=inf)
     found = []
     for name, seconds, size in (
         (
             "data parallel",
-            (rounds - 1) * (forward + backward)
-            + forward
-            + max(backward, 2 * gathered)
-            + updates
-            + cluster.step_seconds,
+            (rounds - 1) * (forward + backward) + forward + max(backward, 2 * reduced) + updates + cluster.step_seconds,
             state,
         ),
         (
             "fully sharded",
-            rounds * (max(forward, gathered) + max(backward, 2 * gathered)) + updates / devices + cluster.step_seconds,
+            rounds * (max(forward, gathered) + max(backward, gathered + reduced))
+            + updates / devices
+            + cluster.step_seconds,
             state if devices == 1 else state / devices + largest,
         ),
     ):

@@ -273,10 +273,11 @@ def explain_infeasibility(
     least = min(unlimited, key=needed.__getitem__)
     memory, plan = _least_memory(profiles, cluster, constraints, needed[least], least)
     enough = [f"{bytes_text(memory)} on each device (for {_wording(plan)})", *_changes(profiles, cluster, constraints)]
+    weights = bytes_text(profiles[0].parameter_bytes + profiles[0].frozen_bytes)
     devices = "1 device" if cluster.devices == 1 else f"each of {cluster.devices} devices"
     return PlanError(
         f"nothing fits: expected a plan with at most {bytes_text(cluster.least_memory_bytes)} on {devices}, found none "
-        f"for {bytes_text(profiles[0].parameter_bytes)} of weights. Each of these would be enough: {'; '.join(enough)}"
+        f"for {weights} of weights. Each of these would be enough: {'; '.join(enough)}"
     )
 
 

@@ -191,7 +191,7 @@ def _fitting(
     Replicas share every microbatch, so that each keeps its share of all that are in flight; weights are whole. `last`
     has the costs of the last stage.
     """
-    weights = (2 + request.optimizer_copies) * costs.parameter_bytes
+    weights = (2 + request.optimizer_copies) * costs.parameter_bytes + costs.frozen_bytes
     crossing = costs.exchanged_bytes / 2
     crossing[-1] = 0.0
     waiting = min(request.microbatches, buffers) * (crossing[:, None] + crossing)
