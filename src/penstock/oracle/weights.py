@@ -1,5 +1,6 @@
 """Every stage's weights in every version, kept in lists: what the formulas of the papers read."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -79,12 +80,11 @@ class _Stage:
 
     def _version(self, name: str, weights: Tensor) -> nn.Parameter:
         own = self.newest[name]
-        lowered = self.dtype is not None and own.requires_grad and own.ndim > 1 and own.dtype == torch.float32
-        # There is one of what is not trained: a forward may write it, such as the average of other weights.
-        version = nn.Parameter(
-            weights.detach().to(self.dtype if lowered else own.dtype, copy=own.requires_grad),
-            requires_grad=own.requires_grad,
-        )
+        if not own.requires_grad:
+            # There is one of it: a forward may write it, such as the average of other weights, or pack it.
+            return own
+        lowered = self.dtype is not None and own.ndim > 1 and own.dtype == torch.float32
+        version = nn.Parameter(weights.detach().to(self.dtype if lowered else own.dtype, copy=True))
         if lowered:
             setattr(version, "grad_dtype", own.dtype)  # noqa: B010
         before, after = self.hooks_on.get(name, ((), ()))
@@ -362,7 +362,8 @@ def _rounded(value: Tensor, codec: WireCodec) -> Tensor:
 
 
 def _copy(weights: Mapping[str, nn.Parameter]) -> Weights:
+    # Frozen ones with their class and what they hold, such as scales.
     return {
-        name: nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        name: nn.Parameter(weight.detach().clone()) if weight.requires_grad else copy.deepcopy(weight)
         for name, weight in weights.items()
     }
