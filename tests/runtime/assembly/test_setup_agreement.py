@@ -1,5 +1,7 @@
 """All ranks start from the same tensors: weights, buffers, and what modules hold in attributes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ TABLES = {
     "attribute": "tensor attribute of layer blocks.0",
     "mask": "tensor mask of layer blocks.0",
     "phases": "buffer blocks.0.phases",
+    "codes": "weights blocks.0.codes",
+    "scales": "codes.state.scales of layer blocks.0",
 }
 """By what differs between ranks, how the error names it."""
 
@@ -36,11 +40,14 @@ class Block(nn.Module):
             # Of minus infinity, as attention adds it.
             self.register_buffer("mask", drawn("mask", differs).masked_fill(torch.eye(4) > 0, -torch.inf), False)
             self.register_buffer("phases", torch.complex(drawn("phases", differs), torch.ones(4, 4)))
+            self.codes = nn.Parameter((drawn("codes", differs) * 99).to(torch.int8), requires_grad=False)
+            vars(self.codes)["state"] = SimpleNamespace(scales=drawn("scales", differs))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         if self.last:
             return y.gather(1, self.order[: len(y)])
+        y = y @ (self.codes * vars(self.codes)["state"].scales)
         return y @ self.attribute @ self.mask.softmax(1) * self.phases.abs().sum()
 
 

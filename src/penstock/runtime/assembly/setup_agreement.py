@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.module_state import tensors_in
+from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PenstockError, PlanError
 from penstock.runtime.assembly.pipeline_options import OPTIONS, PipelineOptions
 from penstock.runtime.engine.call_agreement import digest_values
@@ -25,6 +27,7 @@ from penstock.scheduling.schedule_names import identify
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.torch_internals.modules import step_hooks
+from penstock.torch_internals.subclasses import wraps_tensors
 from penstock.torch_internals.unimported import is_dtensor
 from penstock.training.losses import model_loss
 from penstock.values.plans import Plan
@@ -73,8 +76,7 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
     }
     for name, tensor in _tensors(chain).items() if weights else ():
         # The sum reads all numbers, and the digest tells permutations of them apart.
-        summed = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
-        total = float(tensor.detach().sum(dtype=torch.float64)) if summed else 0.0
+        total = 0.0 if tensor.is_meta else _sum(tensor.detach())
         digest = digest_values([tensor.detach()], full=True)
         mine[name] = f"{name} of {tuple(tensor.shape)}, {tensor.dtype}, and sum {total!r}, digest {digest or 'none'}"
         fixes[name] = "All must start alike: call torch.manual_seed(...) with one seed before building the model"
@@ -83,17 +85,26 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
 
 def _tensors(chain: LayerChain) -> dict[str, torch.Tensor]:
     """What the model holds, by what it is called: parameters, buffers (also those that no state dict has), and tensors
-    in attributes.
+    in attributes, such as the scales of packed weights.
     """
     named: dict[str, torch.Tensor] = {f"weights {name}": tensor for name, tensor in chain.parameters.items()}
     named |= {f"buffer {name}": tensor for name, tensor in chain.buffers.items()}
     known = {id(tensor) for tensor in named.values()}
     for layer in chain.layers:
-        for module in layer.module.modules():
-            for name, tensor in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
-                if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
-                    named[f"tensor {name} of layer {layer.name}"] = tensor
-    return named
+        blocks = [(inner.name, inner.body) for inner in layer.module.modules() if isinstance(inner, EagerLayer)]
+        for name, module in (*blocks, (layer.name, layer.module)):
+            inside = {f"tensor {path} of layer {name}": each for path, each in tensors_in(module)}
+            named |= {text: each for text, each in inside.items() if id(each) not in known}
+            known.update(map(id, inside.values()))
+    # What a tensor of a subclass wraps is among the last.
+    return {name: tensor for name, tensor in named.items() if not wraps_tensors(tensor)}
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    """The sum of its numbers; of packed ones that of their bytes."""
+    packed = tensor.itemsize == 1 and tensor.layout is torch.strided
+    numbers = tensor.contiguous().view(torch.uint8) if packed else tensor
+    return float(numbers.sum(dtype=torch.float64)) if packed or tensor.is_floating_point() else 0.0
 
 
 def check_optimizers(
