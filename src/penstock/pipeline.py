@@ -150,6 +150,8 @@ class Pipeline:
             ``"off"``: docs/inputs.md.
         resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
             there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
+        save_frozen: False: checkpoints have digests of frozen weights and their scales in place of their numbers, which
+            a load compares with those of the model: docs/checkpoints.md.
         offload_to: where a schedule with offloads moves what forwards save: ``"host"`` (memory, pinned beside a GPU),
             or on a CPU a directory: docs/memory.md.
         state_on_host: the optimizer's state and all weight versions but the one in use are in `offload_to`, and on the
@@ -206,6 +208,7 @@ class Pipeline:
         seed: int | None = 0,
         check: Check = "warn",
         resume: str | Path | None = None,
+        save_frozen: bool = True,
         offload_to: str | Path = "host",
         state_on_host: bool = False,
         timeout_seconds: float = 600.0,
@@ -243,6 +246,7 @@ class Pipeline:
                     seed=seed,
                     check=check,
                     resume=resume,
+                    save_frozen=save_frozen,
                     offload_to=offload_to,
                     timeout_seconds=timeout_seconds,
                 ),
@@ -305,6 +309,7 @@ class Pipeline:
             chain=self._chain,
             drain=partial(guarded.run, "in a drain", engine.drain),
             parallelized=self._options.run.parallelize is not None,
+            saves_frozen=self._options.run.save_frozen,
             timeout_seconds=self._options.run.timeout_seconds,
         )
         self._opened.callback(lambda: checkpoints.close(guarded.failed))

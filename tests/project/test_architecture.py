@@ -116,7 +116,7 @@ METHODS = {
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "recompute=None, compile=False, init_fn=None, parallelize=None, "
-    "tensor_parallel=None, wire_dtype=None, seed=0, check='warn', resume=None, offload_to='host', "
+    "tensor_parallel=None, wire_dtype=None, seed=0, check='warn', resume=None, save_frozen=True, offload_to='host', "
     "state_on_host=False, "
     "timeout_seconds=600.0)",
     "auto_plan": "attribute",

@@ -70,6 +70,7 @@ _RUN_RULES: Mapping[str, Rule[Any]] = {
     ).optional,
     "check": choice(get_args(Check)),
     "resume": PATH.but("give the directory of a run", "a directory").optional,
+    "save_frozen": FLAG,
     "offload_to": OFFLOAD_TO,
     "seed": SEED.but("give one such as 0, or None for PyTorch's own stream").optional,
 }
@@ -93,7 +94,8 @@ OPTIONS: Mapping[str, OptionRule] = {
         (
             *("loss_fn", "loss_weight", "loss_scale", "lr_scheduler", "clip_grad_norm"),
             *("update_hooks", "on_nonfinite", "autocast", "version_dtype", "wire_dtype", "init_fn", "parallelize"),
-            *("recompute", "state_on_host", "compile", "seed", "check", "resume", "timeout_seconds"),
+            *("recompute", "state_on_host", "compile", "seed", "check", "resume", "save_frozen"),
+            "timeout_seconds",
         ),
         OptionRule("value"),
     ),
@@ -171,6 +173,7 @@ class RunOptions:
     seed: int | None = 0
     check: Check = "warn"
     resume: str | Path | None = None
+    save_frozen: bool = True
     offload_to: str | Path = HOST
     timeout_seconds: float = 600.0
     rehearses: bool = False

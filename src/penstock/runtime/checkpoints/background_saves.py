@@ -102,6 +102,7 @@ class StageStates:
         stepped = {id(p) for own in self.stages.values() for s in own.values() for p in s.weights.stepped.values()}
         own = {id(b) for weights in self.weights.values() for b in weights.buffers}
         later = {id(b) for stages in self.stages.values() for s in stages.values() for b in s.weights.buffers} - own
+        later |= set() if training.saves_frozen else set(map(id, training.frozen.values()))
         rest = {name: t for name, t in training.held.items() if id(t) not in stepped and id(t) not in later}
         buffers = training.chain.buffers
         copies = {name: copied_value(kept(t)) if name in buffers else kept(t) for name, t in rest.items()}
@@ -174,7 +175,7 @@ class BackgroundSaves:
             )
         self.finish()
         # Modules and losses have seen microbatches that a run which continues without them computes again.
-        later = self._states.parallelized or self._states.training.beside()
+        later = self._states.parallelized or self._states.training.beside(scales=False)
         if not self._engine.cuts() or (later and not self._states.schedule.flushes):
             self.drain()
 

@@ -159,9 +159,11 @@ def _check_model(manifest: Manifest, chain: LayerChain) -> None:
 
 
 def model_tensors(manifest: Manifest) -> dict[str, Any]:
-    """All tensors of the model, by name; those that wrap others as their parts."""
+    """All tensors of the model, by name, but those that it only names; those that wrap others as their parts."""
     found = {}
     for name, entry in manifest.model.items():
+        if name in manifest.content.get("base", {}):
+            continue
         parts = manifest.model[entry["stored"]].get("parts")
         found[name] = manifest.tensor(MODEL + entry["stored"]) if parts is None else manifest.value(parts)
     return found

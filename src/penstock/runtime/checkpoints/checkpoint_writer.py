@@ -51,8 +51,8 @@ class CheckpointState:
     """By key. What several processes have under one key is the same tensor. A `DTensor` is made whole when it is
     written, by all processes that share it."""
     document: Mapping[str, Json]
-    """The rest, as JSON that refers to the keys: ``model``, ``optimizer``, ``pipeline``, ``history``
-    and ``own``."""
+    """The rest, as JSON that refers to the keys: ``model``, ``base`` (digests), ``optimizer``, ``pipeline``,
+    ``history`` and ``own``."""
 
 
 Form: TypeAlias = tuple[tuple[int, ...], str]
@@ -246,16 +246,18 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
                     "expected the same on all ranks. Make the same calls everywhere, and start again from the "
                     "checkpoint before"
                 )
-        for name, value in document["own"]["beside"].items():
+        for name, value in {**document["own"]["beside"], **document["base"]}.items():
             if beside.setdefault(name, value) != value:
                 raise CheckpointError(
                     f"{name} has another value on rank {rank} than on a rank before it: expected the same on all that "
                     "have it. Compute it from what all ranks have, or use no replicas of its stage"
                 )
     model: dict[str, Any] = {}
+    base: dict[str, str] = {}
     optimizer: dict[str, Any] = {}
     history: dict[str, Any] = {}
     for document in documents:
+        base.update(document["base"])
         for name, entry in document["model"].items():
             model.setdefault(name, {}).update(entry)
         for merged, entries in ((optimizer, document["optimizer"]), (history, document["history"])):
@@ -264,6 +266,7 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     pipeline = {name: value for document in reversed(documents) for name, value in document["pipeline"].items()}
     return {
         "model": model,
+        "base": base,
         "optimizer": optimizer,
         "pipeline": pipeline,
         "history": history,

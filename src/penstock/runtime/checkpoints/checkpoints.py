@@ -72,11 +72,19 @@ class Checkpoints:
         `CheckpointError` if something in it cannot be kept.
         """
         tensors: dict[str, Tensor] = {}
-        own = self.own.collect(self.training.beside(), tensors)
-        return self._lay_out(self.training.collect(take=lambda value: value), own, tensors, self._describe_model())
+        described = self._describe(tensors)
+        return self._lay_out(self.training.collect(take=lambda value: value), tensors, *described)
+
+    def _describe(self, tensors: dict[str, Tensor]) -> tuple[Json, dict[str, dict[str, Json]], dict[str, str]]:
+        """What this process keeps of its own, whose tensors are added to `tensors`; what the manifest says of the
+        entries of the model, between steps: in a step they may have another type; and digests of those that it only
+        names.
+        """
+        training = self.training
+        own = self.own.collect(training.beside(scales=training.saves_frozen), tensors)
+        return own, self._describe_model(), training.digests()
 
     def _describe_model(self) -> dict[str, dict[str, Json]]:
-        """What the manifest says of the entries of the model, between steps: in a step they may have another type."""
         held = self.training.held
         return {
             name: {"dtype": name_of(held[name].dtype), "shape": list(held[name].shape), "stored": names[0]}
@@ -85,10 +93,15 @@ class Checkpoints:
         }
 
     def _lay_out(
-        self, state: Mapping[str, Any], own: Json, tensors: dict[str, Tensor], model: dict[str, dict[str, Json]]
+        self,
+        state: Mapping[str, Any],
+        tensors: dict[str, Tensor],
+        own: Json,
+        model: dict[str, dict[str, Json]],
+        base: Mapping[str, str],
     ) -> CheckpointState:
-        """`state`, the description of its `model`, and what the process keeps of its `own`, whose `tensors` are there
-        already. Of the model `state` has what this process saves.
+        """`state`, and what `_describe` says of it and has added to `tensors`. Of the model `state` has what this
+        process saves.
         """
 
         def keep(tensor: Tensor, where: str) -> str:
@@ -101,7 +114,7 @@ class Checkpoints:
             return {name: encode(value, f"{part}/{name}", keep) for name, value in entries.items()}
 
         for name in dict.fromkeys(str(entry["stored"]) for entry in model.values()):
-            found = state["model"].get(name)
+            found = None if name in base else state["model"].get(name)
             if isinstance(found, TensorParts):
                 # Its class is that of the model that loads it.
                 parts = TensorParts(found.kind, str(found.context), found.tensors, found.layout)
@@ -111,6 +124,7 @@ class Checkpoints:
         history = state.get("history", {})
         document = {
             "model": model,
+            "base": dict(base),
             "optimizer": {part: encoded(f"optimizer/{part}", entries) for part, entries in state["optimizer"].items()},
             "pipeline": encode(state["pipeline"], "pipeline", keep),
             "history": {part: encoded(f"history/{part}", history[part]) for part in PARTS if part in history},
@@ -132,16 +146,13 @@ class Checkpoints:
         """Begins to write a checkpoint beside the training. Collective."""
         self.saves.prepare()
 
-        def collect_own() -> tuple[Json, dict[str, Tensor], dict[str, dict[str, Json]]]:
-            tensors: dict[str, Tensor] = {}
-            return self.own.collect(self.training.beside(), tensors), tensors, self._describe_model()
-
-        write_to, beside = self._prepare(directory, step, keeping, collect_own)
+        tensors: dict[str, Tensor] = {}
+        write_to, described = self._prepare(directory, step, keeping, lambda: self._describe(tensors))
         gather = self.world.gather_beside(self.timeout_seconds)
         ranks = Ranks(self.world.rank, gather or self.world.gather)
 
         def write_beside(collect: Callable[[], Mapping[str, Any]]) -> Path:
-            return write_to(ranks.each(lambda: self._lay_out(collect(), *beside)), ranks)
+            return write_to(ranks.each(lambda: self._lay_out(collect(), tensors, *described)), ranks)
 
         return self.saves.begin(write_beside, gather)
 
@@ -213,7 +224,8 @@ class Checkpoints:
             for part, entries in content["optimizer"].items()
         }
         pipeline = manifest.value(content["pipeline"])
-        state = {"model": model_tensors(manifest), "optimizer": optimizer, "pipeline": pipeline}
+        base = content.get("base", {})
+        state = {"model": model_tensors(manifest), "base": base, "optimizer": optimizer, "pipeline": pipeline}
         if (beside := beside_of(manifest)) is None:
             beside = self.training.beside()
             if beside and self.world.rank == 0:
@@ -245,6 +257,7 @@ def make_checkpoints(
     chain: LayerChain,
     drain: Callable[[], None],
     parallelized: bool,
+    saves_frozen: bool,
     timeout_seconds: float,
 ) -> Checkpoints:
     """The checkpoints of the pipeline that `engine` runs. `drain`: drains it, and reports an error to all processes."""
@@ -262,6 +275,7 @@ def make_checkpoints(
         rank=world.rank,
         entries=ModuleEntries(root, chain, stages),
         loss=None if loss in {*root.modules()} else loss,
+        saves_frozen=saves_frozen,
     )
     predicted = any(map(recipe.predicts, schedule.guarantees.delays))
     states = StageStates(training, schedule, engine.stages, parallelized=parallelized, predicted=predicted)

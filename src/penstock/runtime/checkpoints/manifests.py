@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.files.plain_values import Json, decode, type_named
 from penstock.runtime.files.step_directories import MANIFEST, is_file_name
 from penstock.torch_internals import pytrees as pytree
-from penstock.torch_internals.subclasses import put_together, taken_apart
+from penstock.torch_internals.subclasses import form_of, plain_tensors, put_together, taken_apart
 
 FORMAT = "penstock-checkpoint-1"
 _CHUNK = 1 << 20
@@ -180,6 +180,14 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of `tensor`, which is contiguous and on the CPU."""
     values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(values)
+
+
+def digest_of(value: Tensor) -> str:
+    """The checksum of a tensor, with its type and its shape; of one of a subclass, with those of what it wraps."""
+    found = hashlib.sha256(form_of(value).encode())
+    for plain in plain_tensors(value):
+        found.update(bytes_of(plain.detach().cpu().contiguous()))
+    return found.hexdigest()
 
 
 def manifest_text(path: Path, content: Mapping[str, Any]) -> str:

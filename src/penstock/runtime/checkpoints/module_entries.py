@@ -42,6 +42,13 @@ class ModuleEntries:
             name = name.rpartition(".")[0]
         return self._paths[name]
 
+    def is_frozen(self, name: str, value: Any) -> bool:
+        """Whether the entry is a tensor of a module whose own parameters are all frozen."""
+        while name and name not in self._paths:
+            name = name.rpartition(".")[0]
+        own = list(self._model.get_submodule(name).parameters(recurse=False))
+        return isinstance(value, Tensor) and bool(own) and not any(parameter.requires_grad for parameter in own)
+
     def takes(self, name: str) -> bool:
         """Whether the entry `name` is of another process, or a module may take it over beside its tensors."""
         return not self.is_here(name) or any(name.startswith(prefix) for prefix, _ in self._loaders())

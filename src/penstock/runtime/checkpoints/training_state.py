@@ -30,7 +30,7 @@ from penstock.arguments import SEED, integer, is_count, is_number, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.weight_exports import held_tensors
-from penstock.runtime.checkpoints.manifests import StoredTensor, bytes_of, copied_value, read_value
+from penstock.runtime.checkpoints.manifests import StoredTensor, bytes_of, copied_value, digest_of, read_value
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
 from penstock.runtime.checkpoints.own_states import give_state
 from penstock.runtime.engine.engine import Engine
@@ -75,6 +75,8 @@ class TrainingState:
     entries: ModuleEntries
     loss: nn.Module | None
     """The module that the loss function is, or is a method of."""
+    saves_frozen: bool
+    """Whether checkpoints have the numbers of the frozen weights, or digests of them."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -85,6 +87,18 @@ class TrainingState:
     def held(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""
         return held_tensors(self.chain, self.stages)
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The parameters of this process's stages that are not trained."""
+        return {n: t for n, t in self.held.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+
+    def digests(self) -> dict[str, str]:
+        """By name, the digests that checkpoints have in place of frozen weights and their scales; none by default."""
+        if self.saves_frozen:
+            return {}
+        scales = {n: v for n, v in self.entries.collect().items() if self.entries.is_frozen(n, v)}
+        return {name: digest_of(whole(value)) for name, value in (self.frozen | scales).items()}
 
     def collect(self, take: Callable[[Any], Any] = whole) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of parts, and what ``take(value)`` keeps of a value."""
@@ -101,11 +115,13 @@ class TrainingState:
         state: dict[str, Any] = put_together(copy.deepcopy(self.collect()))
         return add_beside(state, {name: copied_value(value) for name, value in self.beside().items()})
 
-    def beside(self) -> dict[str, Any]:
+    def beside(self, *, scales: bool = True) -> dict[str, Any]:
         """What belongs to no tensor of the model and to no parameter's state, by name; not copies. After a slash: what
-        the loss and the optimizers keep; else: entries of the model's state dict.
+        the loss and the optimizers keep; else: entries of the model's state dict, with the `scales` of frozen weights.
         """
         found = self.entries.collect()
+        if not scales:
+            found = {name: value for name, value in found.items() if not self.entries.is_frozen(name, value)}
         if self._computes_loss and self.loss is not None and (own := self.loss.state_dict()):
             found["/loss_fn"] = own
         for number, optimizer in enumerate(self.optimizers):
@@ -156,7 +172,9 @@ class TrainingState:
     def check(self, state: object) -> None:
         """Raises `CheckpointError` unless `state` is one of this training, whole or of this process at least."""
         model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
-        self._check_model(model)
+        base = _mapping(_mapping(state, "state").get("base", {}), "base")
+        self._check_model(model, base)
+        self._check_base(base)
         self._check_optimizers(optimizer, exact="history" not in _mapping(state, "state"))
         self._check_loss(_mapping(state, "state"))
         self._check_progress(pipeline)
@@ -174,7 +192,8 @@ class TrainingState:
             optimizer.state = defaultdict(dict)
             self._restore_optimizer(optimizer, state["optimizer"], beside.get(f"/optimizer/{number}", {}))
         self._restore_hooks(state["optimizer"]["hooks"])
-        self.entries.restore(state["model"], self.held)
+        base = state.get("base", {})
+        self.entries.restore(state["model"], {n: tensor for n, tensor in self.held.items() if n not in base})
         progress, engine = state["pipeline"], self.engine
         history = _open_history(state, self.run, self.rank)
         updates = {} if history is None else {int(stage): kept["updates"] for stage, kept in history["stages"].items()}
@@ -229,7 +248,18 @@ class TrainingState:
                     )
                 yield group, names[id(parameter)], parameter
 
-    def _check_model(self, model: State) -> None:
+    def _check_base(self, base: State) -> None:
+        own: dict[str, Any] = {**self.held, **self.entries.collect()}
+        here = [name for name in base if name in own or self.entries.is_here(name)]
+        found = [name for name in here if name not in own or digest_of(whole(own[name])) != base[name]]
+        if found:
+            raise CheckpointError(
+                f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if found[5:] else ''}: expected the frozen "
+                "weights that the checkpoint was saved beside, of which it has digests only, found other numbers. Load "
+                "the same files, and quantize them as then; a file or a memory may be damaged"
+            )
+
+    def _check_model(self, model: State, base: State) -> None:
         known, present = self.entries.tensors, self.entries.collect()
         for name, value in model.items():
             if name not in known and name not in present and not self.entries.takes(name):
@@ -242,13 +272,13 @@ class TrainingState:
                     f"{name}: expected a torch.Tensor in the state dict, found {type(value).__qualname__}. {_SAME}"
                 )
         for name in (*self.held, *present):
-            if name not in model:
+            if name not in model and name not in base:
                 raise CheckpointError(
                     f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole "
                     "or of all ranks together"
                 )
         for name, tensor in self.held.items():
-            found, expected = ("", "") if name in present else (form_of(model[name]), form_of(tensor))
+            found, expected = ("", "") if name in {**present, **base} else (form_of(model[name]), form_of(tensor))
             if found != expected:
                 raise CheckpointError(
                     f"{name} has shape and type {found} in the state dict and {expected} in the model: expected the "
