@@ -661,7 +661,8 @@ class Pipeline:
         """
         self.drain()
         # Not guarded: an error reaches all processes here, and the training can go on after it.
-        held = hold(self._chain, self._checkpoints.training.held, self._world)
+        training = self._checkpoints.training
+        held = hold(self._chain, {**training.held, **training.scales}, self._world)
         export_weights(self._options.model.model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
     @collective

@@ -178,7 +178,7 @@ def test_other_types_are_not_converted(tmp_path: Path) -> None:
     text = complaint(net(), stored(tmp_path / "x", tensors))
 
     assert "first.bias: F32 in the model, F8_E4M3 in x; norm.bias: F32 in the model, I8 in x" in text
-    assert "A file in a quantized type must be converted before" in text
+    assert "Build layers of the library that has quantized a file (bitsandbytes), or convert the file" in text
 
 
 def test_all_that_does_not_fit_is_named_together(tmp_path: Path) -> None:

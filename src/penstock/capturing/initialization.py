@@ -22,6 +22,7 @@ from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
 from penstock.torch_internals.dispatch import OperatorMode
 from penstock.torch_internals.modules import own_reset
+from penstock.torch_internals.subclasses import packed, packs
 from penstock.torch_internals.tensors import share_hooks, times_written
 
 InitFn: TypeAlias = Callable[[str, Tensor], object]
@@ -47,6 +48,14 @@ class WeightSource(ABC):
     @abstractmethod
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Writes `tensor`, as every `InitFn`."""
+
+    @abstractmethod
+    def packed(self, name: str, like: Tensor, device: torch.device) -> Tensor | None:
+        """The parameter on `device` to stand where `like` stands, if the numbers of `name` are packed already."""
+
+    @abstractmethod
+    def converted(self, name: str, tensor: Tensor) -> Tensor:
+        """What the model gets in place of `tensor`, after it was written."""
 
 
 _MODEL_RESET = "_init_weights"
@@ -78,9 +87,8 @@ def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device
             "initialize(model=): expected a model on the meta device, found one whose tensors all have values. Build "
             "it under torch.device('meta'), or use it as it is"
         )
-    made = {id(tensor): place(tensor, place_on) for tensor in tensors.values()}
-    install(root.modules(), made)
-    fill({name: made[id(t)] for name, t in tensors.items() if t.is_meta or name in replaced}, init_fn, seed)
+    written = {name for name, tensor in tensors.items() if tensor.is_meta or name in replaced}
+    install(root.modules(), make(tensors, tensors, written, init_fn=init_fn, seed=seed, device=place_on))
     return model
 
 
@@ -132,20 +140,44 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
     return init_fn
 
 
-def fill(tensors: Mapping[str, Tensor], init_fn: InitFn, seed: int) -> None:
-    """Has `init_fn` write all of `tensors`, which are given by name, each in the random stream of its name.
+def make(
+    tensors: Mapping[str, Tensor],
+    sources: Mapping[str, Tensor],
+    written: Collection[str],
+    *,
+    init_fn: InitFn,
+    seed: int,
+    device: torch.device,
+) -> dict[int, Tensor]:
+    """Makes what is to stand where `tensors`, by name, stand, on `device`: by their ids. `sources` has the values, or
+    for those that are to be `written` the shapes.
 
-    The generators are left as they were. Raises `PenstockError` naming what was not written.
+    `init_fn` writes these, each in the random stream of its name; the generators are left as they were. They are packed
+    one after the other. Raises `PenstockError` naming what was not written.
     """
-    left = [name for name, tensor in tensors.items() if not _fill(name, tensor, init_fn, seed)]
+    made: dict[int, Tensor] = {}
+    left: dict[str, Tensor] = {}
+    files = init_fn if isinstance(init_fn, WeightSource) else None
+    for name, tensor in tensors.items():
+        source = sources[name]
+        found = files.packed(name, source, device) if files is not None and name in written else None
+        if found is None:
+            found = place(source, device)
+            if name in written and not _fill(name, found, init_fn, seed):
+                left[name] = found
+            elif name in written:
+                found = found if files is None else files.converted(name, found)
+                found = packed(found.detach(), source) if packs(source) else found
+        made[id(tensor)] = found
     if left:
-        described = ", ".join(f"{name} ({_described(tensors[name])})" for name in left)
+        described = ", ".join(f"{name} ({_described(tensor)})" for name, tensor in left.items())
         raise PenstockError(
             f"init_fn did not write {described}. It is called as init_fn(name, tensor) for every parameter and buffer "
             "on the meta device, those outside of the state dict included, and writes the tensor in place; "
             "reset_parameters(model) writes what the modules' own reset_parameters() and _init_weights() do. What a "
             "constructor computed (a position table, a mask) must be computed again, or be built off the meta device"
         )
+    return made
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -166,6 +198,8 @@ def rooted(model: nn.Module | Sequence[Any]) -> nn.Module:
 
 def place(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on `device` to stand where `tensor` stands in a module: its values, or memory if it has none."""
+    if packs(tensor) and not tensor.is_meta:
+        return tensor.to(device)
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
     if not isinstance(tensor, nn.Parameter):
         return values

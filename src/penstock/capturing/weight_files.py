@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,13 @@ from penstock.capturing.initialization import InitFn, WeightSource, named_tensor
 from penstock.capturing.module_state import same_content
 from penstock.capturing.preservation import SavedBuffers
 from penstock.errors import CheckpointError, PenstockError, visible
+from penstock.torch_internals.subclasses import packs
 from penstock.torch_internals.tensors import times_written
 from penstock.values.documents import read_json
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """The name in the files for a name in the model: a function, or regular expressions and what replaces them."""
+Convert: TypeAlias = Callable[[str, Tensor], Tensor]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NEW = ".weights.new"
@@ -66,10 +68,13 @@ _RULES: Mapping[str, Rule[Any]] = {
         | function(("name",), "")
     ).optional,
     "missing": function(("name", "tensor"), "pass one such as penstock.reset_parameters(model)").optional,
+    "convert": function(("name", "tensor"), "let it return what the model gets in place of the tensor").optional,
 }
 
 
-def load_weights(path: str | Path, *, rename: Rename | None = None, missing: InitFn | None = None) -> InitFn:
+def load_weights(
+    path: str | Path, *, rename: Rename | None = None, missing: InitFn | None = None, convert: Convert | None = None
+) -> InitFn:
     """An `init_fn` that reads the weights of a model on the meta device from safetensors files.
 
     Each process reads the tensors of its own stages only, and its memory never holds more than them and the one that
@@ -82,14 +87,19 @@ def load_weights(path: str | Path, *, rename: Rename | None = None, missing: Ini
         rename: the names in the files, from those of the model: a function, or a dict of regular expressions and what
             replaces them (``re.sub``, in their order), as ``{r"^model\\.": ""}``.
         missing: an `init_fn` for the parameters and buffers that the files do not have (a new head, adapters).
+        convert: ``convert(name, tensor)`` returns what the model gets in place of a tensor that was read, such as one
+            that torchao has quantized; or the tensor.
+
+    A parameter that packs its numbers when it is moved to a device, such as those of bitsandbytes, is packed before the
+    next one is read. Files may have it packed already, with its scales.
 
     Before anything is read, the files are compared with the whole model. Raises `CheckpointError` with all names that
     are missing or differ in shape or type. It warns once, on rank 0, of tensors in the files that the model has not.
     Needs the package ``safetensors`` (the extra ``hub``).
     """
     PATH.check("load_weights(path=)", path, CheckpointError)
-    check_arguments("load_weights", _RULES, rename=rename, missing=missing)
-    return _WeightFiles(Path(path), rename, missing)
+    check_arguments("load_weights", _RULES, rename=rename, missing=missing, convert=convert)
+    return _WeightFiles(Path(path), rename, missing, convert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +115,12 @@ class _StoredTensor:
 class _WeightFiles(WeightSource):
     """The tensors in the files of `path`, under the names of a model."""
 
-    def __init__(self, path: Path, rename: Rename | None, missing: InitFn | None) -> None:
-        self.path, self.rename, self.missing = path, _renaming(rename), missing
+    def __init__(self, path: Path, rename: Rename | None, missing: InitFn | None, convert: Convert | None) -> None:
+        self.path, self.rename, self.missing, self.convert = path, _renaming(rename), missing, convert
         self._homes: dict[str, tuple[_StoredTensor, ...]] = {}
         """By the first name of each tensor of the model."""
+        self._scales: dict[str, dict[str, _StoredTensor]] = {}
+        """Of those that the files have packed, what they have beside each, by what its name adds."""
         self._reset: InitFn | None = None
         self._computed: frozenset[str] = frozenset()
         """The buffers outside of the state dict."""
@@ -135,7 +147,57 @@ class _WeightFiles(WeightSource):
             for first, known in names.items()
             if first not in self._computed and (found := self._find(known))
         }
+        self._scales = dict(self._packed_in_files(model, names))
         self._compare(model, names, given)
+
+    def _packed_in_files(
+        self, model: nn.Module, names: Mapping[str, list[str]]
+    ) -> Iterator[tuple[str, dict[str, _StoredTensor]]]:
+        tensors, taken = named_tensors(model), {self.rename(name) for known in names.values() for name in known}
+        for first, homes in self._homes.items():
+            if packs(tensors[first]) and any(_differences(first, tensors[first], homes)):
+                path, point, leaf = homes[0].name.rpartition(".")
+                beside = sorted(name for name in self.stored.keys() - taken if name.startswith(path + point))
+                suffixes = (name.removeprefix(path + point).removeprefix(f"{leaf}.") for name in beside)
+                if beside:
+                    yield first, dict(zip(suffixes, map(self.stored.__getitem__, beside), strict=True))
+
+    def packed(self, name: str, like: Tensor, device: torch.device) -> Tensor | None:
+        if name not in self._scales:
+            return None
+        stored = self._homes[name][0]
+        values, scales = _value_of(stored), {suffix: _value_of(each) for suffix, each in self._scales[name].items()}
+        for suffix, scale in scales.items():
+            if scale.is_floating_point() and not bool(scale.isfinite().all()):
+                raise CheckpointError(
+                    f"{self._scales[name][suffix].file}: expected finite numbers in {self._scales[name][suffix].name}, "
+                    f"which {name} is packed with, found others. The file is damaged: download or write it again"
+                )
+        make = getattr(type(like), "from_prequantized", None)
+        try:
+            if make is not None:
+                made = make(data=values, quantized_stats=scales, requires_grad=False, device=device)
+            else:
+                own = {**vars(like), **{key: scale for key, scale in scales.items() if key in vars(like)}}
+                made = type(like)(values, requires_grad=False, **own).to(device)  # type: ignore[call-arg]
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path}: {type(like).__name__} refuses {stored.name} with {', '.join(scales)}, as the files have "
+                f"{name}: {type(error).__name__}: {error}. Expected what its library writes. Write the files again"
+            ) from error
+        return cast(Tensor, made)
+
+    def converted(self, name: str, tensor: Tensor) -> Tensor:
+        if self.convert is None or name not in self._homes:
+            return tensor
+        found = self.convert(name, tensor)
+        if not isinstance(found, Tensor) or found.shape != tensor.shape:
+            raise PenstockError(
+                f"convert={text_of(self.convert)}: expected a tensor of the shape {tuple(tensor.shape)} for {name}, "
+                f"found {text_of(found)}. Return the tensor itself where there is nothing to convert"
+            )
+        registered = isinstance(found, nn.Parameter) or not isinstance(tensor, nn.Parameter)
+        return found if registered else nn.Parameter(found, requires_grad=False)
 
     def has(self, name: str) -> bool:
         return name in self._homes
@@ -178,8 +240,10 @@ class _WeightFiles(WeightSource):
         ]
         if self.missing is not None and self._homes:
             lacking = []
-        unlike = [text for first, homes in self._homes.items() for text in _differences(first, tensors[first], homes)]
+        whole = {first: homes for first, homes in self._homes.items() if first not in self._scales}
+        unlike = [text for first, homes in whole.items() for text in _differences(first, tensors[first], homes)]
         expected = {self.rename(name) for known in names.values() for name in known}
+        expected.update(stored.name for scales in self._scales.values() for stored in scales.values())
         unexpected = sorted(self.stored.keys() - expected)
         if lacking or unlike:
             raise CheckpointError(_complaint(self.path, lacking, unlike, unexpected))
@@ -329,10 +393,16 @@ def _complaint(path: Path, lacking: list[str], unlike: list[str], unexpected: li
         lines.append(f"The model lacks {len(unexpected)} tensor(s) of the files: {', '.join(unexpected)}.")
     lines.append(
         "Build the model with the configuration of the files. Pass rename= if only names differ, and "
-        "missing=penstock.reset_parameters(model) if the files are right not to have some. A file in a quantized type "
-        "must be converted before"
+        "missing=penstock.reset_parameters(model) if the files are right not to have some. Build layers of the library "
+        "that has quantized a file (bitsandbytes), or convert the file before"
     )
     return "\n".join(lines)
+
+
+def _value_of(stored: _StoredTensor) -> Tensor:
+    with _opened(stored.file) as opened:
+        # A copy: the other is the memory of the file.
+        return cast(Tensor, opened.get_tensor(stored.name).clone())
 
 
 def _read(name: str, homes: tuple[_StoredTensor, ...], tensor: Tensor) -> None:

@@ -7,8 +7,9 @@ draws and buffers that are written, is read off the operators instead.
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from torch.fx.node import map_aggregate
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
-from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
+from penstock.capturing.initialization import InitFn, bare, examined, install, make, named_tensors, place, rooted
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.module_state import SILENT_WRITERS, find_writable
 from penstock.capturing.preservation import in_mode, kept_generators
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import OperatorMode, schema_of
+from penstock.torch_internals.modules import replaced_forward
+from penstock.torch_internals.subclasses import packs
 
 _META = torch.device("meta")
 
@@ -89,12 +92,11 @@ class Weightless:
             for name, tensor in named_tensors(self.model).items()
             if id(tensor) in held or (0 in layers and id(tensor) not in read)
         }
-        made = {id(tensor): place(self.given.get(name, tensor), self.device) for name, tensor in wanted.items()}
-        install(self.model.modules(), made)
-        for chain in chains:
-            install(_modules(chain), made)
-        unwritten = {name: made[id(t)] for name, t in wanted.items() if name not in self.given or name in replaced}
-        fill(unwritten, init_fn, seed)
+        sources = {name: self.given.get(name, tensor) for name, tensor in wanted.items()}
+        written = {name for name in wanted if name not in self.given or name in replaced}
+        made = make(wanted, sources, written, init_fn=init_fn, seed=seed, device=self.device)
+        for modules in (self.model.modules(), *map(_modules, chains)):
+            install(modules, made)
         trained, evaluated = (_over(chain, made) for chain in chains)
         evaluated = replace(evaluated, evaluation=lambda: evaluated)
         return evaluated if chains[0] is chains[1] else replace(trained, evaluation=lambda: evaluated)
@@ -120,12 +122,13 @@ def capture_weightless(model: nn.Module | Sequence[Any], sample: Any) -> Weightl
     install(root.modules(), {id(tensor): bare(tensor) for tensor in given.values()})
     inputs = structure.unflatten([bare(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     try:
-        chain = capture(model, inputs)
-        trained, written = _completed(chain, root, inputs, device)
-        evaluated = trained
-        if chain.evaluation() is not chain:
-            evaluated, _ = _completed(chain.evaluation(), root, inputs, device, evaluates=True)
-        _check_writes(model, trained, inputs, written)
+        with _unpacked(root):
+            chain = capture(model, inputs)
+            trained, written = _completed(chain, root, inputs, device)
+            evaluated = trained
+            if chain.evaluation() is not chain:
+                evaluated, _ = _completed(chain.evaluation(), root, inputs, device, evaluates=True)
+            _check_writes(model, trained, inputs, written)
     except BaseException as error:
         install(root.modules(), {id(new): given[name] for name, new in named_tensors(root).items() if name in given})
         cause = error.__cause__ or error
@@ -135,6 +138,20 @@ def capture_weightless(model: nn.Module | Sequence[Any], sample: Any) -> Weightl
     evaluated = replace(evaluated, evaluation=lambda: evaluated)
     trained = evaluated if chain.evaluation() is chain else replace(trained, evaluation=lambda: evaluated)
     return Weightless(trained, root, given, device)
+
+
+@contextmanager
+def _unpacked(model: nn.Module) -> Iterator[None]:
+    """Has modules run, for a block, what their class of `torch.nn` runs where their own code needs packed weights:
+    there are none on the meta device.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if any(map(packs, module.parameters(recurse=False))):
+                kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules.")]
+                forward: Any = kinds[0].forward
+                stack.enter_context(replaced_forward(module, MethodType(forward, module), hooks=True))
+        yield
 
 
 def _needs_numbers(name: str, cause: BaseException) -> str:

@@ -7,7 +7,7 @@ what it wraps by ``__tensor_flatten__``, the protocol of `torch.compile`. Tried 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.torch_internals.pytrees import tree_map_only
@@ -31,6 +31,20 @@ def wraps_tensors(value: object) -> bool:
     """Whether `value` is a tensor that holds others in place of numbers; a `DTensor` is none here."""
     flatten = getattr(type(value), "__tensor_flatten__", None)
     return isinstance(value, Tensor) and callable(flatten) and not is_dtensor(value)
+
+
+def packs(value: object) -> bool:
+    """Whether `value` is a parameter of a class that packs numbers when it is moved to a device: one with a ``to`` of
+    its own, such as those of bitsandbytes. Its constructor takes numbers, and its attributes by their names.
+    """
+    ordinary = type(value) in PLAIN or is_dtensor(value) or wraps_tensors(value)
+    return isinstance(value, nn.Parameter) and not ordinary and type(value).to is not Tensor.to
+
+
+def packed(values: Tensor, like: Tensor) -> Tensor:
+    """`values`, packed as the class of `like` does it, with its attributes."""
+    made = type(like)(values, requires_grad=like.requires_grad, **vars(like))  # type: ignore[call-arg]
+    return made.to(values.device)
 
 
 def taken_apart(value: Any, where: str = "a tensor") -> Any:

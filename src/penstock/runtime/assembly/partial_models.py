@@ -19,6 +19,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.assembly.weight_exports import HeldTensors, held_tensors
 from penstock.runtime.transport.worlds import World
 from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.subclasses import packs
 from penstock.values.plan_stages import Stage
 
 _HARMLESS = """__get__ __set__ __len__ dim ndimension size stride numel nelement element_size storage_offset get_device
@@ -98,13 +99,14 @@ class ModelParts:
                 tensor.__class__ = type(kind.__name__, (_Elsewhere, kind), names)
 
     def gather(self, world: World, device: torch.device) -> None:
-        """Writes the newest numbers into all tensors of the model. Collective."""
+        """Writes the newest numbers into all tensors of the model, but those of packed weights. Collective."""
         tensors = named_tensors(self._model)
         here = {path: tensor for path, tensor in tensors.items() if not isinstance(tensor, _Elsewhere)}
         every = world.gather(set(here))
         owners = {path: rank for rank in reversed(range(world.processes)) for path in every[rank]}
         held = HeldTensors(here, tensors, owners, world)
-        for path in [path for path in tensors if path in owners.keys() - set.intersection(*every)]:
+        moved = owners.keys() - set.intersection(*every)
+        for path in [path for path in tensors if path in moved and not packs(tensors[path])]:
             value, tensor = held.bring(path, tensors[path].dtype, None), tensors[path]
             if value is not None and path not in here:
                 tensor.__class__ = type(tensor).__bases__[1]

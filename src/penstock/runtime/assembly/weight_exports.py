@@ -32,6 +32,7 @@ from penstock.capturing.weight_files import INDEX, SINGLE
 from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.collectives.agreements import Ranks, gather_results
 from penstock.runtime.files.file_errors import files_explained
+from penstock.runtime.files.plain_values import name_of, type_named
 from penstock.runtime.files.safetensors_files import (
     PARTIAL,
     SafetensorsWriter,
@@ -42,7 +43,7 @@ from penstock.runtime.files.safetensors_files import (
 )
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.worlds import World
-from penstock.torch_internals.subclasses import wraps_tensors
+from penstock.torch_internals.subclasses import packs, wraps_tensors
 from penstock.values.plan_stages import Stage
 
 ADAPTER, ADAPTER_CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
@@ -136,9 +137,16 @@ def hold(chain: LayerChain, own: Mapping[str, Tensor], world: World) -> HeldTens
     """`own`: the entries of the state dict of the model of `chain` that this process holds. Collective."""
     every: dict[str, Tensor] = {**chain.parameters, **chain.buffers}
     owners: dict[str, int] = {}
-    for rank, names in enumerate(world.gather(list(own))):
-        for name in names:
+    unlike = {name for name, tensor in own.items() if packs(tensor) or name not in every}
+    forms = {name: (tuple(own[name].shape), name_of(own[name].dtype)) if name in unlike else None for name in own}
+    for rank, held in enumerate(world.gather(forms)):
+        for name, form in held.items():
             owners.setdefault(name, rank)
+            if form is not None and name not in own:
+                # Packed there, or a scale, which a model without numbers does not have.
+                every[name] = torch.empty(form[0], dtype=type_named(form[1]), device="meta")
+            elif form is not None:
+                every[name] = own[name]
     return HeldTensors(own, every, owners, world)
 
 

@@ -21,6 +21,7 @@ from penstock.runtime.collectives.agreements import Ranks
 from penstock.runtime.files.plain_values import Json, name_of
 from penstock.runtime.files.step_directories import MANIFEST, step_of, steps_in
 from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.subclasses import packs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,6 +150,9 @@ def _check_model(manifest: Manifest, chain: LayerChain) -> None:
     """The whole model is compared on every process."""
     for name, tensor in (*chain.parameters.items(), *chain.buffers.items()):
         entry = manifest.model.get(name)
+        if tensor.is_meta and packs(tensor):
+            # Another process has it, in the form that was packed there.
+            continue
         form = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape)}
         if entry is None or any(entry[key] != value for key, value in form.items()):
             found = "nothing" if entry is None else {key: entry[key] for key in form}

@@ -93,12 +93,16 @@ class TrainingState:
         """The parameters of this process's stages that are not trained."""
         return {n: t for n, t in self.held.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
 
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """What frozen modules of this process's stages have in the state dict beside parameters and buffers."""
+        return {n: v for n, v in self.entries.collect().items() if self.entries.is_frozen(n, v)}
+
     def digests(self) -> dict[str, str]:
         """By name, the digests that checkpoints have in place of frozen weights and their scales; none by default."""
         if self.saves_frozen:
             return {}
-        scales = {n: v for n, v in self.entries.collect().items() if self.entries.is_frozen(n, v)}
-        return {name: digest_of(whole(value)) for name, value in (self.frozen | scales).items()}
+        return {name: digest_of(whole(value)) for name, value in {**self.frozen, **self.scales}.items()}
 
     def collect(self, take: Callable[[Any], Any] = whole) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of parts, and what ``take(value)`` keeps of a value."""
