@@ -4,7 +4,8 @@ from enum import StrEnum
 
 
 class PlannerName(StrEnum):
-    """Lists the planners in the order in which they run; `UNIFORM` and `ORDER` run only if they are named."""
+    """Lists the planners in the order in which they run; `UNIFORM` and `ORDER` run only if they are named, and `TWO_BW`
+    also where `PIPEDREAM` would take too long."""
 
     PIPEDREAM = "pipedream"
     TWO_BW = "2bw"

@@ -72,22 +72,22 @@ def plan(
     `Plan.explain` shows the ranked table of candidates. Options that are not given are searched:
 
     `planner`: `pipedream` (fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas), `2bw`
-    (equal parallel pipelines), `interleaved` (parallel pipelines with several stages per rank, also in a V), `uniform`
-    (equally many layers per stage; used by name only), `order` (an order of actions that is found for the stages of the
-    others, without replicas, under the memory of the devices; used by name only, see `penstock.planning.find_order`).
-    `schedule`: one of `penstock.values.SCHEDULES`, whose order is delayed (`limit_order`) if none of its plans fits.
-    `microbatches` is their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of
-    samples. The default is four microbatches for every device (one under `pipedream`, where each microbatch has its own
-    update). With several profiles of one model, measured at different microbatch sizes, the search also chooses the
-    size; `microbatch_sizes` are further sizes to try, for which the nearest profile is scaled (`Profile.scaled`).
-    `stages`: exactly this number, on all ranks together; they may have replicas. `straight`: no replicas. `recompute`:
-    both are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
-    `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
-    default every two ranks have their own. `whole_backwards` excludes split backwards. `every_device`: only plans that
-    use all devices, as under torchrun, where each process is a rank. `state_on_host`: as in `Pipeline`.
-    `epoch_samples`: the table says what an epoch costs, where the cluster has prices. `deadline_seconds`: not the
-    fastest plan, but the one whose epoch costs least of those that take no longer; it may leave devices out. `progress`
-    shows a line on stderr; None shows it on a terminal.
+    (equal parallel pipelines; used by name, and on more than 128 devices), `interleaved` (parallel pipelines with
+    several stages per rank, also in a V), `uniform` (equally many layers per stage; used by name only), `order` (an
+    order of actions that is found for the stages of the others, without replicas, under the memory of the devices; used
+    by name only, see `penstock.planning.find_order`). `schedule`: one of `penstock.values.SCHEDULES`, whose order is
+    delayed (`limit_order`) if none of its plans fits. `microbatches` is their number in a minibatch, over all replicas;
+    alternatively, `batch_size` is its number of samples. The default is four microbatches for every device (one under
+    `pipedream`, where each microbatch has its own update). With several profiles of one model, measured at different
+    microbatch sizes, the search also chooses the size; `microbatch_sizes` are further sizes to try, for which the
+    nearest profile is scaled (`Profile.scaled`). `stages`: exactly this number, on all ranks together; they may have
+    replicas. `straight`: no replicas. `recompute`: both are tried where memory is limited. `optimizer_copies`: the
+    optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server (the innermost level of the
+    cluster) share one link to each other server; by default every two ranks have their own. `whole_backwards` excludes
+    split backwards. `every_device`: only plans that use all devices, as under torchrun, where each process is a rank.
+    `state_on_host`: as in `Pipeline`. `epoch_samples`: the table says what an epoch costs, where the cluster has
+    prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least of those that take no longer;
+    it may leave devices out. `progress` shows a line on stderr; None shows it on a terminal.
 
     Profiles that were measured with several `tensor_parallel` devices are planned for groups of neighbours, and
     ranked with those of single devices.

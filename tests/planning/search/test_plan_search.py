@@ -125,6 +125,19 @@ def test_stale_weights_are_for_those_who_ask_for_them(wish: dict[str, Any], stal
     assert ("stale" in made.explain()) is stale
 
 
+def test_the_planner_2bw_is_asked_by_name_and_where_the_planner_pipedream_takes_too_long() -> None:
+    def asked(devices: int, **fixed: Any) -> set[str]:
+        trials = PlanConstraints(**fixed).trials((equal_layers(8),), Cluster.uniform(devices, 1e9))
+        return {query.planner for query in trials}
+
+    assert asked(128) == {"pipedream", "spp", "interleaved"}
+    assert asked(129) == {"2bw", "spp", "interleaved"}
+    assert asked(129, straight=True) == {"2bw"}
+    assert asked(129, vertical_sync=True, stages=4) == {"pipedream"}
+    assert asked(4, planner="2bw") == {"2bw"}
+    assert asked(4, planner="spp") == {"spp"}
+
+
 def test_of_equally_fast_plans_the_one_without_stale_weights_is_taken() -> None:
     made = plan(equal_layers(1), Cluster.uniform(1, 1e9), asynchronous=True)
 

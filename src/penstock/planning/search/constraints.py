@@ -35,7 +35,7 @@ MICROBATCHES_PER_DEVICE = 4
 """The microbatches per device in the default minibatch. A flush then idles for about a fifth of the time."""
 
 _MOST_FLAT = 128
-"""With more devices the planner `pipedream` runs only if it or the number of stages is given."""
+"""With more devices the planner `2bw` runs instead of `pipedream`, unless the number of stages is given."""
 
 
 _DEPTHS = (48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
@@ -215,13 +215,14 @@ class PlanConstraints:
         if self.planner is not None:
             yield self.planner
             return
+        # The stages of 2bw are seldom better than the others', so that it stands in for pipedream only.
         if cluster.devices <= _MOST_FLAT or self.stages is not None:
             yield PlannerName.PIPEDREAM.value
-        if not self.vertical_sync:
+        elif not self.vertical_sync:
             yield PlannerName.TWO_BW.value
-            if not self.straight:
-                yield PlannerName.SPP.value
-                yield PlannerName.INTERLEAVED.value
+        if not self.vertical_sync and not self.straight:
+            yield PlannerName.SPP.value
+            yield PlannerName.INTERLEAVED.value
 
     def _requests(
         self, planner: str, schedule: ScheduleDefinition, profile: Profile, microbatches: int, cluster: Cluster

@@ -84,8 +84,9 @@ class Proposer:
         return tuple(chosen)
 
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
-        """The plans of one query on the devices of the whole cluster, also on half and on a quarter of them where the
-        planner would use all: on slow links fewer are faster. Raises `PlanError` if there are none.
+        """The plans of one query on the devices of the whole cluster. Where the planner would use all, also those on
+        half and on a quarter of them, since on slow links fewer are faster, and equal pipelines. Raises `PlanError` if
+        there are none.
         """
         for plan in chain(self._propose(query), self._propose_parts(query)):
             yield plan if self.is_whole else self._placed(plan)
@@ -109,12 +110,24 @@ class Proposer:
             and not query.request.definition.layout.has_several
         )
         if uses_all and not query.named and self._cluster.is_equal:
+            if query.planner == PlannerName.PIPEDREAM and query.request.schedule == DEFAULT_SCHEDULE:
+                yield from self._equal_pipelines(query.profile, query.request)
             if self._parts is None:
                 counts = [count for count in (self._cluster.devices // 2, self._cluster.devices // 4) if count > 1]
                 self._parts = tuple(Proposer(self._cluster.pick(range(count))) for count in counts)
             for part in self._parts:
                 with suppress(PlanError, ScheduleError):
                     yield from part._propose(query)
+
+    def _equal_pipelines(self, profile: Profile, request: Request) -> Iterator[Plan]:
+        """Equal pipelines of stages with equal work on all devices, for every number of pipelines that divides theirs;
+        the last is data parallelism. A search for other replicas seldom ends at these.
+        """
+        devices = self._cluster.devices
+        for replicas in range(1, devices + 1):
+            if devices % replicas == 0 and devices // replicas <= len(profile):
+                narrow = Plan.balanced([layer.seconds for layer in profile.layers], devices // replicas)
+                yield widen(narrow, replicas, profile, self._cluster, request)
 
     def _propose(self, query: PlannerQuery) -> Iterator[Plan]:
         profile, request = query.profile, query.request
