@@ -233,13 +233,14 @@ class Refiner:
         by_bound = sorted(range(len(seeds)), key=bounds.__getitem__)
         # The closed form is too pessimistic for some structures and the bound too optimistic for others.
         both = list(dict.fromkeys(chain.from_iterable(enumerate(by_bound))))
-        chosen = [seed for seed in both if bounds[seed] <= best * _ROUNDING]
-        chosen = chosen or [seed for seed in both[:1] if bounds[seed] <= _NEAR * best]
-        timed = [
-            found
-            for alike in map(seeds.__getitem__, chosen[:_SEEDS])
-            if (found := search.time(alike[0], cuts=list(map(cuts_of, alike)), effort=effort)) is not None
-        ]
+        able = [seed for seed in both if bounds[seed] <= best * _ROUNDING][:_SEEDS]
+        near = [seed for seed in both if best * _ROUNDING < bounds[seed] <= _NEAR * best][:_SEEDS]
+        timed: list[Timed] = []
+        for seed in (*able, *near):
+            if seed in near and timed:
+                break
+            found = search.time(seeds[seed][0], cuts=list(map(cuts_of, seeds[seed])), effort=effort)
+            timed += [] if found is None else [found]
         timed.sort(key=lambda found: found.seconds)
         if not timed or timed[0].seconds > _HOPELESS * best:
             return timed
