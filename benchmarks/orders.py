@@ -34,6 +34,7 @@ from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import OrderCosts, TimedRows, rows_of, time_rows
 from penstock.planning.orders.search import find_order, named_plans
 from penstock.planning.orders.seeds import find_seeds, spread_weights
+from penstock.planning.orders.windows import rearrange
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.outcomes import evaluate
@@ -64,8 +65,8 @@ HALVES = (
 LIMITS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0)
 FEW_LIMITS = (0.5, 1.0, 2.0)
 """Those of cases with 24 ranks or more."""
-SEEDS, TRIES, TIMED = 4, 400, 1_000_000
-"""Seeds that are improved, the most moves on each, and the operations that these time."""
+SEEDS, TRIES, TIMED, PUT = 2, 400, 1_000_000, 12_000
+"""Seeds that are improved, the most moves on each, the operations that these time, and those put in windows."""
 CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (8, 11, 2, 1, 18, 5, 4, 11): (3, 5, 6),
     (1170, 2846, 1146, 4254, 2199, 1289, 6888, 2312): (4, 6, 7),
@@ -78,7 +79,8 @@ Row = dict[str, Any]
 def search(costs: OrderCosts, named: list[Schedule]) -> TimedRows | None:
     """The best rows for `costs`."""
     tries = min(TRIES, TIMED // costs.operations)
-    improved = [improve(costs, seed, tries) for seed in find_seeds(costs, named)[:SEEDS]]
+    moved = [improve(costs, seed, tries) for seed in find_seeds(costs, named)[:SEEDS]]
+    improved = [rearrange(costs, timed, PUT) for timed in moved]
     improved += [again for timed in improved for again in spread_weights(costs, timed)]
     return min(improved, key=lambda timed: timed.seconds, default=None)
 

@@ -33,6 +33,7 @@ from penstock.planning.orders.rows import (
     time_rows,
 )
 from penstock.planning.orders.seeds import adapted_seeds, delay_rows, find_seeds, spread_weights
+from penstock.planning.orders.windows import rearrange
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import if_runnable
 from penstock.scheduling.orders import METHODS
@@ -50,8 +51,10 @@ from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 NAME = "found"
 """The name of an order that was found."""
-_MOVES, _MOVED_OPERATIONS = 2_000, 400_000
-"""Local moves on a seed end when there have been so many, or when this number of operations has been timed."""
+_MOVES, _MOVED_OPERATIONS = 1_000, 200_000
+"""Local moves on a seed end when there have been so many, or when this number of operations has been timed ..."""
+_PUT = 12_000
+"""... and then this number of operations is put in windows."""
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
 _ROUNDS = 5
@@ -443,7 +446,8 @@ class _Search:
         short = _searched(start.costs)
         tries = min(_MOVES, _MOVED_OPERATIONS // short.operations)
         # Nothing is to be gained where the seed is as fast as any order can be.
-        improved = improve(short, start.seed, tries if start.seed.seconds > bound_of(short).seconds * ROUNDING else 0)
+        moved = improve(short, start.seed, tries if start.seed.seconds > bound_of(short).seconds * ROUNDING else 0)
+        improved = rearrange(short, moved, _PUT)
         score = partial(_whole_score, start.costs)
         best = min((improved, *spread_weights(short, improved)), key=score)
         if score(best) < inf:
