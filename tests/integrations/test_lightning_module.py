@@ -8,52 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import penstock
-from support.blocks import WIDTH, Block
+from support.jobs.lightning_jobs import PARTS, SAMPLE, loader, loss_of, make_model, plain_module, trainer
 from support.processes import Pool
 
 Fit = tuple[dict[str, float], dict[str, Tensor], int]
 """The metrics, the weights and the number of steps."""
-PARTS = 2
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 3)).double()
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-def loader() -> Any:
-    generator = torch.Generator().manual_seed(6)
-    x, y = (torch.randn(16, size, dtype=torch.float64, generator=generator) for size in (WIDTH, 3))
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
-
-
-def trainer(folder: Path, epochs: int, **options: Any) -> Any:
-    # It takes seconds, and need not be installed.
-    pl = import_module("lightning.pytorch")
-    checkpoint = pl.callbacks.ModelCheckpoint(folder, filename="{step}", monitor="validation_loss", save_top_k=1)
-    return pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[checkpoint],
-        logger=False,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
+def keeping(folder: Path, epochs: int, **options: Any) -> Any:
+    checkpoint = import_module("lightning.pytorch").callbacks.ModelCheckpoint(
+        folder, filename="{step}", monitor="validation_loss", save_top_k=1
     )
+    return trainer(folder, epochs, checkpoint, **options)
 
 
 def results(run: Any) -> tuple[dict[str, float], int]:
@@ -61,32 +34,8 @@ def results(run: Any) -> tuple[dict[str, float], int]:
 
 
 def fit_plainly(folder: Path) -> Fit:
-    """By Lightning alone: manual optimization, and gradients of the parts of a batch are added."""
-    pl = import_module("lightning.pytorch")
-
-    class Plain(pl.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.model = make_model()
-
-        def training_step(self, batch: Any, index: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            losses = [loss_of(self.model(x), y) / PARTS for x, y in zip(*(t.chunk(PARTS) for t in batch), strict=True)]
-            for loss in losses:
-                self.manual_backward(loss)
-            optimizer.step()
-            self.log("loss", sum(losses).detach())  # type: ignore[union-attr]
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            self.log("validation_loss", loss_of(self.model(batch[0]), batch[1]))
-
-        def configure_optimizers(self) -> Any:
-            return momentum(self.model.parameters())
-
-    module, run = Plain(), trainer(folder, 3)
-    run.fit(module, loader(), loader())
+    module, run = plain_module(momentum), keeping(folder, 3)
+    run.fit(module, loader(16), loader(16))
     metrics, steps = results(run)
     return metrics, dict(module.model.state_dict()), steps
 
@@ -97,16 +46,16 @@ def fit(folder: Path, epochs: int = 3, resumes: str | None = None) -> Fit:
 
     with penstock.Pipeline(
         make_model(),
-        sample=(torch.randn(2, WIDTH).double(),),
+        sample=SAMPLE,
         loss_fn=loss_of,
         optimizer=momentum,
         stages=dist.get_world_size() if dist.is_initialized() else 2,
         microbatches=PARTS,
     ) as pipe:
-        run = trainer(folder, epochs, strategy=PipelineStrategy())
-        run.fit(PipelineModule(pipe), loader(), loader(), ckpt_path=resumes)
+        run = keeping(folder, epochs, strategy=PipelineStrategy())
+        run.fit(PipelineModule(pipe), loader(16), loader(16), ckpt_path=resumes)
         metrics, steps = results(run)
-        [tested] = run.test(PipelineModule(pipe), loader(), verbose=False)
+        [tested] = run.test(PipelineModule(pipe), loader(16), verbose=False)
         return {**metrics, **tested}, dict(pipe.full_state_dict(rank=None) or {}), steps
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import penstock
+from support.jobs.lightning_jobs import PARTS, SAMPLE, loader, loss_of, make_model, plain_module, trainer
 from support.processes import Pool
 
 pytest.importorskip("lightning")
@@ -16,66 +17,24 @@ integrations: Any = penstock.integrations
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def make_model() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))).double()
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.1)
 
 
-def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    return import_module("lightning.pytorch").Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=1,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
-
-
-def loader() -> Any:
-    x, y = (torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (6, 7))
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+def run_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    return trainer(folder, 2, *callbacks, enable_checkpointing=False, **options)
 
 
 def fit_plainly(folder: Path, *callbacks: Any) -> dict[str, Tensor]:
-    class Plain(import_module("lightning.pytorch").LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.model = make_model()
-
-        def training_step(self, batch: Any, index: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            for x, y in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
-                self.manual_backward(loss_of(self.model(x), y) / 2)
-            optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return adam(self.model.parameters())
-
-    module = Plain()
-    trainer(folder, *callbacks).fit(module, loader())
+    module = plain_module(adam)
+    run_of(folder, *callbacks).fit(module, loader())
     return dict(module.model.state_dict())
 
 
 def fit(folder: Path, *callbacks: Any, kind: Any = None, stages: int | None = 2) -> dict[str, Tensor]:
     kind = kind or integrations.PipelineModule
-    sample = (torch.zeros(2, 4, dtype=torch.float64),)
-    with penstock.Pipeline(make_model(), sample, loss_of, adam, stages=stages, microbatches=2) as pipe:
-        run = trainer(folder, *callbacks, strategy=integrations.PipelineStrategy())
+    with penstock.Pipeline(make_model(), SAMPLE, loss_of, adam, stages=stages, microbatches=PARTS) as pipe:
+        run = run_of(folder, *callbacks, strategy=integrations.PipelineStrategy())
         run.fit(kind(pipe), loader())
         return dict(pipe.full_state_dict(rank=None))
 
