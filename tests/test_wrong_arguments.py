@@ -179,6 +179,13 @@ TRAINING = [
     call("token_count(5)", lambda: A.token_count(5, shifted=True), PenstockError, "token_count(labels=)", "found 5"),
     call("token_count(shifted=1)", lambda: A.token_count(shifted=1), PenstockError, "token_count(shifted=)", "found 1"),
     call("initialize(None)", lambda: A.initialize(None, print), CaptureError, "initialize(model=)", "nothing"),
+    call(
+        "initialize(a whole model)", lambda: A.initialize(build(), penstock.reset_parameters(build())), PenstockError,
+        "expected a model on the meta device",
+    ),
+    call("Subject(None)", lambda: A.Subject(None, None), PenstockError, "Subject(model=): expected one"),
+    call("Subject(model, None)", lambda: A.Subject(build(), None), PenstockError, "Subject(sample=): expected one"),
+    call("verify(in_full='x')", lambda: A.verify(penstock.schedule(PLAN), in_full="x"), PenstockError, "in_full=): ex"),
     call("initialize(init_fn=5)", lambda: A.initialize(build(), 5), PenstockError, "initialize(init_fn=)", "found 5"),
     call("initialize(seed='a')", lambda: A.initialize(build(), print, seed="a"), PenstockError, "seed", "found 'a'"),
     call("initialize(device='gpu')", lambda: A.initialize(build(), print, device="gpu"), PenstockError, "'gpu'"),
