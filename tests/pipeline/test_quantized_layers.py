@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from support.models import Blocks
+from support.models import Blocks, sgd
 
 WIDTH = 64
 """bitsandbytes packs weights of this width on processors with AVX512-BF16."""
@@ -61,10 +60,6 @@ KINDS = {
 def setting(kind: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     return Blocks(partial(Adapted, KINDS[kind])), [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(3)]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 # After an evaluation, on a processor with AVX512-BF16, weights of NF4 train in no plain loop.

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 import penstock
 from penstock.training.scaling import LossScale
+from support.models import sgd
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -26,10 +27,6 @@ def build(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
     made = model or nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4))
     arguments = {"loss_fn": F.mse_loss, "optimizer": sgd, "stages": 2, "microbatches": 2, **options}
     return penstock.Pipeline(made, sample=(X[:4],), **arguments)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def weights(pipe: penstock.Pipeline) -> list[Tensor]:

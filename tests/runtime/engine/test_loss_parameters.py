@@ -11,15 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from support.models import InARow
+from support.models import InARow, sgd
 from support.processes import Pool
 
 torch.manual_seed(3)
 X, Y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def pipeline(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> penstock.Pipeline:

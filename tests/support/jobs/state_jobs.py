@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from support.models import Blocks
+from support.models import Blocks, sgd
 
 WIDTH, BLOCKS, STEPS, SAVED = 4, 4, 5, 3
 """What is trained, for how many steps, and after how many it is saved."""
@@ -289,10 +289,6 @@ def hooked_sgd(params: Any) -> torch.optim.Optimizer:
     made.register_state_dict_post_hook(lambda _, state: scale(state, 2.0))
     made.register_load_state_dict_pre_hook(lambda _, state: scale(state, 0.5))
     return made
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 @dataclass(frozen=True)
