@@ -35,7 +35,7 @@ def test_few_lines_are_added(name: str) -> None:
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_losses_are_those_of_the_plain_script(fork_server: ForkServer, name: str) -> None:
     if name not in recipes.INSTALLED:
-        pytest.skip("Lightning is not installed")
+        pytest.skip(f"{recipes.NEEDED[name]} is not installed")
     plain = fork_server.start([f"examples/recipes/plain/{name}.py", "--steps", "2"], dict(os.environ), ROOT)
     ranks = fork_server.start_ranks([f"examples/recipes/pipelined/{name}.py", "--steps", "2"], 2, ROOT)
     printed = [child.communicate(timeout=240) for child in (plain, *ranks)]

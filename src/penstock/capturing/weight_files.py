@@ -26,7 +26,7 @@ from penstock.capturing.initialization import InitFn, WeightSource, named_tensor
 from penstock.capturing.module_state import same_content
 from penstock.capturing.preservation import SavedBuffers
 from penstock.errors import CheckpointError, PenstockError, visible
-from penstock.torch_internals.subclasses import packs
+from penstock.torch_internals.subclasses import packed, packs
 from penstock.torch_internals.tensors import times_written
 from penstock.values.documents import read_json
 
@@ -173,19 +173,13 @@ class _WeightFiles(WeightSource):
                     f"{self._scales[name][suffix].file}: expected finite numbers in {self._scales[name][suffix].name}, "
                     f"which {name} is packed with, found others. The file is damaged: download or write it again"
                 )
-        make = getattr(type(like), "from_prequantized", None)
         try:
-            if make is not None:
-                made = make(data=values, quantized_stats=scales, requires_grad=False, device=device)
-            else:
-                own = {**vars(like), **{key: scale for key, scale in scales.items() if key in vars(like)}}
-                made = type(like)(values, requires_grad=False, **own).to(device)  # type: ignore[call-arg]
+            return cast(Tensor, packed(values.to(device), like, scales))
         except Exception as error:
             raise CheckpointError(
                 f"{self.path}: {type(like).__name__} refuses {stored.name} with {', '.join(scales)}, as the files have "
                 f"{name}: {type(error).__name__}: {error}. Expected what its library writes. Write the files again"
             ) from error
-        return cast(Tensor, made)
 
     def converted(self, name: str, tensor: Tensor) -> Tensor:
         if self.convert is None or name not in self._homes:

@@ -148,9 +148,9 @@ def _unpacked(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if any(map(packs, module.parameters(recurse=False))):
-                kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules.")]
-                forward: Any = kinds[0].forward
-                stack.enter_context(replaced_forward(module, MethodType(forward, module), hooks=True))
+                kinds: list[Any] = [k for k in type(module).__mro__ if k.__module__.startswith("torch.nn.modules.")]
+                if kinds[0] is not nn.Module:
+                    stack.enter_context(replaced_forward(module, MethodType(kinds[0].forward, module), hooks=True))
         yield
 
 

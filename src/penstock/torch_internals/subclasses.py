@@ -4,6 +4,7 @@ A subclass that wraps other tensors may have few operators: torchao's states of 
 what it wraps by ``__tensor_flatten__``, the protocol of `torch.compile`. Tried on torch 2.11 and 2.13.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +42,15 @@ def packs(value: object) -> bool:
     return isinstance(value, nn.Parameter) and not ordinary and type(value).to is not Tensor.to
 
 
-def packed(values: Tensor, like: Tensor) -> Tensor:
-    """`values`, packed as the class of `like` does it, with its attributes."""
-    made = type(like)(values, requires_grad=like.requires_grad, **vars(like))  # type: ignore[call-arg]
-    return made.to(values.device)
+def packed(values: Tensor, like: Tensor, scales: Mapping[str, Tensor] | None = None) -> Any:
+    """`values` as a parameter that `packs`, like `like`, on their device. `scales`: if they are packed already."""
+    kind: Any = type(like)
+    make = getattr(kind, "from_prequantized", None)
+    if scales is not None and make is not None:
+        given = {"data": values, "quantized_stats": dict(scales), "device": values.device}
+        return make(**given, requires_grad=like.requires_grad)
+    known = {key: scale for key, scale in (scales or {}).items() if key in vars(like)}
+    return kind(values, requires_grad=like.requires_grad, **{**vars(like), **known}).to(values.device)
 
 
 def taken_apart(value: Any, where: str = "a tensor") -> Any:

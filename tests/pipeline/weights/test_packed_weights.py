@@ -1,6 +1,5 @@
 """Weights of packed layers from files, packed there or when they are read, on the process that needs them; and back."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,8 @@ def test_one_weight_at_a_time_is_there_before_it_is_packed(tmp_path: Path, monke
     monkeypatch.setattr(PackedWeight, "to", noted)
     with torch.device("meta"):
         model = net()
-    read = penstock.load_weights(file)
-    read_one: Callable[[str, Tensor], object] = type(read).__call__
+    read: Any = penstock.load_weights(file)
+    read_one = type(read).__call__
 
     def counted(self: Any, name: str, tensor: Tensor) -> None:
         events.append(f"reads {name}")
@@ -154,21 +153,21 @@ class Halves(Tensor):
     def __new__(cls, values: Tensor) -> "Halves":
         return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["values"], None
+        return ["numbers"], None
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> "Halves":
-        return cls(inner["values"])
+        return cls(inner["numbers"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].values)
-        plain = torch.utils._pytree.tree_map_only(Halves, lambda each: each.values.float(), (args, kwargs or {}))
+            return cls(args[0].numbers)
+        plain = torch.utils._pytree.tree_map_only(Halves, lambda each: each.numbers.float(), (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
@@ -199,5 +198,6 @@ def test_a_function_that_returns_something_else_is_refused(tmp_path: Path) -> No
     save_file(linears().state_dict(), tmp_path / "x.safetensors")
     with torch.device("meta"):
         model = linears()
+    convert: Any = lambda name, tensor: None  # noqa: E731
     with pytest.raises(PenstockError, match=r"convert=.*expected a tensor of the shape \(4, 4\) for 0\.weight"):
-        penstock.initialize(model, penstock.load_weights(tmp_path / "x.safetensors", convert=lambda name, tensor: None))
+        penstock.initialize(model, penstock.load_weights(tmp_path / "x.safetensors", convert=convert))

@@ -42,7 +42,7 @@ def test_a_run_resumes_beside_its_base(schedule: str, wait: bool, tmp_path: Path
     options: Any = {"stages": 2, "schedule": schedule, "save_frozen": False}
     with TRAINING.start(**options) as pipe:
         losses(pipe, SAVED)
-        saved: Any = pipe.save(tmp_path / "run", wait=wait)
+        saved: Any = pipe.save(tmp_path / "run") if wait else pipe.save(tmp_path / "run", wait=False)
         expected = losses(pipe, STEPS)
         path = saved if wait else saved.wait()
     content = json.loads((path / "manifest.json").read_text())["content"]
