@@ -154,7 +154,8 @@ def reducing(overlap_reduce: bool, parameters: tuple[float, float] = (0, 12), bl
     """Stage 0 on rank 0 (1 s, 1 s), stage 1 on ranks 1 and 2 (2 s, 4 s); the ring takes 12 bytes / 4 bytes/s + 2 s."""
     profile = make_profile((1, 1, 0, parameters[0]), (2, 4, 0, parameters[1]))
     plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1, 2))), "gpipe", 2)
-    links = LinkMatrix(*(((each,) * 3,) * 3 for each in (4.0, 1.0, MessageCosts(blocking=blocking))))
+    costs = ((MessageCosts(blocking=blocking),) * 3,) * 3
+    links = LinkMatrix(((4.0,) * 3,) * 3, ((1.0,) * 3,) * 3, costs)
     return simulate(plan, profile, Cluster(links), overlap_reduce=overlap_reduce)
 
 

@@ -27,6 +27,7 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.simulating import Assumptions, plan_costs, simulate
+from penstock.simulating.assumptions import Options
 from penstock.simulating.simulator import execute
 from penstock.values.clusters import Cluster
 from penstock.values.link_tables import LinkMatrix, MessageCosts
@@ -188,7 +189,8 @@ class Oracle:
                     elif isinstance(action, Receive | ReceiveNorms):
                         norms = isinstance(action, ReceiveNorms)
                         (source,) = self.peers(action, rank)
-                        kind, *one = (SendNorms, action.version, rank) if norms else (Send, action.microbatch, None)
+                        kind = SendNorms if norms else Send
+                        one = (action.version, rank) if isinstance(action, ReceiveNorms) else (action.microbatch, None)
                         seconds, _, handling, copying, blocked = self.transfer(
                             action.source, action.stage, source, rank, norms=norms
                         )
@@ -219,11 +221,13 @@ def busy_problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, in
     """`problems` whose messages take time of the ranks, each link's their own, half of them with norms."""
     schedule, plan, profile, cluster, minibatches = draw(problems())
     ranks = range(cluster.devices)
-    known = (tuple(tuple(of(a, b) for b in ranks) for a in ranks) for of in (cluster.bandwidth, cluster.latency))
+    rates, delays = (
+        tuple(tuple(of(a, b) for b in ranks) for a in ranks) for of in (cluster.bandwidth, cluster.latency)
+    )
     made = draw(st.lists(st.builds(MessageCosts, costs, costs, st.sampled_from([0, 0.5, 1])), min_size=1, max_size=4))
     taken = cycle(made)
     rows = tuple(tuple(next(taken) for _ in ranks) for _ in ranks)
-    cluster = replace(cluster, links=LinkMatrix(*known, rows), action_seconds=draw(costs))
+    cluster = replace(cluster, links=LinkMatrix(rates, delays, rows), action_seconds=draw(costs))
     can_wait = schedule.definition.synchronizes_updates and not schedule.placement.split
     return replace(schedule, norms=can_wait and draw(st.booleans())), plan, profile, cluster, minibatches
 
@@ -238,7 +242,7 @@ def test_equals_the_fixed_point(
     programs = schedule.program(minibatches)
     oracle = Oracle(schedule, plan, profile, cluster, overlap, overlap_reduce, programs)
     oracle.run()
-    options = {
+    options: Options = {
         "update_seconds_per_byte": 0.25,
         "overlap": overlap,
         "overlap_reduce": overlap_reduce,

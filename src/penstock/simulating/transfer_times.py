@@ -61,7 +61,8 @@ def find_route(
             ([rank * width + tp_rank for rank in senders], [rank * width + tp_rank for rank in receivers])
             for tp_rank in range(width)
         ]
-    latency, costs = 0.0, (0.0, 0.0, 0.0)
+    latency = 0.0
+    costs: tuple[float, ...] = (0.0, 0.0, 0.0)
     for both in ends if cluster.has_message_costs else ():
         costs = tuple(map(max, costs, _occupied(cluster, share_bytes, *both)))
     if not shared:

@@ -176,8 +176,9 @@ def _category(span: Span) -> str:
 
 def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
     first = {"library": 0.0} | events[0]["args"]
-    *constants, library = (_BYTES.check(name, first[name], ScheduleError) for name in _CONSTANTS)
-    return RankMemory(*constants, *(_read_curve(events, name) for name in _CURVES), library)
+    weight, optimizer, master, library = (_BYTES.check(name, first[name], ScheduleError) for name in _CONSTANTS)
+    activations, buffers = (_read_curve(events, name) for name in _CURVES)
+    return RankMemory(weight, optimizer, master, activations, buffers, library)
 
 
 def _read_curve(events: Sequence[dict[str, Any]], name: str) -> MemoryCurve:
