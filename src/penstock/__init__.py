@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         TransportError,
     )
     from penstock.oracle.references import reference_train
+    from penstock.packing import pack, packed_batch
     from penstock.pipeline import Pipeline
     from penstock.planning.cluster_comparisons import compare_clusters
     from penstock.planning.orders.order_plans import frontier
@@ -97,6 +98,8 @@ __all__ = [
     "local_device",
     "log_stats",
     "model_loss",
+    "pack",
+    "packed_batch",
     "plan",
     "prefetch",
     "probe",
@@ -122,6 +125,7 @@ _NAMES = {
     "errors": "CaptureError CheckpointError PenstockError PlanError ProfileError RehearsalError ScheduleError "
     "TransportError",
     "oracle.references": "reference_train",
+    "packing": "pack packed_batch",
     "pipeline": "Pipeline",
     "planning.cluster_comparisons": "compare_clusters",
     "planning.orders.order_plans": "frontier",

@@ -48,6 +48,7 @@ FLOW = {
         runtime.collectives runtime.transport runtime.execution runtime.batches runtime.engine runtime.assembly""",
     "training": "errors arguments torch_internals",
     "data": "errors arguments torch_internals capturing",
+    "packing": "errors arguments values training",
     "oracle": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training""",
     "runtime": "",
@@ -108,7 +109,7 @@ PUBLIC = """
     NamedParameters PenstockError Pipeline Plan PlanError Profile ProfileError RehearsalError RowInt8 Schedule
     ScheduleDefinition ScheduleError Stage Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage
     WeightPrediction WeightUpdate WireCodec capture compare_clusters frontier initialize latest_checkpoint load_weights
-    loader local_device log_stats model_loss plan prefetch probe profile reference_train rehearse render
+    loader local_device log_stats model_loss pack packed_batch plan prefetch probe profile reference_train rehearse render
     reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
