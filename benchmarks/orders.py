@@ -30,9 +30,10 @@ from measurement.reports import Report, conditions, option_parser, table
 from penstock import DeviceKind
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.orders.bounds import bound_of
+from penstock.planning.orders.judged_stages import named_plans
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import OrderCosts, TimedRows, rows_of, time_rows
-from penstock.planning.orders.search import find_order, named_plans
+from penstock.planning.orders.search import find_order
 from penstock.planning.orders.seeds import find_seeds, spread_weights
 from penstock.planning.orders.windows import rearrange
 from penstock.scheduling.placements import Placement
@@ -76,10 +77,11 @@ Row = dict[str, Any]
 """`limit`, `reference` (None where there is none), `found` (None where nothing fits), `to_gain`, `order`, `seconds`."""
 
 
-def search(costs: OrderCosts, named: list[Schedule]) -> TimedRows | None:
-    """The best rows for `costs`."""
+def search(costs: OrderCosts, named: list[Schedule], before: TimedRows | None = None) -> TimedRows | None:
+    """The best rows for `costs`. `before`: those under a lower limit, from which moves go on, too."""
     tries = min(TRIES, TIMED // costs.operations)
-    moved = [improve(costs, seed, tries) for seed in find_seeds(costs, named)[:SEEDS]]
+    seeds = [*find_seeds(costs, named)[:SEEDS], *([] if before is None else [before])]
+    moved = [improve(costs, seed, tries) for seed in seeds]
     improved = [rearrange(costs, timed, PUT) for timed in moved]
     improved += [again for timed in improved for again in spread_weights(costs, timed)]
     return min(improved, key=lambda timed: timed.seconds, default=None)
@@ -93,12 +95,13 @@ def rows_under_limits(
     reference: Callable[..., float | None],
 ) -> Iterator[Row]:
     """One row for each of `limits`, in units of `unit` bytes; `measure` makes the figure of a row of seconds."""
+    best: TimedRows | None = None
     for share in limits:
         limited = replace(costs, limits=(share * unit,) * costs.length)
         names = ("gpipe", "1f1b-flush", "zb-h1") if costs.stages == costs.length else ("zb-v", "v-half", "v-min")
         named = [Schedule(name, costs.length, costs.microbatches, costs.stages // costs.length) for name in names]
         begun = process_time()
-        best = search(limited, named)
+        best = search(limited, named, best)
         row: Row = {"limit": share, "reference": reference(share, limited, named), "seconds": process_time() - begun}
         row["found"], row["order"] = (None, "nothing fits") if best is None else (measure(best.seconds), "")
         yield row if best is None else {**row, "to_gain": bound_of(limited).gap(best.seconds)}

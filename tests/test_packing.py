@@ -134,4 +134,6 @@ def test_losses_and_weights_are_those_of_a_loop_over_each_sequence(attention: st
             # Transformers computes losses in float32.
             assert float(pipe.step(penstock.Microbatches(batches)).loss) == pytest.approx(loss, rel=1e-6)
     for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-12, atol=1e-14)
+        # The softmax of its eager attention is one of float32, too.
+        near = {"rtol": 1e-4, "atol": 1e-7} if attention == "eager" else {"rtol": 1e-12, "atol": 1e-14}
+        torch.testing.assert_close(model.state_dict()[name], tensor, **near)

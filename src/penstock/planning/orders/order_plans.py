@@ -12,7 +12,8 @@ from pathlib import Path
 
 from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, number
 from penstock.errors import PlanError
-from penstock.planning.orders.search import FoundOrder, find_order, limit_order, named_plans
+from penstock.planning.orders.judged_stages import named_plans
+from penstock.planning.orders.search import FoundOrder, find_order, limit_order
 from penstock.planning.predictions import prediction_of, speed_of
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan

@@ -5,58 +5,45 @@ limits: seeds first, then local moves on the best of them. The simulator judges 
 in seconds and bytes; the fastest that fits is the answer, so it is never slower than a named schedule that fits. If
 that is asked for, stages change as well: from the best seed on, a cut moves by a layer or a stage begins or ends to
 recompute, as long as an order that is adapted to it makes the step shorter; or, if nothing fits, until something does.
+
+More memory never gives a slower order: stages and orders are sought under the limits of a ladder that depends on the
+stages alone, up to the one that is given, and what is found under a lower rung counts for the higher ones. A rung whose
+bound is above what is known is left out; and so are some if there are too many for the time of a search.
 The search draws from a fixed seed: the same question has the same answer. For many microbatches an order of fewer is
 found, and a part in its middle repeated.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import pairwise
-from math import inf
+from functools import partial
+from heapq import heappop, heappush
+from math import ceil, inf
 from operator import add, sub
 from typing import Unpack
 
 from penstock.arguments import FLAG, check_arguments, instance, number
 from penstock.errors import PlanError
 from penstock.planning.orders.bounds import Bound, bound_of
+from penstock.planning.orders.judged_stages import Judged, JudgedStages, named_plans
 from penstock.planning.orders.local_moves import StageMoves, improve
 from penstock.planning.orders.offloads import offload_order
-from penstock.planning.orders.rows import (
-    ROUNDING,
-    OrderCosts,
-    Rows,
-    TimedRows,
-    repeated,
-    rows_of,
-    text_of_rows,
-    time_rows,
-)
-from penstock.planning.orders.seeds import adapted_seeds, delay_rows, find_seeds, spread_weights
+from penstock.planning.orders.rows import ROUNDING, OrderCosts, Rows, TimedRows, repeated, rows_of, time_rows
+from penstock.planning.orders.seeds import adapted_seeds, delay_rows, find_seeds, quick_seeds, spread_weights
 from penstock.planning.orders.windows import rearrange
-from penstock.planning.planner_names import PlannerName
-from penstock.planning.requests import if_runnable
-from penstock.scheduling.orders import METHODS
-from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.written_programs import define_by_programs
-from penstock.simulating.action_costs import Costs, plan_costs
-from penstock.simulating.assumptions import Assumptions, Options
-from penstock.simulating.outcomes import evaluate
-from penstock.simulating.simulator import planned_schedule
-from penstock.simulating.transfer_times import Route, find_route
+from penstock.simulating.assumptions import Options
 from penstock.values.clusters import CLUSTER, Cluster
-from penstock.values.plans import Plan, Prediction, schedule
+from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
-NAME = "found"
-"""The name of an order that was found."""
-_MOVES, _MOVED_OPERATIONS = 1_000, 200_000
-"""Local moves on a seed end when there have been so many, or when this number of operations has been timed ..."""
-_PUT = 12_000
-"""... and then this number of operations is put in windows."""
+_THOROUGH, _QUICK = (1_000, 200_000, 12_000), (200, 40_000, 0)
+"""Local moves on a seed end when there have been so many, or when this number of operations has been timed, and then
+this number of operations is put in windows; under the limit that was given, and under lower ones.
+"""
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
+_SEARCHED_OPERATIONS = 1_000
+"""Orders are sought under one lower limit after another until they have had this number of operations."""
 _ROUNDS = 5
 """How often limits are lowered by what the simulator found above them: links and messages take bytes, too."""
 _FEWER = 0.8
@@ -67,8 +54,14 @@ _SHORT = 3, 48
 """... and is found for 3 times the ranks, or for 48 if these are more."""
 _RELAXED = 1.5, 2.5
 """How much more memory orders may take that are brought within their limits by offloads."""
-_MOVED_STAGES, _LEAST_MOVES = 20_000, 6
-"""Moves of stages end when seeds for them have this number of operations, but not before there are 6."""
+_MOVED_STAGES, _LEAST_MOVES = (2_000, 20_000), 3
+"""Moves of stages end when seeds for them have this number of operations, but not before there are 3; under a lower
+limit, and under the one that was given.
+"""
+_SELDOM, _DENSE, _SMALL = 3, 150, 200
+"""Under every third limit moves begin anew. Limits are left out where orders have more than 150 operations, and slow
+starts where they have more than 200.
+"""
 _MORE, _LOOKED_AT = 16, 24
 """How much longer rows are when they are compared, and how many are."""
 
@@ -117,7 +110,8 @@ def find_order(
     flags = {"whole_backwards": whole_backwards, "move_cuts": move_cuts, "choose_recompute": choose_recompute}
     check_arguments("find_order", _RULES, PlanError, **flags)
     search = _search("find_order", plan, profile, cluster, memory_bytes=memory_bytes, options=options)
-    return search.run(StageMoves(move_cuts, choose_recompute), whole_backwards=whole_backwards)
+    stages = replace(search.stages, whole_backwards=whole_backwards)
+    return replace(search, stages=stages).run(StageMoves(move_cuts, choose_recompute))
 
 
 def limit_order(
@@ -136,7 +130,8 @@ def limit_order(
             f"limit_order: expected a schedule that flushes, found {plan.schedule}, whose microbatches in flight train "
             "on older weights: plan with synchronous=True"
         )
-    return replace(replace(search, name=f"{plan.schedule}-limited").limited(), planner=plan.planner)
+    stages = replace(search.stages, name=f"{plan.schedule}-limited")
+    return replace(replace(search, stages=stages).limited(), planner=plan.planner)
 
 
 def _search(
@@ -155,18 +150,7 @@ def _search(
             f"{name}: expected stages without replicas, found {plan.replicas} replicas: plan with straight=True"
         )
     plain = replace(plan, vertical_sync=False, predicted=None)
-    return _Search(plain, profile, cluster, _limits(plan, cluster, memory_bytes), options)
-
-
-def named_plans(plan: Plan, *, whole_backwards: bool = False) -> Iterator[Plan]:
-    """The stages of `plan` under each named schedule that can run them and could make its updates at the end of a step;
-    without predictions. `whole_backwards`: under none that splits backwards.
-    """
-    for method in METHODS:
-        if method.updates_at_once and not (whole_backwards and method.splits_backward):
-            made = if_runnable(lambda method=method: replace(plan, schedule=method, predicted=None))  # type: ignore[misc]
-            if made is not None:
-                yield made
+    return _Search(JudgedStages(plain, profile, cluster, options), _limits(plan, cluster, memory_bytes))
 
 
 def _limits(plan: Plan, cluster: Cluster, memory_bytes: float | None) -> tuple[float, ...]:
@@ -178,19 +162,6 @@ def _limits(plan: Plan, cluster: Cluster, memory_bytes: float | None) -> tuple[f
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """A plan, what the simulator says of it, and the most bytes that each rank of the schedule holds."""
-
-    plan: Plan
-    prediction: Prediction
-    peaks: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.minibatch_seconds
-
-
-@dataclass(frozen=True, slots=True)
 class _Start:
     """The best seed under `costs`, and what the simulator says of it; it fits."""
 
@@ -198,40 +169,36 @@ class _Start:
     """That for its stages."""
     costs: OrderCosts
     seed: TimedRows
-    judged: _Judged
+    judged: Judged
+
+    def under(self, limits: tuple[float, ...]) -> "_Start":
+        """This start under higher limits."""
+        more = map(sub, limits, self.search.limits)
+        costs = replace(self.costs, limits=tuple(map(add, self.costs.limits, more)))
+        return replace(self, search=replace(self.search, limits=limits), costs=costs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Search:
-    plan: Plan
-    profile: Profile
-    cluster: Cluster
+    stages: JudgedStages
     limits: tuple[float, ...]
     """By rank of the schedule."""
-    options: Options
-    name: str = NAME
-    """Of an order that is found."""
 
-    def run(self, moves: StageMoves, *, whole_backwards: bool) -> FoundOrder:
+    def run(self, moves: StageMoves) -> FoundOrder:
         """The best of all orders, and of the stages that `moves` lead to."""
-        made = list(named_plans(self.plan, whole_backwards=whole_backwards))
-        named = list(map(self._judge, made))
-        fixed = self._fixed_bytes(list(map(schedule, made)), named)
-        limits = tuple(map(sub, self.limits, fixed))
-        every = list(self._all_costs(limits, whole_backwards=whole_backwards))
-        starts = [start for costs in every if min(costs.limits) > 0 for start in self._starts(costs)]
+        starts = [start for costs in self._all_costs(self._room) for start in self._starts(costs, _all_seeds)]
         starts.sort(key=lambda each: each.judged.seconds)
-        moved = self._moved(starts[0], moves) if starts else []
-        judged = [each for each in named if self._fits(each)] + [start.judged for start in (*starts, *moved)]
-        for start in (*starts[:_IMPROVED], *moved[:1]):
+        moved = self._moved(starts[:1], moves) if moves.cuts or moves.recomputation else []
+        judged = [each for each in self.stages.named if self._fits(each)]
+        judged += [start.judged for start in (*starts, *moved)]
+        for start in (*starts[:_IMPROVED], *moved[-1:]):
             judged += filter(self._fits, start.search._improved(start))
-        offloaded = partial(_Search._offloaded, whole_backwards=whole_backwards)
-        judged += filter(self._fits, offloaded(self, named, limits))
-        for start in moved:
-            judged += filter(self._fits, offloaded(start.search, (), start.costs.limits))
-        if not judged and (other := self._roomier(moves)) is not None:
-            return other.run(moves, whole_backwards=whole_backwards)
+        for search in (self, *(start.search for start in moved[-1:])):
+            judged += search._offloaded()
+        searched = {each.stages.plan: each.stages for each in (self, *(start.search for start in moved))}
+        judged += self._below(list(searched.values()), min((each.seconds for each in judged), default=inf))
         if not judged:
+            named = self.stages.named
             least = [bytes_text(min(max(each.peaks) for each in named))] if named else []
             raise PlanError(
                 f"find_order: expected an order that takes at most {bytes_text(min(self.limits))} on every rank, found "
@@ -239,20 +206,58 @@ class _Search:
                 "ranks, smaller microbatches, or recompute=True"
             )
         best = min(judged, key=lambda each: each.seconds)
-        bound = replace(self, plan=best.plan)._bound(whole_backwards=whole_backwards)
-        explained = replace(best.plan, explanation=_explain(best, named, bound, self._fits))
+        bound = replace(self.stages, plan=best.plan).bound(self.limits)
+        explained = replace(best.plan, explanation=_explain(best, self.stages.named, bound, self._fits))
         return FoundOrder(explained, bound)
+
+    def _rungs(self, stages: JudgedStages) -> "list[_Search]":
+        """The searches for `stages` under each limit of their ladder below this one, and under this one, ascending."""
+        least = min(self.limits)
+        rungs = [rung for rung in stages.ladder if rung * ROUNDING < least] if len({*self.limits}) == 1 else []
+        return [_Search(stages, limits) for limits in (*((rung,) * len(self.limits) for rung in rungs), self.limits)]
+
+    def _below(self, every: Sequence[JudgedStages], known: float) -> list[Judged]:
+        """The best orders of all these stages that a quick search finds under lower limits, the least bound first.
+
+        It ends when no bound is below the seconds that are `known`.
+        """
+        rungs = [self._rungs(stages)[:-1] for stages in every]
+        waiting: list[tuple[float, int, int]] = []
+        found: list[Judged] = []
+        left = _SEARCHED_OPERATIONS // self._operations
+
+        def wait(place: int, depth: int) -> None:
+            if rungs[place]:
+                heappush(waiting, (every[place].bound(rungs[place][-1].limits).seconds, depth, place))
+
+        for place in range(len(every)):
+            wait(place, 0)
+        while waiting and left and waiting[0][0] < known:
+            _, depth, place = heappop(waiting)
+            search = rungs[place].pop()
+            for start in search._quick_start():
+                found += [start.judged, *filter(search._fits, search._improved(start, _QUICK))]
+            left -= 1
+            known = min([known, *(each.seconds for each in found)])
+            wait(place, depth + 1)
+        return found
+
+    @property
+    def _room(self) -> tuple[float, ...]:
+        """By rank: the bytes for microbatches in flight."""
+        return tuple(map(sub, self.limits, self.stages.fixed_bytes))
 
     def limited(self) -> Plan:
         """The plan with its order delayed where its bytes are above a limit."""
-        named = self._judge(self.plan)
+        stages = self.stages
+        named = stages.judge(stages.plan)
         if self._fits(named):
             return named.plan
-        made = schedule(self.plan)
+        made = schedule(stages.plan)
         whole = frozenset(stage for stage, late in enumerate(made.guarantees.pending_weight_backwards) if not late)
         rows = rows_of(made, whole)
         assert rows is not None, "backwards of these stages are whole"
-        costs = self._costs(whole, self.limits)
+        costs = stages.costs(whole, self.limits)
         room = zip(self.limits, named.peaks, rows, strict=True)
         own = replace(costs, limits=tuple(limit - peak + costs.peak(row) for limit, peak, row in room))
         joined = replace(own, whole=frozenset(range(costs.stages)))
@@ -285,107 +290,137 @@ class _Search:
             timed = min(delay_rows(costs, rows, overtakes=overtakes), key=lambda each: each.score, default=None)
             if timed is None:
                 return
-            judged = self._judge(self._plan(costs, timed))
+            judged = self.stages.judge(self.stages.plan_of(costs, timed))
             if self._fits(judged):
                 yield _Start(self, costs, timed, judged)
                 return
             costs = replace(costs, limits=tuple(self._lowered(costs, judged, timed)))
 
-    def _offloaded(
-        self, named: Sequence[_Judged], limits: tuple[float, ...], *, whole_backwards: bool
-    ) -> Iterator[_Judged]:
-        """Orders that take too much memory, with what they have too much of offloaded."""
-        if self.cluster.host_bandwidth is None or len(self.plan.recomputed) == len(self.plan.stages):
+    def _offloaded(self) -> Iterator[Judged]:
+        """Orders that take too much memory, with what they have too much of offloaded; they fit."""
+        stages, plan = self.stages, self.stages.plan
+        if stages.cluster.host_bandwidth is None or len(plan.recomputed) == len(plan.stages):
             return
-        over = [each.plan for each in named if not self._fits(each)]
-        for factor in _RELAXED if max(limits) < inf else ():
+        over = [each.plan for each in stages.named if not self._fits(each)]
+        for factor in _RELAXED if max(self.limits) < inf else ():
             relaxed = replace(self, limits=tuple(factor * limit for limit in self.limits))
-            lower = tuple(factor * limit - limit + rest for limit, rest in zip(self.limits, limits, strict=True))
-            every = relaxed._all_costs(lower, whole_backwards=whole_backwards)
-            over += [start.judged.plan for costs in every if min(costs.limits) > 0 for start in relaxed._starts(costs)]
+            starts = (
+                start for costs in relaxed._all_costs(relaxed._room) for start in relaxed._starts(costs, _all_seeds)
+            )
+            over += [start.judged.plan for start in starts]
         for plan in over:
-            made = offload_order(NAME, plan, self.profile, self.cluster, self.limits, **self.options)
+            made = offload_order(stages.name, plan, stages.profile, stages.cluster, self.limits, **stages.options)
             if made is not None:
-                yield self._judge(made)
+                yield from filter(self._fits, [stages.judge(made)])
 
-    def _judge(self, plan: Plan) -> _Judged:
-        prediction = evaluate(plan, self.profile, self.cluster, **self.options)
-        judged = replace(plan, predicted=prediction, planner=PlannerName.ORDER.value)
-        return _Judged(judged, prediction, prediction.peak_bytes[:: plan.tensor_parallel])
+    def _fits(self, judged: Judged) -> bool:
+        return all(peak <= limit * ROUNDING for peak, limit in zip(judged.peaks, self.limits, strict=True))
 
-    def _fits(self, judged: _Judged) -> bool:
-        return all(peak <= limit for peak, limit in zip(judged.peaks, self.limits, strict=True))
-
-    def _fixed_bytes(self, made: Sequence[Schedule], named: Sequence[_Judged]) -> list[float]:
-        """By rank: the least bytes that are not those of microbatches in flight, at the peak of a named schedule."""
-        costs = self._costs(frozenset(), self.limits)
-        found = [
-            [peak - costs.peak(row) for peak, row in zip(judged.peaks, rows, strict=True)]
-            for schedule_of, judged in zip(made, named, strict=True)
-            if (rows := rows_of(schedule_of, costs.whole)) is not None
-        ]
-        return [min(each) for each in zip(*found, strict=True)] or [0.0] * len(self.limits)
-
-    def _all_costs(self, limits: tuple[float, ...], *, whole_backwards: bool) -> Iterator[OrderCosts]:
+    def _all_costs(self, limits: tuple[float, ...]) -> Iterator[OrderCosts]:
         """One for each choice of the stages whose backwards are split: none, all, and all that have room for it.
 
         Where a rank has several stages, lower limits are tried, too.
 
         The backward of the input stage is whole: it sends no gradient, so nothing waits for its first half.
         """
-        stages = range(len(self.plan.stages))
-        yield (every := self._costs(frozenset(stages), limits))
-        if not whole_backwards:
+        stages = range(len(self.stages.ranks))
+        if min(limits) <= 0:
+            return
+        yield (every := self.stages.costs(frozenset(stages), limits))
+        if not self.stages.whole_backwards:
             # A split backward is followed by a forward only where two microbatches fit.
             full = {stage for stage in stages if limits[every.ranks[stage]] < 2.5 * every.saved[stage]}
             for whole in dict.fromkeys((frozenset({0}), frozenset({0, *full}))):
                 if len(whole) < len(stages):
-                    yield (split := self._costs(whole, limits))
+                    yield (split := self.stages.costs(whole, limits))
                     if len(stages) > len(limits) and max(limits) < inf:
                         # Greedy forwards in a V delay what returns: less in flight may be faster.
                         yield replace(split, limits=tuple(_FEWER * limit for limit in limits))
 
-    def _starts(self, costs: OrderCosts) -> Iterator[_Start]:
+    def _starts(
+        self, costs: OrderCosts, seeds_of: Callable[[JudgedStages, OrderCosts], list[TimedRows]]
+    ) -> Iterator[_Start]:
         """The best seed that fits. Where messages and workspace take more than was known, under lower limits."""
         for _ in range(_ROUNDS):
-            short = _searched(costs)
-            named = named_plans(replace(self.plan, microbatches=short.microbatches))
-            seeds = find_seeds(short, list(map(schedule, named)))
+            seeds = seeds_of(self.stages, _searched(costs))
             seed = min(seeds[:_LOOKED_AT], key=partial(_whole_score, costs), default=None)
             if seed is None or _whole_score(costs, seed) == inf:
                 return
-            judged = self._judge(self._plan(costs, seed))
+            judged = self.stages.judge(self.stages.plan_of(costs, seed))
             if self._fits(judged):
                 yield _Start(self, costs, seed, judged)
                 return
             costs = replace(costs, limits=tuple(self._lowered(costs, judged, seed)))
+            if min(costs.limits) <= 0:
+                return
 
-    def _lowered(self, costs: OrderCosts, judged: _Judged, seed: TimedRows) -> Iterator[float]:
+    def _lowered(self, costs: OrderCosts, judged: Judged, seed: TimedRows) -> Iterator[float]:
         """The limits by which `seed` would have fewer microbatches in flight on the ranks where it does not fit."""
         for rank, row in enumerate(seed.rows):
             excess = judged.peaks[rank] - self.limits[rank]
             yield costs.peak(row) - excess if excess > 0 else costs.limits[rank]
 
-    def _moved(self, best: _Start, moves: StageMoves) -> list[_Start]:
-        """The best seed of the stages that `moves` lead to, each of which shortens the step; none if no move does."""
-        found = [self._descended(start, moves) for start in (best, *self._recomputed(best, moves))]
-        others = [start for start in found if start.search is not self]
-        return sorted(others, key=lambda each: each.judged.seconds)[:1]
+    def _moved(self, given: Sequence[_Start], moves: StageMoves) -> list[_Start]:
+        """The best seeds of the stages that `moves` lead to under each limit up to this one. `given`: starts under it.
+
+        Under each limit moves go on from the best of the limit before; under every third also from the stages that were
+        given, and from these with all of them recomputing: one stage that does so may gain nothing.
+        """
+        found: list[_Start] = []
+        *lower, last = self._rungs(self.stages)
+        apart = ceil(self._operations / _DENSE)
+        for turn, search in enumerate([*lower[apart - 1 :: apart], last]):
+            is_last, tried = search is last, list[_Start]()
+            if found:
+                again = replace(search, stages=found[-1].search.stages)._quick_start()
+                tried.append(min((found[-1].under(search.limits), *again), key=lambda each: each.judged.seconds))
+            if is_last and given:
+                tried += [*given, *self._recomputed(given[0], moves)]
+            elif is_last or turn % _SELDOM == 0 or not found:
+                tried += search._anew(moves)
+            descended = [search._descended(start, moves, _MOVED_STAGES[is_last]) for start in tried]
+            found += [min(descended, key=lambda each: each.judged.seconds)] if descended else []
+        return found
+
+    @property
+    def _operations(self) -> int:
+        """The most operations that an order of the stages has."""
+        return 3 * len(self.stages.ranks) * self.stages.plan.microbatches
 
     def _recomputed(self, best: _Start, moves: StageMoves) -> list[_Start]:
-        """The start where all stages recompute, if it is faster: one stage that does so may gain nothing.
+        """The start where all stages recompute; of large orders, if it is faster.
 
         Backwards are whole, since a weight part keeps all that was recomputed.
         """
-        if not moves.recomputation or self.plan.recompute is True or max(self.limits) == inf:
+        if not moves.recomputation or self.stages.plan.recompute is True or max(self.limits) == inf:
             return []
-        again = replace(self, plan=replace(self.plan, recompute=True))
+        again = self._with(replace(self.stages.plan, recompute=True))
         costs = replace(again._costs_like(best), whole=frozenset(range(best.costs.stages)))
-        return [start for start in again._starts(costs) if start.judged.seconds < best.judged.seconds]
+        most = best.judged.seconds if self._operations > _SMALL else inf
+        return [start for start in again._starts(costs, _all_seeds) if start.judged.seconds < most]
 
-    def _descended(self, best: _Start, moves: StageMoves) -> _Start:
+    def _anew(self, moves: StageMoves) -> list[_Start]:
+        """Starts for these stages, and for the same with all of them recomputing; for roomier ones if nothing fits."""
+        plan, asked = self.stages.plan, [self]
+        if moves.recomputation and plan.recompute is not True:
+            asked.append(self._with(replace(plan, recompute=True)))
+        starts = [start for search in asked for start in search._quick_start()]
+        other = None if starts else self._roomier(moves)
+        return starts if other is None else other._anew(moves)
+
+    def _quick_start(self) -> list[_Start]:
+        """The best of a few seeds, if one fits."""
+        every = self._all_costs(tuple(map(sub, self.limits, self.stages.other_bytes)))
+        scored = [(min((each.score for each in quick_seeds(_searched(costs))), default=inf), costs) for costs in every]
+        for _, costs in sorted(scored, key=lambda each: each[0]):
+            starts = list(self._starts(costs, lambda _, short: quick_seeds(short)))
+            if starts:
+                return starts
+        return []
+
+    def _descended(self, best: _Start, moves: StageMoves, operations: int) -> _Start:
         """The start that moves lead to from `best`, as long as they shorten the step."""
-        left = max(_LEAST_MOVES, _MOVED_STAGES // _searched(best.costs).operations)
+        left = max(_LEAST_MOVES, operations // _searched(best.costs).operations)
         found: _Start | None = best
         while found is not None and left > 0:
             best, found = found, None
@@ -403,22 +438,27 @@ class _Search:
         """
         best, share = self, self._fullest()
         while best is self or share > 1:
-            near = min((replace(self, plan=plan) for plan in moves.of(best.plan)), key=_Search._fullest, default=best)
+            near = min(map(best._with, moves.of(best.stages.plan)), key=_Search._fullest, default=best)
             if near._fullest() >= share:
                 break
             best, share = near, near._fullest()
         return None if best is self else best
 
+    def _with(self, plan: Plan) -> "_Search":
+        """This search for the stages of `plan`."""
+        return replace(self, stages=replace(self.stages, plan=plan))
+
     def _fullest(self) -> float:
         """The largest share of its limit that a rank takes with one microbatch in flight."""
-        costs = self._costs(frozenset(), self.limits)
-        kept = [sum(costs.saved[stage] for stage in held) for held in costs.held]
-        return max((own + other) / most for own, other, most in zip(kept, self._other_bytes, self.limits, strict=True))
+        costs = self.stages.costs(frozenset(), self.limits)
+        kept = (sum(costs.saved[stage] for stage in held) for held in costs.held)
+        every = zip(kept, self.stages.other_bytes, self.limits, strict=True)
+        return max((own + other) / most for own, other, most in every)
 
     def _promising(self, best: _Start, moves: StageMoves) -> list[tuple["_Search", OrderCosts]]:
         """The searches one move away whose bound is below the step of `best`, the least bound first."""
         made: list[tuple[float, int, _Search, OrderCosts]] = []
-        for search in (replace(self, plan=plan) for plan in moves.of(self.plan)):
+        for search in map(self._with, moves.of(self.stages.plan)):
             costs = search._costs_like(best)
             if (least := bound_of(costs).seconds) < best.seed.seconds:
                 made.append((least, len(made), search, costs))
@@ -426,8 +466,8 @@ class _Search:
 
     def _costs_like(self, best: _Start) -> OrderCosts:
         """The costs with the split backwards and in the memory of `best`, and in that of one microbatch at least."""
-        room = map(add, best.costs.limits, best.search._other_bytes)
-        costs = self._costs(best.costs.whole, tuple(map(sub, room, self._other_bytes)))
+        room = map(add, best.costs.limits, best.search.stages.other_bytes)
+        costs = self.stages.costs(best.costs.whole, tuple(map(sub, room, self.stages.other_bytes)))
         least = [sum(costs.saved[stage] for stage in held) for held in costs.held]
         return replace(costs, limits=tuple(map(max, costs.limits, least)))
 
@@ -437,100 +477,26 @@ class _Search:
         seed = min(adapted_seeds(_searched(costs), best.seed.rows), key=score, default=None)
         if seed is None or score(seed) >= _whole_score(best.costs, best.seed):
             return None
-        judged = self._judge(self._plan(costs, seed))
+        judged = self.stages.judge(self.stages.plan_of(costs, seed))
         faster = self._fits(judged) and judged.seconds < best.judged.seconds
         return _Start(self, costs, seed, judged) if faster else None
 
-    def _improved(self, start: _Start) -> Iterator[_Judged]:
+    def _improved(self, start: _Start, most: tuple[int, int, int] = _THOROUGH) -> Iterator[Judged]:
         """The best order that leads on from `start`, if it can be repeated; it may not fit."""
         short = _searched(start.costs)
-        tries = min(_MOVES, _MOVED_OPERATIONS // short.operations)
+        tries = min(most[0], most[1] // short.operations)
         # Nothing is to be gained where the seed is as fast as any order can be.
         moved = improve(short, start.seed, tries if start.seed.seconds > bound_of(short).seconds * ROUNDING else 0)
-        improved = rearrange(short, moved, _PUT)
+        improved = rearrange(short, moved, most[2]) if most[2] else moved
         score = partial(_whole_score, start.costs)
         best = min((improved, *spread_weights(short, improved)), key=score)
         if score(best) < inf:
-            yield self._judge(self._plan(start.costs, best))
+            yield self.stages.judge(self.stages.plan_of(start.costs, best))
 
-    def _plan(self, costs: OrderCosts, timed: TimedRows) -> Plan:
-        """The plan with the order of these rows."""
-        text = text_of_rows(costs, timed.rows, repeats=sum(map(len, timed.rows)) < costs.operations)
-        return replace(self.plan, schedule=define_by_programs(self.name, text))
 
-    @cached_property
-    def _plan_costs(self) -> Costs:
-        skips = planned_schedule(self.plan, self.profile).skips
-        options = Assumptions(**self.options)
-        return plan_costs(self.plan, self.profile, self.cluster, self.plan.placement, options, skips=skips)
-
-    def _costs(self, whole: frozenset[int], limits: tuple[float, ...], *, recomputes: bool = True) -> OrderCosts:
-        plan, costs = self.plan, self._plan_costs
-        ranks = tuple(held[0] for held in plan.placement.stages)
-        stages = range(len(ranks))
-        times = [costs.times_of(rank) for rank in ranks]
-        weight = [own.weight_seconds[stage] for stage, own in zip(stages, times, strict=True)]
-        # The backward of the last stage can directly follow its forward, and then recomputes nothing.
-        recomputed = plan.recomputed if recomputes else frozenset()
-        again = [times[stage].forward_seconds[stage] if stage in recomputed else 0.0 for stage in stages[:-1]] + [0.0]
-        added = [costs.split_seconds + costs.split_share * times[stage].backward_seconds[stage] for stage in stages]
-        inputs = (0.0, *costs.cut_bytes)
-        routes = self._routes
-        carried, returned = (tuple(map(_seconds, own)) for own in routes)
-        return OrderCosts(
-            ranks=ranks,
-            microbatches=plan.microbatches,
-            forward=tuple(own.forward_seconds[stage] for stage, own in zip(stages, times, strict=True)),
-            backward=tuple(times[stage].input_seconds[stage] + again[stage] for stage in stages),
-            weight=tuple(weight[stage] + (0.0 if stage in whole else added[stage]) for stage in stages),
-            activation=carried,
-            # A recomputation is over when the gradient comes, if there was time.
-            gradient=tuple(seconds - again[stage] for stage, seconds in enumerate(returned)),
-            saved=tuple((inputs if stage in plan.recomputed else costs.saved_bytes)[stage] for stage in stages),
-            limits=limits,
-            occupied=tuple(tuple(map(_occupied, own)) for own in routes),
-            whole=whole,
-            movable=costs.offloaded_bytes,
-            host_bandwidth=self.cluster.host_bandwidth or 0.0,
-        )
-
-    @cached_property
-    def _other_bytes(self) -> list[float]:
-        """By rank: the bytes of weights, gradients and optimizer, and of the microbatch that is computed."""
-        costs, ranks = self._plan_costs, [held[0] for held in self.plan.placement.stages]
-        found, most = _weight_bytes(costs, ranks), [0.0] * len(self.limits)
-        for stage, rank in enumerate(ranks):
-            found[rank] += costs.parameter_bytes[stage]
-            again = costs.saved_bytes[stage] if stage in costs.recomputed else 0.0
-            most[rank] = max(most[rank], costs.workspace_bytes[stage] + again)
-        return list(map(add, found, most))
-
-    @cached_property
-    def _routes(self) -> tuple[list[Route | None], list[Route | None]]:
-        """By cut: the routes of an activation, and those of a gradient; None within a rank."""
-        cluster, width = self.plan.used(self.cluster), self.plan.tensor_parallel
-        shared, ranks = Assumptions(**self.options).shared_nic, [held[0] for held in self.plan.placement.stages]
-
-        def routes(ends: Iterable[tuple[int, int]]) -> list[Route | None]:
-            sizes = zip(self._plan_costs.wire_bytes, ends, strict=True)
-            return [
-                None if here == there else find_route(cluster, size, (here,), (there,), shared=shared, width=width)
-                for size, (here, there) in sizes
-            ]
-
-        return routes(pairwise(ranks)), routes((here, there) for there, here in pairwise(ranks))
-
-    def _bound(self, *, whole_backwards: bool) -> Bound:
-        """The bound where splitting takes no time, since then no whole backward is faster than its two parts, and where
-        all memory but that of weights and optimizer is free for microbatches.
-        """
-        whole = frozenset(range(len(self.plan.stages)) if whole_backwards else {0})
-        free: Options = {**self.options, "split_seconds": 0.0}
-        search = replace(self, options=free, profile=replace(self.profile, split_share=0.0))
-        costs, ranks = self._plan_costs, [held[0] for held in self.plan.placement.stages]
-        limits = map(sub, self.limits, _weight_bytes(costs, ranks))
-        # Any backward that directly follows its forward recomputes nothing.
-        return bound_of(search._costs(whole, tuple(limits), recomputes=False))
+def _all_seeds(stages: JudgedStages, short: OrderCosts) -> list[TimedRows]:
+    named = named_plans(replace(stages.plan, microbatches=short.microbatches), whole_backwards=stages.whole_backwards)
+    return find_seeds(short, list(map(schedule, named)))
 
 
 def _whole_score(costs: OrderCosts, timed: TimedRows) -> float:
@@ -551,25 +517,7 @@ def _searched(costs: OrderCosts) -> OrderCosts:
     return replace(costs, microbatches=max(_SHORT[0] * costs.length, _SHORT[1]))
 
 
-def _weight_bytes(costs: Costs, ranks: Sequence[int]) -> list[float]:
-    """By rank: the bytes of weights, optimizer and libraries. `ranks`: of each stage."""
-    options, found = costs.assumptions, [costs.library_bytes] * (max(ranks) + 1)
-    for rank, size, frozen in zip(ranks, costs.parameter_bytes, costs.frozen_bytes, strict=True):
-        found[rank] += (options.version_copies + options.optimizer_copies + options.master_copies) * size + frozen
-    return found
-
-
-def _occupied(route: Route | None) -> float:
-    """How long a message keeps the slowest of its links."""
-    return 0.0 if route is None else max(seconds for _, seconds in route.legs)
-
-
-def _seconds(route: Route | None) -> float:
-    """From when a message is sent until it has arrived, alone on its links."""
-    return 0.0 if route is None else _occupied(route) + route.latency_seconds + route.handling_seconds
-
-
-def _explain(best: _Judged, judged: Sequence[_Judged], bound: Bound, fits: Callable[[_Judged], bool]) -> str:
+def _explain(best: Judged, judged: Sequence[Judged], bound: Bound, fits: Callable[[Judged], bool]) -> str:
     rows = [["order", "step", "peak", ""]]
     for each in sorted({id(each): each for each in [*judged, best]}.values(), key=lambda each: each.seconds):
         note = "taken" if each is best else "" if fits(each) else "too much memory"

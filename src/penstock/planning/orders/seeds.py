@@ -31,7 +31,7 @@ _DEPTHS = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 _PASSES, _AGAIN = 3, 4
 """How often list schedules are made, and by how many rules in each pass behind the first."""
 _QUICK = (ListRule(0.5), ListRule(0.0), ListRule(0.5, 0.5))
-"""The rules of list schedules that are tried for each move of stages."""
+"""The rules of list schedules that are tried for each limit and each move of stages."""
 _BLOCKS, _IMPROVED = 6, 3
 """The building blocks that are tried of each number in flight, and those whose weight parts are put anew."""
 _LARGE = 4_000
@@ -118,10 +118,13 @@ def adapted_seeds(costs: OrderCosts, rows: Rows) -> Iterator[TimedRows]:
     timed = time_rows(costs, rows)
     fitting = [] if timed is None else _fitting(costs, timed)
     yield from fitting or delay_rows(costs, rows, overtakes=False)
-    for rule in _QUICK:
-        listed = _list(costs, rule, {})
-        if listed is not None:
-            yield listed
+    yield from quick_seeds(costs)
+
+
+def quick_seeds(costs: OrderCosts) -> list[TimedRows]:
+    """List schedules by a few rules."""
+    made = (_list(costs, rule, {}) for rule in _QUICK)
+    return [timed for timed in made if timed is not None]
 
 
 def _blocks(costs: OrderCosts) -> Iterator[TimedRows]:
