@@ -11,6 +11,7 @@ from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.local_moves import find_moves, improve
 from penstock.planning.orders.rows import ROUNDING, OrderCosts, TimedRows, time_rows
 from penstock.planning.orders.seeds import find_seeds
+from penstock.planning.orders.windows import rearrange
 from support.every_order import all_rows
 
 TIMES = ((2.0, 2.0, 1.0), (1.0, 3.0, 2.0), (3.0, 1.0, 1.0))
@@ -98,6 +99,49 @@ def test_no_order_that_is_found_beats_the_bound() -> None:
         assert bound_of(costs).seconds <= found * ROUNDING, costs
         checked += found < inf
     assert checked > 20
+
+
+def test_no_bound_is_above_the_optimum_of_a_small_v() -> None:
+    """Uneven stages whose memory binds: microbatches that wait for their place, on one stage or on both of a rank."""
+    draw, near = Random(4), 0
+    for _ in range(60):
+        stages = range(4)
+        forward, backward, weight = (tuple(float(draw.randint(1, 9)) for _ in stages) for _ in range(3))
+        saved = tuple(float(draw.randint(2, 6)) for _ in stages)
+        least = max(saved[0] + saved[3], saved[1] + saved[2])
+        costs = OrderCosts(
+            ranks=(0, 1, 1, 0),
+            microbatches=draw.choice((2, 3)),
+            forward=forward,
+            backward=backward,
+            weight=weight,
+            activation=(1.0, 0.0, 1.0),
+            gradient=(2.0, 0.0, 2.0),
+            saved=saved,
+            limits=tuple(float(least + draw.randint(0, 6)) for _ in range(2)),
+            freed=draw.choice(((), tuple(size / 2 for size in saved))),
+            whole=frozenset(draw.choice(((), (0,), (0, 3)))),
+        )
+        costs = costs if costs.microbatches == 2 else replace(costs, whole=frozenset(stages))
+        best = min(rearrange(costs, seed, 0).seconds for seed in find_seeds(costs, [])[:1])
+        bound = bound_of(costs)
+        assert bound.seconds <= best * ROUNDING, (costs, bound)
+        near += bound.seconds > 0.95 * best
+    assert near > 20
+
+
+@pytest.mark.parametrize(
+    ("freed", "limit", "m", "optimum", "gap"),
+    [(0, 20, 6, 529, 0.031), (6, 25, 6, 511, 0.032), (10, 20, 8, 645, 0), (10, 30, 8, 495, 0), (0, 30, 8, 529, 0.031)],
+)
+def test_the_bound_is_near_optima_where_memory_binds(freed: int, limit: int, m: int, optimum: int, gap: float) -> None:
+    """Four equal stages, and optima that OR-Tools' CP-SAT proved. What is left behind full rounds waits for the ranks,
+    and a place that a backward frees in part for more.
+    """
+    f, b, w, c, size = ((seconds,) * 4 for seconds in (18.0, 18.0, 9.0, 1.0, 10.0))
+    costs = OrderCosts((0, 1, 2, 3), m, f, b, w, c[1:], c[1:], size, (float(limit),) * 4, (float(freed),) * 4)
+
+    assert 0 <= bound_of(costs).gap(optimum) <= gap
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@
     memory    each microbatch keeps its bytes at least from its forward to its backward, there and back through all
               later stages; the bytes times the seconds of all microbatches, over the limit of the rank. Memory that is
               filled or emptied at the ends of a step is not used in full
-    rounds    if K microbatches of a stage fit, the forward K later waits for the end of a backward
+    rounds    if K microbatches of a stage fit, the forward K later waits for the end of a backward; what is left when
+              no full round is goes through all later ranks, each of which does one microbatch after another
     link      what comes before the first message, all messages of one direction one after another, and what comes then
 
 Offloads add to the memory what passes the link to the host: that is counted as free where it can be. Where a step ends
@@ -14,13 +15,16 @@ for every rank alone, nothing comes before or after.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from operator import add
 
 from penstock.errors import PlanError
-from penstock.planning.orders.rows import ROUNDING, WEIGHT, OrderCosts
+from penstock.planning.orders.rows import BACKWARD, ROUNDING, WEIGHT, OrderCosts
+
+_FEW = 2
+"""The most stages of a rank of which it is tried how many microbatches fill its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,39 @@ def bound_of(costs: OrderCosts) -> Bound:
     """The largest of the bounds."""
     paths = _Paths.of(costs)
     ranks = (each for rank in range(costs.length) for each in _of_rank(costs, paths, rank))
-    return max((*ranks, *_of_links(costs, paths)), key=lambda bound: bound.seconds)
+    best = max((*ranks, *_of_links(costs, paths)), key=lambda bound: bound.seconds)
+    for fitting, seconds in _rounds(costs, paths, 0) if costs.barrier else ():
+        if rounds := (costs.microbatches - 1) // fitting:
+            # The microbatches behind some full rounds of the first stage are a step of their own.
+            rest = bound_of(replace(costs, microbatches=costs.microbatches - rounds * fitting))
+            least = Bound(rounds * seconds + rest.seconds, "rank 0's memory")
+            best = max(best, least, key=lambda bound: bound.seconds)
+    return best
+
+
+def _rounds(costs: OrderCosts, paths: "_Paths", stage: int) -> Iterator[tuple[int, float]]:
+    """How many microbatches of a stage fit, and the least seconds from the forward of one to that so many behind it.
+
+    That holds for the bytes of the stage, and for those that a second stage of its rank needs for one microbatch before
+    any can return. Nothing where offloads change what fits.
+    """
+    held, limit, count = costs.held[costs.ranks[stage]], costs.limits[costs.ranks[stage]], costs.microbatches
+    size, limit, whole = costs.saved[stage], limit * ROUNDING, costs.whole
+    if limit < size or (costs.host_bandwidth and any(costs.movable)):
+        return
+    fitting = int(limit / size) if limit < size * count else count
+    kept = 0.0 if stage in whole else -costs.bytes_after[WEIGHT][stage]
+    # Where its backward does not free enough, another backward or a weight part of the stage comes first.
+    longer = costs.weight[stage] if kept > limit - fitting * size else 0.0
+    if kept < size:
+        longer = min(longer, costs.seconds[BACKWARD][stage])
+    yield fitting, paths.loop[stage] + longer
+    last, room = held[-1], limit - costs.saved[held[-1]]
+    if len(held) == 2 and stage < last and size <= room < size * count:
+        fitting, lasting = int(room / size), paths.down[last] - paths.down[stage] + paths.loop[last]
+        kept = 0.0 if last in whole else -costs.bytes_after[WEIGHT][last]
+        longer = costs.weight[last] if (fitting + 1) * size + kept > limit else 0.0
+        yield fitting, lasting + min(longer, max(0.0, paths.loop[stage] - lasting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +138,8 @@ def _of_rank(costs: OrderCosts, paths: _Paths, rank: int) -> Iterator[Bound]:
     yield Bound(
         head + costs.work[rank] + waits, f"rank {rank}'s {'memory' if behind < waits and limit < inf else 'work'}"
     )
-    if limit == inf:
+    sizes = {stage: costs.saved[stage] for stage in held}
+    if limit == inf or limit * ROUNDING < max(sizes.values()):
         return
 
     area = sum(costs.saved[stage] * loop[stage] + kept.get(stage, 0.0) * rest[stage] for stage in held)
@@ -114,15 +151,19 @@ def _of_rank(costs: OrderCosts, paths: _Paths, rank: int) -> Iterator[Bound]:
         yield Bound(head + count * spread + behind, f"rank {rank}'s memory")
         return
     ends = [*((backward[stage], costs.saved[stage] - kept.get(stage, 0.0)) for stage in held), *weights]
+    if all(kept.get(stage, size) == size for stage, size in sizes.items()) and len(held) <= _FEW:
+        limit = _filled(list(sizes.values()), limit, count)
     unused = _unused(forwards, limit) + _unused(ends, limit) if apart else 0.0
     yield Bound(head + (count * area + unused) / limit + behind, f"rank {rank}'s memory")
     for stage in held:
-        fitting = int(limit * ROUNDING / costs.saved[stage]) if costs.saved[stage] else count
-        if fitting:
+        for fitting, lasting in _rounds(costs, paths, stage):
             ahead, rounds = (count - 1) % fitting, (count - 1) // fitting
-            # Where nothing is freed before it, the next forward waits for the weight part.
-            longer = rest[stage] if kept.get(stage) == costs.saved[stage] else 0.0
-            seconds = ahead * forward[stage] + rounds * (loop[stage] + longer) + loop[stage]
+            # What is left behind full rounds goes through all later stages, each of which does one after another.
+            least = [ahead * forward[stage] + loop[stage]]
+            for later in ([each for each in own if each >= stage] for own in costs.held):
+                both = (ahead + 1) * sum(forward[each] + backward[each] for each in later)
+                least += [down[each] - down[stage] + both + back[each] - back[stage] for each in later[:1]]
+            seconds = rounds * lasting + max(least)
             start = down[stage] * costs.barrier
             stop = max(rest[stage], (back[stage] + rest[0]) * costs.barrier)
             yield Bound(start + seconds + stop, f"rank {rank}'s memory")
@@ -139,6 +180,15 @@ def _fitting(items: list[tuple[float, float]], limit: float, bandwidth: float, s
         return inf if rate else 0.0
     number = int(limit * ROUNDING / min((size for own, size in items if own), default=inf))
     return min(rate * limit, number * max((own for own, _ in items), default=0.0))
+
+
+def _filled(sizes: list[float], limit: float, count: int) -> float:
+    """The most of `limit` bytes that whole microbatches take, of which at most `count` have each of `sizes`."""
+    if not sizes:
+        return 0.0
+    size, *rest = sizes
+    numbers = range(min(count, int(limit * ROUNDING / size) if size else 0) + 1)
+    return max(number * size + _filled(rest, limit - number * size, count) for number in numbers)
 
 
 def _unused(items: list[tuple[float, float]], limit: float) -> float:
