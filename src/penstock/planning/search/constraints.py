@@ -230,10 +230,8 @@ class PlanConstraints:
         if not microbatches:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
-        # Recomputation gains nothing without a memory limit. With split backwards it gains little: activations that are
-        # recomputed are kept until the weight backward. The last rank recomputes nothing, so that it keeps the
-        # activations of all its microbatches in both cases.
-        if self.recompute is None and (cluster.least_memory_bytes is None or schedule.splits_backward):
+        # Recomputation gains nothing without a memory limit.
+        if self.recompute is None and cluster.least_memory_bytes is None:
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):

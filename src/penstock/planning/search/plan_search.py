@@ -8,8 +8,11 @@ Rules of the search:
   2. Plans within a thousandth of the fastest count as equally fast. Of these the first in this order is taken: one that
      trains as one device does, one whose replicas take whole microbatches (a part of a microbatch takes longer than its
      share, which a profile of one size does not show), one that needs the least memory, one with the fewest stages.
-  3. Constraints choose among the proposals, and do not change them (`PlanConstraints.opened`); the local search treats
-     every family of proposals alike. So no wish leads to a faster plan than none.
+  3. Constraints choose among the proposals, and do not change them (`PlanConstraints.opened`): each that is made with a
+     schedule, without replicas or with recomputation where memory is limited is made without the wish, too. The local
+     search treats every family of proposals alike. So no wish should lead to a faster plan than none. A number of
+     stages and less memory have proposals of their own, and the local search ends where nothing near is faster: for
+     these the rule is a matter of tests.
 """
 
 from collections.abc import Sequence

@@ -4,10 +4,11 @@ A family has one schedule, with or without replicas, which split microbatches or
 microbatch size and one number of stages per rank.
 
 Which layers and ranks go together depends little on the schedule. So the stages that are proposed for one schedule are
-tried under all others, too, and in the end those of the fastest families in the other families. Structures that cannot
-be as fast as the best plan of any family are not searched (`lower_bounds`). In all else the search in a family does not
-depend on the others. So a wish that excludes families takes stages away from the remaining ones, and adds only
-structures that are slower than the best plan without the wish.
+tried under all others, too, and in the end those of all improved families in the other families. Structures that cannot
+be as fast as the best plan of any family are not searched (`lower_bounds`), but every family has a start, from which
+the search may reach others. In all else the search in a family does not depend on the others. So a wish that excludes
+families takes stages away from the remaining ones, and adds hardly any but structures that are slower than the best
+plan without the wish.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,9 +106,6 @@ _HOPELESS = 2.0
 _CLOSE = 1.05
 """A second structure that takes no more than this many times as long as the best one is a start of its own."""
 
-_ADOPTED = 2
-"""The stages of how many of the fastest families are tried in the others."""
-
 _RANKED = 12
 """How many families are simulated in the end."""
 
@@ -168,7 +166,7 @@ class Refiner:
         }
         for definition, microbatches in self._microbatches(profile).items():
             for key, plan in kinds.items():
-                if definition.layout.has_several or (plan.recompute and definition.splits_backward):
+                if definition.layout.has_several:
                     continue
                 for routing in self._routings(plan, definition):
                     made = _arrange(plan, definition, microbatches, profile, routing)
@@ -234,10 +232,10 @@ class Refiner:
         # The closed form is too pessimistic for some structures and the bound too optimistic for others.
         both = list(dict.fromkeys(chain.from_iterable(enumerate(by_bound))))
         able = [seed for seed in both if bounds[seed] <= best * _ROUNDING][:_SEEDS]
-        near = [seed for seed in both if best * _ROUNDING < bounds[seed] <= _NEAR * best][:_SEEDS]
+        close = [seed for seed in both if best * _ROUNDING < bounds[seed] <= _NEAR * best][:_SEEDS]
         timed: list[Timed] = []
-        for seed in (*able, *near):
-            if seed in near and timed:
+        for seed in (*able, *close):
+            if seed in close and timed:
                 break
             found = search.time(seeds[seed][0], cuts=list(map(cuts_of, seeds[seed])), effort=effort)
             timed += [] if found is None else [found]
@@ -273,8 +271,8 @@ class Refiner:
         return min(found, key=lambda timed: timed.seconds)
 
     def _adopt(self, family: Family, plans: Sequence[Plan], improved: Mapping[Family, Timed]) -> list[Timed]:
-        """The best plans of a family after a try of the stages of the fastest families, with its own improved one;
-        fastest first.
+        """The best plans of a family after a try of the stages of the improved ones, with its own of these; fastest
+        first.
         """
         fastest_first = sorted(improved.values(), key=lambda timed: timed.seconds)
         shapes: dict[object, Plan] = {}
@@ -283,7 +281,7 @@ class Refiner:
         search = self._search(family)
         found = [improved[family]] if family in improved else []
         own = found[0].plan if found else plans[0]
-        for shape, plan in list(shapes.items())[:_ADOPTED]:
+        for shape, plan in shapes.items():
             known = found and shape == shape_of(own)
             made = None if known else search.adopt(own, plan)
             if made is None or family_of(made) != family or not self._constraints.accepts(made):
