@@ -200,8 +200,8 @@ class Writer:
                 kinds.append(REDUCE)
                 reducing, handling = costs.reduce_seconds[stage], costs.reduce_handling_seconds[stage]
                 blocking = costs.reduce_blocking[stage] if costs.assumptions.overlap_reduce else 1.0
-                detail = ReduceInstruction(stage, action.version, reducing, handling, blocking, last.get(stage, -1))
-                details.append(detail)
+                own = reducing, handling, blocking, last.get(stage, -1)
+                details.append(ReduceInstruction(stage, action.version, *own))
                 effects.append(reduce + stage)
             else:
                 if isinstance(action, Forward):
