@@ -37,7 +37,7 @@ def make():
 
 def subject():
     model, sample = make()
-    return penstock.Subject(model, sample, name="mlp")
+    return penstock.Subject(model, sample, name="mlp", optimizer=lambda p: [] if len(p[0]) == 2 else torch.optim.SGD(p))
 
 def one_number():
     return 5
@@ -286,6 +286,8 @@ def test_profile_writes_the_file_and_prints_the_table(here, capsys):
 
     assert [layer.parameter_bytes for layer in found.layers] == [(6 * 8 + 8) * 4, 0, (8 * 2 + 2) * 4]
     assert [layer.cut_bytes for layer in found.layers] == [4 * 8 * 4, 4 * 8 * 4, 4 * 2 * 4]
+    # The subject's optimizer steps no parameter of the last layer.
+    assert [layer.update_seconds > 0 for layer in found.layers] == [True, False, False]
     assert (found.name, found.microbatch_size, found.device) == ("mlp", 4, "cpu")
     assert out.startswith("profile of mlp, cpu: 3 layers, microbatches of 4 samples\n")
     assert out.endswith("wrote out.json\n")

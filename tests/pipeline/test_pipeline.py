@@ -300,6 +300,7 @@ def test_the_profile_is_of_the_models_layers() -> None:
 
     assert [layer.name for layer in profile.layers] == [*(f"blocks.{index}" for index in range(7)), "head"]
     assert profile.layers[-1].parameter_bytes == 8 * (6 * 3 + 3)
+    assert all(layer.update_seconds > 0 for layer in profile.layers)
     for name, tensor in pipe.state_dict()["model"].items():
         assert torch.equal(tensor, before[name]), name
     assert pipe.auto_plan is None
