@@ -135,5 +135,5 @@ def test_losses_and_weights_are_those_of_a_loop_over_each_sequence(attention: st
             assert float(pipe.step(penstock.Microbatches(batches)).loss) == pytest.approx(loss, rel=1e-6)
     for name, tensor in expected.state_dict().items():
         # The softmax of its eager attention is one of float32, too.
-        near = {"rtol": 1e-4, "atol": 1e-7} if attention == "eager" else {"rtol": 1e-12, "atol": 1e-14}
-        torch.testing.assert_close(model.state_dict()[name], tensor, **near)
+        rtol, atol = (1e-4, 1e-7) if attention == "eager" else (1e-12, 1e-14)
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=rtol, atol=atol)

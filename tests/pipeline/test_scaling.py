@@ -1,8 +1,6 @@
 """Loss scaling: updates with gradients that overflow are skipped on every stage, and the scale follows its rule."""
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -11,21 +9,14 @@ import penstock
 from penstock.training.scaling import LossScale, LossScaler
 from support import models
 from support.jobs.precision_jobs import CAST, cast_options
-from support.jobs.scaling_jobs import RISKY, run_scaled, scaled_options
-from support.training import Case, Outcome, assert_equal, train_by_oracle
-
-
-@cache
-def reference(case: Case, **options: Any) -> Outcome:
-    given = {**scaled_options(case), **options}
-    return train_by_oracle(case.build(), case.batches * 2, drain_after=case.drain_after, **given)
+from support.training import Case, assert_equal, run_pipeline, run_reference
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush"])
 def test_a_power_of_two_that_does_not_overflow_changes_no_bit(schedule: str) -> None:
     case = Case("layered", schedule, 3, 4)
 
-    assert_equal(reference(case, loss_scale=None), run_scaled(case, loss_scale=2.0**10)[0])
+    assert_equal(run_reference(case), run_pipeline(case, loss_scale=2.0**10))
 
 
 def test_float16_equals_a_plain_loop_with_the_scaler_of_pytorch() -> None:
@@ -46,20 +37,6 @@ def test_float16_equals_a_plain_loop_with_the_scaler_of_pytorch() -> None:
         assert pipe.loss_scale == scaler.get_scale()
     # It fell until nothing overflowed.
     assert scaler.get_scale() < 2.0**25
-
-
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
-def test_the_scale_is_in_the_state_dict(schedule: str) -> None:
-    case = Case("layered", schedule, 3, 4)
-    pipe = penstock.Pipeline(case.build(), **scaled_options(case))
-    for x, y in case.batches[:2]:
-        pipe.step(x, y)
-    resumed = penstock.Pipeline(case.build(), **scaled_options(case))
-    resumed.load_state_dict(pipe.state_dict())
-
-    assert resumed.loss_scale == pipe.loss_scale != RISKY.initial
-    for x, y in case.batches[2:]:
-        assert float(resumed.step(x, y).loss) == float(pipe.step(x, y).loss)
 
 
 def test_an_overflow_lowers_only_the_scale_that_it_was_made_with() -> None:

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 import penstock
-from support.jobs.tied_jobs import BATCHES, TiedRun, build_tied, run_here
 from support.jobs.transformer_jobs import (
     Run,
     make_pipeline,
@@ -14,6 +13,7 @@ from support.jobs.transformer_jobs import (
     run_reference,
 )
 from support.training import assert_equal
+from support.trainings import Training, run_training
 
 
 @pytest.mark.parametrize(("subject", "cuts"), [("gpt2-tied", ()), ("bert-tied", ()), ("shared-experts", (3,))])
@@ -82,21 +82,22 @@ def test_two_parameters_in_one_memory_are_refused_in_two_stages_only(transposed:
 
 def test_the_oracle_is_delayed_training() -> None:
     """W(t+1) = W(t) - update of the gradient at W(t-1), written out for the whole model, in which layers share."""
-    model, run = build_tied(((0, 7),)), TiedRun(((0, 7),), (1, 1), 2)
+    training = Training("2bw", 2, 2, "tied ends", optimizer="adamw")
+    model = training.build()
     weights = list(model.parameters())
-    optimizer = run.options["optimizer"](weights)
+    optimizer = training.options["optimizer"](weights)
     older = newer = [weight.detach().clone() for weight in weights]
-    for x, y in BATCHES:
+    for x, y in training.batches:
         for weight, value in zip(weights, older, strict=True):
             weight.data = value.clone()
-        for part, target in zip(x.split(10), y.split(10), strict=True):
+        for part, target in zip(x.split(8), y.split(8), strict=True):
             (F.cross_entropy(model(part), target) * 0.5).backward()
         for weight, value in zip(weights, newer, strict=True):
             weight.data = value.clone()
         optimizer.step()
         optimizer.zero_grad()
         older, newer = newer, [weight.detach().clone() for weight in weights]
-    outcome = run_here(run)
+    (outcome,) = run_training(training, "")
 
     for name, weight in model.named_parameters(remove_duplicate=False):
         # A tolerance: stages sum their own uses of a weight over the microbatches first.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from penstock.scheduling import METHODS
 from support import models
 from support.jobs.hook_jobs import Shrinking
 from support.jobs.precision_jobs import CAST
-from support.jobs.tied_jobs import build_tied
 from support.own_schedules import offloading
 from support.random_models import Averaging
 from support.skip_models import REACHING, build_web
@@ -38,7 +38,7 @@ IN_PARTS = ("zb-h1", "zb-v", "v-half", "v-min")
 CHOICES: dict[str, dict[Any, Sequence[str]]] = {
     "subject": {
         **dict.fromkeys(("perceptron", "normalized", "skipping", "stateful", "layered"), EVERYWHERE),
-        **dict.fromkeys(("web", "typed", "embedded", "averaging"), EVERYWHERE),
+        **dict.fromkeys(("web", "typed", "embedded", "averaging", "frozen ends", "frozen middle"), EVERYWHERE),
         **dict.fromkeys(("tied", "tied ends", "tied neighbours"), AT_ONCE),
     },
     "placement": {
@@ -51,11 +51,11 @@ CHOICES: dict[str, dict[Any, Sequence[str]]] = {
     "drains": {(): EVERYWHERE, (0, 2): EVERYWHERE, (1,): EVERYWHERE},
     "ragged": {False: EVERYWHERE, True: EVERYWHERE},
     "varies": {False: EVERYWHERE, True: EVERYWHERE},
-    "optimizer": {"momentum": EVERYWHERE, "adamw": EVERYWHERE, "nadam": EVERYWHERE},
+    "optimizer": dict.fromkeys(("momentum", "adamw", "nadam", "groups", "several"), EVERYWHERE),
     "clips": {False: EVERYWHERE, True: AT_ONCE},
     "scales": {False: EVERYWHERE, True: AT_ONCE},
     "weighs": {False: EVERYWHERE, True: EVERYWHERE},
-    "falls": {False: EVERYWHERE, True: EVERYWHERE},
+    "rate": dict.fromkeys(("steady", "falling", "cycling"), EVERYWHERE),
     "hooks": dict.fromkeys(("none", "prediction", "average", "own"), EVERYWHERE),
     "precision": dict.fromkeys(("float64", "autocast", "low versions"), EVERYWHERE),
     "wire": dict.fromkeys(("as it is", "bfloat16", "float32", "rows"), EVERYWHERE),
@@ -73,13 +73,43 @@ HOOKS: dict[str, tuple[penstock.UpdateHook, ...]] = {
     "own": (Shrinking(),),
 }
 WIRES: dict[str, Any] = {"as it is": None, "bfloat16": torch.bfloat16, "float32": torch.float32, "rows": RowInt8()}
+
+
+def _group(params: penstock.NamedParameters) -> torch.optim.Optimizer:
+    """No decay for vectors, and another rate for the first layers; a process may have nothing for one group."""
+    early = params.where(lambda name, p: p.ndim > 1 and "1." in name)
+    late = params.where(lambda name, p: p.ndim > 1 and "1." not in name)
+    groups = [
+        {"params": early, "weight_decay": 0.1, "lr": 0.2},
+        {"params": late, "weight_decay": 0.1},
+        {"params": params.where(lambda name, p: p.ndim <= 1), "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def _several(params: penstock.NamedParameters) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest."""
+    matrices, others = params.where(lambda name, p: p.ndim == 2), params.where(lambda name, p: p.ndim != 2)
+    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=0.02)] if matrices else []
+    return [*made, torch.optim.AdamW(others, lr=0.01)] if others else made
+
+
 OPTIMIZERS: dict[str, Any] = {
     "momentum": models.momentum,
     "adamw": models.adamw,
     "nadam": partial(torch.optim.NAdam, lr=0.01, betas=(0.99, 0.999)),
+    "groups": _group,
+    "several": _several,
+}
+RATES: dict[str, Any] = {
+    "falling": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7),
+    # Changes the momentum too.
+    "cycling": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=[0.1] * len(optimizer.param_groups), total_steps=60
+    ),
 }
 LOUD = 2.0**12
-MOST = 5
+MOST = 6
 """Values of a training of `covering` that are not plain."""
 
 
@@ -88,18 +118,62 @@ def _averaging() -> nn.Module:
     return nn.Sequential(*(Averaging() for _ in range(7)), nn.Linear(6, 3)).double()
 
 
+class _Spare(nn.Linear):
+    """Has a parameter that no forward uses."""
+
+    def __init__(self, made: int) -> None:
+        super().__init__(6, made)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def _freeze(traced: bool, *frozen: int) -> nn.Module:
+    """Of some numbers of ranks, those at the ends, or in the middle, have nothing to train."""
+    torch.manual_seed(7)
+    layers = [*(_Spare(6) for _ in range(7)), _Spare(3)]
+    for index in frozen:
+        layers[index].requires_grad_(False)
+    return (models.InARow(*layers) if traced else nn.Sequential(*layers)).double()
+
+
+class _Curved(nn.Module):
+    """A linear layer and a tanh, which may make no gradient of its weight for some data."""
+
+    def __init__(self, detaching: bool = False) -> None:
+        super().__init__()
+        self.linear, self.detaching = nn.Linear(6, 6), detaching
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.detaching and x.sum() > 0:
+            weight = weight.detach()
+        return torch.tanh(F.linear(x, weight, self.linear.bias))
+
+
+def build_tied(shared: tuple[tuple[int, ...], ...], detaching: tuple[int, ...] = ()) -> nn.Sequential:
+    """Layers, each with a bias of its own; those of a group in `shared` have one weight."""
+    torch.manual_seed(3)
+    layers = [_Curved(number in detaching) for number in range(LAYERS)]
+    for first, *others in shared:
+        for other in others:
+            layers[other].linear.weight = layers[first].linear.weight
+    return nn.Sequential(*layers).double()
+
+
+TIED = {"tied": ((0, 3, 7), (2, 5)), "tied ends": ((0, 7), (1, 2)), "tied neighbours": ((3, 4),)}
 BUILDS: dict[str, Any] = {
     **{name: subject.build for name, subject in models.SUBJECTS.items()},
     "layered": models.LAYERED.build,
     "typed": CAST["typed"],
     "embedded": CAST["embedded"],
     "averaging": _averaging,
+    "frozen ends": partial(_freeze, True, 0, 1, 4, 5, 6, 7),
+    "frozen middle": partial(_freeze, False, 2, 3, 4, 5),
     "web": partial(build_web, REACHING),
-    "tied": partial(build_tied, ((0, 3, 7), (2, 5)), detaching=(3,)),
-    "tied ends": partial(build_tied, ((0, 7), (1, 2))),
-    "tied neighbours": partial(build_tied, ((3, 4),)),
+    **{name: partial(build_tied, shared, (3,) if name == "tied" else ()) for name, shared in TIED.items()},
 }
-TIED = {"tied": ((0, 3, 7), (2, 5)), "tied ends": ((0, 7), (1, 2)), "tied neighbours": ((3, 4),)}
 
 
 def loss_of(output: Tensor, target: Tensor, *, weighs: bool, loud: bool) -> Tensor:
@@ -114,10 +188,6 @@ def loss_of(output: Tensor, target: Tensor, *, weighs: bool, loud: bool) -> Tens
 
 def count_weight(target: Tensor) -> Tensor:
     return (target != 0).sum()
-
-
-def _falling(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
 
 
 @dataclass(frozen=True)
@@ -141,7 +211,7 @@ class Training:
     scales: bool = False
     """Gradients overflow at first, and again when the scale grows."""
     weighs: bool = False
-    falls: bool = False
+    rate: str = "steady"
     hooks: str = "none"
     precision: str = "float64"
     wire: str = "as it is"
@@ -150,6 +220,8 @@ class Training:
     state: str = "device"
     saves: int = 0
     """The step behind which a checkpoint is written beside the training, and resumed; 0 for never."""
+    late: bool = False
+    """Whether the thread that writes it does nothing before the training has ended."""
 
     def fitted(self) -> "Training":
         """The training that is allowed and has the most of this one: its schedule and, if it can be, all others."""
@@ -263,8 +335,8 @@ class Training:
         if self.scales:
             initial = 2.0 ** (127 if rounds else 1023)
             given["loss_scale"] = penstock.LossScale(initial=initial, growth=2.0**5, backoff=2.0**-6, interval=2)
-        if self.falls:
-            given["lr_scheduler"] = _falling
+        if self.rate != "steady":
+            given["lr_scheduler"] = RATES[self.rate]
         if self.hooks != "none":
             given["update_hooks"] = HOOKS[self.hooks]
         if rounds:
@@ -336,13 +408,16 @@ def run_training(training: Training, folder: str) -> list[Outcome]:
 
 
 def _train(training: Training, pipe: penstock.Pipeline, batches: Sequence[Any], folder: str) -> Outcome:
-    losses, save = [], None
+    losses, save, ended = [], None, Event()
     for number, batch in enumerate(batches):
         if training.saves and number == training.saves:
+            if training.late:
+                pipe._engine.snapshots.copier.submit(ended.wait, 60)
             save = pipe.save(folder, wait=False)
         losses.append(pipe.step(*batch).loss)
         if number in training.drains:
             pipe.drain()
+    ended.set()
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     evaluated = float(pipe.evaluate(*batches[0]).loss) if training.evaluates else None
     if save is not None:
@@ -389,7 +464,8 @@ def covering() -> Iterator[Training]:
             chosen: set[tuple[str, Any]] = set()
             # Each from another place of the list, so that other values meet under other schedules.
             for name, value in left[turn % len(left) :] + left[: turn % len(left)]:
-                more = replace(made, **{name: value}).fitted()
+                shared = {"placement": made.replicas or (2, 2)} if name == "split" else {}
+                more = replace(made, **{**shared, name: value}).fitted()
                 if more.on >= {*chosen, (name, value)} and len(chosen) < MOST:
                     made, chosen = more, {*chosen, (name, value)}
             left = [each for each in left if each not in made.on]

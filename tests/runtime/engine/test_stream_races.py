@@ -5,7 +5,6 @@ The numbers are the oracle's in any case, since this device computes at once; wh
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,23 +15,11 @@ from torch import nn
 
 import penstock
 from support import models
-from support.jobs.device_jobs import count_streams, fail_directly, run_directly, run_over_gloo, stall_directly
-from support.jobs.hook_jobs import HOOKED
-from support.jobs.snapshot_jobs import Cut, run_cut
-from support.jobs.tied_jobs import TiedRun, run_here
-from support.jobs.tied_jobs import run_reference as run_tied_reference
-from support.own_schedules import offloading
+from support.jobs.device_jobs import count_streams, fail_directly, run_on_device, stall_directly
 from support.processes import Pool
 from support.simulated.stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams
-from support.training import (
-    Case,
-    Outcome,
-    assert_equal,
-    run_pipeline,
-    run_reference,
-    share_reference,
-    stages_on_a_rank,
-)
+from support.training import assert_equal
+from support.trainings import Training, expected_of, run_training
 
 T = TypeVar("T")
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
@@ -54,104 +41,74 @@ def raced(work: Callable[[], T]) -> T:
     return found
 
 
-def case(schedule: str, **options: Any) -> Case:
-    """Two ranks, and layers with buffers."""
-    return replace(Case("normalized", schedule, 2, 4, "adamw", stages_on_a_rank(schedule)), **options)
+def made(schedule: str, ranks: int = 2, **options: Any) -> Training:
+    """Layers with buffers, if the options allow it."""
+    training = Training(schedule, ranks, **{"subject": "normalized", "optimizer": "adamw", **options}).fitted()
+    assert all(getattr(training, name) == value for name, value in options.items()), training
+    return training
 
 
-CASES = {
-    **{schedule: case(schedule) for schedule in SCHEDULES},
-    **{f"{schedule} alone": case(schedule, ranks=1) for schedule in ("gpipe", "pipedream", "2bw")},
-    "pipedream of four": case("pipedream", ranks=4),
-    "pipedream, evaluated": case("pipedream", turned=True, drain_after=(1,)),
-    **{f"{schedule} with skips": case(schedule, subject="skipping", ranks=4) for schedule in ("1f1b-flush", "2bw")},
-    **{f"{schedule} in turn": case(schedule, replicas=(2, 1)) for schedule in ("1f1b-flush", "pipedream", "2bw")},
-    **{f"{schedule} split": case(schedule, replicas=(1, 2), split=True) for schedule in ("1f1b-flush", "2bw")},
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "clipped": {"clip_grad_norm": 0.1},
-    "recomputed": {"recompute": True},
-    **HOOKED,
-}
+TRAININGS = [
+    *(Training(schedule) for schedule in ("gpipe", "2bw")),
+    *(made(schedule) for schedule in SCHEDULES),
+    *(made(schedule, 1) for schedule in ("gpipe", "pipedream", "2bw")),
+    made("pipedream", 4),
+    made("pipedream", placement="turned", drains=(1,)),
+    *(made(schedule, 4, subject="skipping") for schedule in ("1f1b-flush", "2bw")),
+    *(made(schedule, placement=(2, 1)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
+    *(made(schedule, placement=(2, 1), split=True) for schedule in ("1f1b-flush", "2bw")),
+    # The ranks share slots of host memory.
+    *(made(schedule, offloads="host") for schedule in ("1f1b-flush", "zb-v", "pipedream")),
+    *(made(schedule, state="host") for schedule in ("1f1b-flush", "zb-v", "pipedream", "2bw")),
+    *(made(schedule, state="host", placement=(2, 1)) for schedule in ("pipedream", "2bw")),
+    *(made("2bw", **options) for options in ({"clips": True}, {"scales": True}, {"recompute": True})),
+    *(made(schedule, hooks=hooks) for schedule, hooks in (("2bw", "average"), ("2bw", "own"), ("pipedream", "own"))),
+    *(made("2bw", hooks="prediction", **{option: True}) for option in ("clips", "scales")),
+    # The copies to the host are in a stream of their own, and an update waits for them there, not on the host.
+    *(made(schedule, saves=3, late=True) for schedule in ("1f1b-flush", "pipedream")),
+    made("2bw", saves=3, late=True, hooks="average"),
+    *(made(schedule, 3, subject="tied ends") for schedule in ("1f1b-flush", "2bw")),
+    made("2bw", 3, subject="tied ends", clips=True, scales=True),
+    made("2bw", subject="tied ends", placement=(2, 2)),
+    made("1f1b-flush", subject="tied ends", placement=(2, 2), clips=True),
+]
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", CASES)
-def test_schedules(name: str) -> None:
-    assert_equal(share_reference(CASES[name]), raced(lambda: run_pipeline(CASES[name])))
+def name_of(training: Training) -> str:
+    on = sorted(f"{name}={value}" for name, value in training.on)
+    return " ".join([training.schedule, str(training.ranks), *on])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-v", "pipedream"])
-def test_offloads(schedule: str) -> None:
-    """The ranks share slots of host memory."""
-    made = case(schedule)
-    plan = replace(made.options["plan"], schedule=offloading(made.options["plan"].definition))
-    assert_equal(share_reference(made), raced(lambda: run_pipeline(made, plan=plan)))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["1f1b-flush", "zb-v", "pipedream", "2bw", "pipedream in turn", "2bw split"])
-def test_state_on_host(name: str) -> None:
-    assert_equal(share_reference(CASES[name]), raced(lambda: run_pipeline(CASES[name], state_on_host=True)))
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("own", "pipedream")])
-def test_options(name: str, schedule: str) -> None:
-    found = raced(lambda: run_pipeline(case(schedule), check="off", **OPTIONS[name]))
-    options = {key: value for key, value in OPTIONS[name].items() if key != "recompute"}
-    assert_equal(run_reference(case(schedule), **options), found)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("schedule", "recipe"), [("1f1b-flush", "plain"), ("pipedream", "plain"), ("2bw", "several")])
-def test_saves_beside_the_training(schedule: str, recipe: str, tmp_path: Path) -> None:
-    """The copies to the host are in a stream of their own, and an update waits for them there, not on the host."""
-    cut = Cut(case(schedule), 2, recipe, late=True)
-    expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options)
-    whole, resumed = raced(lambda: run_cut(cut, str(tmp_path / "run")))
-
-    assert whole.losses == expected.losses
-    assert_equal(Outcome(expected.losses[2:], expected.state), resumed)
-
-
-TIED = {
-    "2bw": TiedRun(((0, 7),), (1, 1, 1), 6),
-    "2bw clipped": TiedRun(((0, 7),), (1, 1, 1), 6, clips=True),
-    "2bw in turn": TiedRun(((0, 7),), (2, 1, 2), 6),
-    "1f1b-flush": TiedRun(((0, 7),), (1, 1, 1), 6, flushes=True),
-    "1f1b-flush in turn, clipped": TiedRun(((0, 7),), (2, 1, 2), 6, clips=True, flushes=True),
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", TIED)
-def test_weights_that_stages_share(name: str) -> None:
-    assert_equal(run_tied_reference(TIED[name]), raced(lambda: run_here(TIED[name])))
-
-
-OVER_GLOO = [case(schedule) for schedule in ("1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw")]
-IN_TURN = [case(schedule, replicas=(2, 1)) for schedule in ("1f1b-flush", "2bw")]
-DIRECTLY = [case(schedule) for schedule in ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw")]
-SUMMED = [case(name, replicas=each) for name in ("1f1b-flush", "pipedream", "2bw") for each in ((2, 1), (1, 3))]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("tried", [*OVER_GLOO, *IN_TURN], ids=lambda tried: f"{tried.schedule} {tried.replicas}")
-def test_several_processes(pool: Pool, tried: Case) -> None:
-    expected = share_reference(tried)
-    for found in pool.run(tried.processes, run_over_gloo, tried):
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("training", TRAININGS, ids=name_of)
+def test_trainings(training: Training, tmp_path: Path) -> None:
+    for expected, found in zip(
+        expected_of(training), raced(lambda: run_training(training, str(tmp_path))), strict=True
+    ):
         assert_equal(expected, found)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("tried", [*DIRECTLY, *SUMMED], ids=lambda tried: f"{tried.schedule} {tried.replicas}")
-def test_several_processes_that_send_from_device_to_device(pool: Pool, tried: Case) -> None:
-    """Over the ends of NCCL, and a backend that does as NCCL does."""
-    expected = share_reference(tried)
-    for found, messages in pool.run(tried.processes, run_directly, tried):
-        assert_equal(expected, found)
-        assert messages > 0
+OVER_GLOO = [
+    *(made(schedule) for schedule in ("1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw")),
+    *(made(schedule, placement=(2, 1)) for schedule in ("1f1b-flush", "2bw")),
+]
+DIRECTLY = [
+    *(made(schedule) for schedule in ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw")),
+    *(made(name, placement=each) for name in ("1f1b-flush", "pipedream", "2bw") for each in ((2, 1), (3, 1))),
+]
+"""Over the ends of NCCL, and a backend that does as NCCL does."""
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    ("training", "directly"),
+    [*((training, False) for training in OVER_GLOO), *((training, True) for training in DIRECTLY)],
+    ids=lambda value: name_of(value) if isinstance(value, Training) else ("gloo", "directly")[value],
+)
+def test_several_processes(pool: Pool, training: Training, directly: bool) -> None:
+    for (found,), messages in pool.run(training.processes, run_on_device, training, directly):
+        assert_equal(expected_of(training)[0], found)
+        assert (messages > 0) is directly
 
 
 @pytest.mark.parametrize("tardy", [False, True], ids=["gloo", "device to device"])
@@ -225,6 +182,6 @@ class Forgetful(RacingDevice):
 def test_what_is_out_of_order_is_found(kind: type[RacingDevice]) -> None:
     device = kind()
     with racing(device):
-        run_pipeline(case("pipedream"))
+        run_training(made("pipedream"), "")
 
     assert device.finish()

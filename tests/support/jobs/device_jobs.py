@@ -16,7 +16,8 @@ from penstock.runtime.transport.transport import Channel, Edge
 from penstock.runtime.transport.worlds import join_world
 from support.simulated import tardy_backend
 from support.simulated.stream_races import RacingDevice, on_streams
-from support.training import Case, Outcome, run_pipeline
+from support.training import Outcome
+from support.trainings import Training, run_training
 from support.transport_selection import sharing_memory
 
 
@@ -27,17 +28,11 @@ def _on_device(tardy: bool = False) -> Iterator[None]:
         yield
 
 
-def run_over_gloo(case: Case) -> Outcome:
-    """Runs `Pipeline` with messages through the host."""
-    with _on_device():
-        return run_pipeline(case)
-
-
-def run_directly(case: Case) -> tuple[Outcome, int]:
-    """Runs `Pipeline` with messages from device to device. Also returns how many of them this rank sent."""
+def run_on_device(training: Training, tardy: bool) -> tuple[list[Outcome], int]:
+    """With messages through the host, or from device to device. Also returns how many of these this rank sent."""
     before = tardy_backend.messages()
-    with _on_device(tardy=True):
-        return run_pipeline(case), tardy_backend.messages() - before
+    with _on_device(tardy):
+        return run_training(training, ""), tardy_backend.messages() - before
 
 
 def count_streams(tardy: bool) -> int:
