@@ -18,7 +18,6 @@ import penstock
 from support import models
 from support.paths import ROOT
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_cases, run_pipeline, run_reference, train, train_by_oracle
 
 SIZES = ((10, 5), (7, 8), (3, 3), (12, 16), (10, 5))
 """Samples and lengths: not all divide by 3; one has a sample for each microbatch; shorter, and longer."""
@@ -216,51 +215,6 @@ def _look(pipe: penstock.Pipeline, way: Way) -> list[tuple[float, Tensor]]:
     return looks
 
 
-class Spare(nn.Linear):
-    """A layer with a parameter that no forward uses."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__(width, width)
-        self.unused = nn.Parameter(torch.ones(3))
-
-
-@dataclass(frozen=True)
-class Partial:
-    """A run on three ranks of a model of three pairs of layers, of which some are `frozen`."""
-
-    schedule: str
-    frozen: tuple[int, ...]
-    traced: bool = False
-    """Whether the model is captured as a trace and not as the row of layers that it is."""
-
-    def build(self) -> nn.Module:
-        torch.manual_seed(3)
-        layers = nn.Sequential(*(nn.Sequential(Spare(), nn.Tanh()) for _ in range(3))).double()
-        for index in self.frozen:
-            layers[index].requires_grad_(False)
-        return models.InARow(*layers) if self.traced else layers
-
-    @property
-    def options(self) -> dict[str, Any]:
-        stages = 3 if self.traced else 6
-        plan = penstock.Plan.uniform(stages, 3, schedule=self.schedule, microbatches=4)
-        subject = models.SUBJECTS["perceptron"]
-        return {"sample": subject.sample, "loss_fn": F.cross_entropy, "optimizer": models.adamw, "plan": plan}
-
-
-def run_partial(run: Partial) -> Outcome:
-    """The run by the pipeline: all of it here, or this process's part."""
-    return train(penstock.Pipeline(run.build(), **run.options), models.SUBJECTS["perceptron"].batches)
-
-
-def run_partials(runs: list[Partial]) -> list[Outcome]:
-    return [run_partial(run) for run in runs]
-
-
-def run_partly_by_oracle(run: Partial) -> Outcome:
-    return train_by_oracle(run.build(), models.SUBJECTS["perceptron"].batches, **run.options)
-
-
 @cache
 def reference(schedule: str, sizes: tuple[tuple[int, int], ...] = SIZES) -> Any:
     """The oracle's numbers for the plain way; all others must have the same."""
@@ -410,33 +364,6 @@ def test_a_target_of_several(make: Callable[[Tensor, Tensor], Any], loss_fn: Cal
     assert float(pipe.evaluate(x, make(y, w)).loss) == pytest.approx(whole, rel=1e-12)
 
 
-FEW = [
-    *(
-        Case("layered", schedule, 4, microbatches)
-        for schedule in ("1f1b-flush", "pipedream")
-        for microbatches in (1, 2, 3)
-    ),
-    *(Case("layered", schedule, 4, 2) for schedule in ("gpipe", "spp", "vertical")),
-]
-
-
-def test_fewer_microbatches_than_stages(pool: Pool) -> None:
-    outcomes = pool.run(4, run_cases, FEW)
-    for case, parts in zip(FEW, zip(*outcomes, strict=True), strict=True):
-        expected = run_reference(case)
-        for outcome in (run_pipeline(case), *parts):
-            assert_equal(expected, outcome)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [("2bw", "need at least 4 microbatches"), ("interleaved", "multiple")],
-)
-def test_schedules_that_need_more_microbatches_say_so(schedule: str, message: str) -> None:
-    with pytest.raises(penstock.ScheduleError, match=message):
-        run_pipeline(Case("layered", schedule, 4, 3, stages_per_rank=2 if schedule == "interleaved" else 1))
-
-
 def test_a_last_batch_that_is_too_small_says_what_to_do() -> None:
     pipe = penstock.Pipeline(
         SUBJECT.build(), SUBJECT.sample, loss_fn=SUBJECT.loss_fn, optimizer=models.plain, stages=2, microbatches=8
@@ -538,35 +465,6 @@ def test_batchnorm_refuses_a_single_sample_as_it_does_without_a_pipeline() -> No
         pipe.step(x[:5], y[:5])
 
 
-FROZEN = [
-    Partial(schedule, frozen, traced)
-    for schedule, frozen, traced in (
-        ("1f1b-flush", (0,), True),
-        ("2bw", (0, 1), False),
-        ("2bw", (1,), True),
-        ("pipedream", (2,), False),
-        ("pipedream", (1, 2), False),
-        ("gpipe", (0, 2), False),
-    )
-]
-
-
-def test_stages_may_have_nothing_to_train(pool: Pool) -> None:
-    outcomes = pool.run(3, run_partials, FROZEN)
-    for run, parts in zip(FROZEN, zip(*outcomes, strict=True), strict=True):
-        expected, start = run_partly_by_oracle(run), dict(run.build().state_dict())
-        for outcome in (run_partial(run), *parts):
-            assert_equal(expected, outcome)
-            for name, tensor in outcome.state.items():
-                still = int(name.removeprefix("layers.")[0]) in run.frozen or name.endswith("unused")
-                assert torch.equal(tensor, start[name]) == still, name
-
-
-def test_a_model_without_anything_to_train_is_not_stepped() -> None:
-    with pytest.raises(penstock.PenstockError, match="would train nothing"):
-        run_partial(Partial("1f1b-flush", (0, 1, 2)))
-
-
 def test_the_documentation_runs() -> None:
     text = (ROOT / "docs" / "inputs.md").read_text()
     names: dict[str, Any] = {}
@@ -609,32 +507,6 @@ def trained_in(pool: Pool) -> list[dict[str, Any]]:
     return pool.run(3, train_and_look, "one dict", "1f1b-flush", STEPS)
 
 
-def plain_losses() -> list[float]:
-    """The losses of a loop without a pipeline, in three microbatches."""
-    model = build(PLAIN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for size in STEPS:
-        tokens, mask, target = draw(*size)
-        total = 0.0
-        parts = zip(tokens.tensor_split(3), mask.tensor_split(3), target.tensor_split(3), strict=True)
-        for part, part_mask, wanted in parts:
-            share = len(part) / len(tokens)
-            loss = PLAIN.loss_fn(model(part, part_mask, POSITIONS), wanted)
-            (loss * share).backward()
-            total += loss.item() * share
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
-def test_a_larger_batch_and_a_longer_sequence_than_the_first_train(pool: Pool) -> None:
-    """Breaks in torch.distributed.pipelining, as what the three tests below it show."""
-    for seen in trained_in(pool):
-        assert seen["losses"] == plain_losses()
-
-
 def test_evaluation_with_a_smaller_batch_and_a_shorter_sequence_sees_no_stale_rows(pool: Pool) -> None:
     seen = trained_in(pool)
     model = build(PLAIN).eval()
@@ -660,9 +532,3 @@ def test_there_is_no_forward_beside_those_of_the_training(pool: Pool) -> None:
 
     # Of three minibatches three microbatches each; captures, evaluations and predictions count nothing.
     assert counts == [9] * BLOCKS
-
-
-def test_names_in_the_ranks_states_are_the_models_own(pool: Pool) -> None:
-    names = [set(rank["state"]) for rank in trained_in(pool)]
-
-    assert sorted(name for some in names for name in some) == sorted(build(WAYS["one dict"]).state_dict())

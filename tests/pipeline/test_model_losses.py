@@ -126,13 +126,6 @@ def test_replicas_weigh_what_they_have(split: bool) -> None:
     assert_equal(oracle(build, batches, options), train(build, batches, options))
 
 
-def test_in_two_processes(pool: Pool) -> None:
-    expected = run_labelled("1f1b-flush", False)
-    for outcome in pool.run(2, run_labelled, "1f1b-flush", False):
-        assert_equal(expected, outcome)
-        assert outcome.evaluated == expected.evaluated
-
-
 def plainly(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor], float]:
     """The losses of the whole batches, as their users write it, the final weights, and an evaluation."""
     found = train_by_loop(model, [(batch, None) for batch in batches], lambda output, _: output.loss, models.momentum)

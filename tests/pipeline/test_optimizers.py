@@ -1,115 +1,21 @@
 """What `optimizer=` and `lr_scheduler=` may be: groups by name, several optimizers, schedulers that step per update."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import penstock
 from support import models
 from support.processes import Pool
-from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train_by_loop
-
-CASES = [
-    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")),
-    Case("layered", "interleaved", 2, 4, stages_per_rank=2),
-    Case("layered", "pipedream", 2, 4, replicas=(2, 1), drain_after=(1,)),
-    Case("skipping", "1f1b-flush", 3, 4),
-]
+from support.training import Case, run_pipeline, train_by_loop
 
 
 def warm(optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Another rate for every update."""
     return LambdaLR(optimizer, lambda update: (1 + update) / 7)
-
-
-def cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Changes the momentum too."""
-    return OneCycleLR(optimizer, max_lr=[0.1] * len(optimizer.param_groups), total_steps=60)
-
-
-def group(params: penstock.NamedParameters) -> torch.optim.Optimizer:
-    """No decay for vectors, and another rate for the first layers; a process may have nothing for one group."""
-    early = params.where(lambda name, p: p.ndim > 1 and name.split(".")[0] in ("0", "1"))
-    late = params.where(lambda name, p: p.ndim > 1 and name.split(".")[0] not in ("0", "1"))
-    groups = [
-        {"params": early, "weight_decay": 0.1, "lr": 0.2},
-        {"params": late, "weight_decay": 0.1},
-        {"params": params.where(lambda name, p: p.ndim <= 1), "weight_decay": 0.0},
-    ]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-
-def several(params: penstock.NamedParameters) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest."""
-    matrices, others = params.where(lambda name, p: p.ndim == 2), params.where(lambda name, p: p.ndim != 2)
-    made: list[torch.optim.Optimizer] = []
-    if matrices:
-        made.append(torch.optim.Muon(matrices, lr=0.02))
-    if others:
-        made.append(torch.optim.AdamW(others, lr=0.01))
-    return made
-
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "plain": {"optimizer": models.momentum},
-    "groups": {"optimizer": group},
-    "several": {"optimizer": several, "lr_scheduler": warm},
-    "warming": {"optimizer": models.momentum, "lr_scheduler": warm},
-    "cycling": {"optimizer": models.momentum, "lr_scheduler": cycle},
-}
-"""Arguments for the pipeline and for the oracle."""
-
-
-def run_recipe(case: Case, recipe: str) -> Outcome:
-    return run_pipeline(case, **RECIPES[recipe])
-
-
-def reload(case: Case, recipe: str) -> tuple[Outcome, Outcome]:
-    """The last batches of a run that was drained after two batches, and the same of one that began from its state."""
-    options = {**case.options, **RECIPES[recipe]}
-    pipe = penstock.Pipeline(case.build(), **options)
-    for x, y in case.batches[:2]:
-        pipe.step(x, y)
-    state = {
-        part: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
-        if part == "model"
-        else entries
-        for part, entries in pipe.state_dict().items()
-    }
-    resumed = penstock.Pipeline(case.build(), **options)
-    resumed.load_state_dict(state)
-    return _finish(pipe, case), _finish(resumed, case)
-
-
-def _finish(pipe: penstock.Pipeline, case: Case) -> Outcome:
-    losses = [float(pipe.step(x, y).loss) for x, y in case.batches[2:]]
-    return Outcome(tuple(losses), pipe.state_dict()["model"])
-
-
-@cache
-def reference(case: Case, recipe: str) -> Outcome:
-    return run_reference(case, **RECIPES[recipe])
-
-
-@pytest.mark.sampled(14)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_recipe_equals_the_oracle(case: Case, recipe: str) -> None:
-    expected = reference(case, recipe)
-
-    assert_equal(expected, run_recipe(case, recipe))
-    assert expected.losses != reference(case, "plain").losses or recipe == "plain"
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_in_several_processes(pool: Pool, recipe: str) -> None:
-    case = Case("layered", "2bw", 3, 4)
-    for outcome in pool.run(3, run_recipe, case, recipe):
-        assert_equal(reference(case, recipe), outcome)
 
 
 def test_the_function_that_makes_an_optimizer_may_make_its_scheduler() -> None:
@@ -196,15 +102,7 @@ def test_a_plain_loop_with_the_same_scheduler_gives_the_same_numbers() -> None:
         model, case.batches, options["loss_fn"], lambda parameters: optimizer, after_step=scheduler.step
     )
 
-    assert run_recipe(case, "warming").losses == expected.losses
-
-
-@pytest.mark.parametrize("recipe", ["warming", "cycling", "several"])
-def test_training_goes_on_from_a_state_dict(recipe: str) -> None:
-    case = Case("layered", "2bw", 3, 4)
-    whole, resumed = reload(case, recipe)
-
-    assert_equal(whole, resumed)
+    assert run_pipeline(case, optimizer=models.momentum, lr_scheduler=warm).losses == expected.losses
 
 
 def test_parameters_are_named_as_in_the_model() -> None:

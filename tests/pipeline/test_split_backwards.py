@@ -1,6 +1,5 @@
 """Pipelines whose backwards are in two parts: the bits of the oracle with everything that pipelines do."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.scheduling import BackwardInput, BackwardWeight
+from penstock.scheduling import BackwardWeight
 from penstock.scheduling.actions import Reduce
 from support import models
 from support.split_backward_cases import CASES
-from support.training import Case, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+from support.training import Case, assert_equal, run_pipeline, run_reference
 
 SCHEDULES = ("zb-h1", "zb-v")
 
@@ -64,37 +63,6 @@ def test_an_error_names_the_part() -> None:
     assert caught.value.__notes__[0] == ("penstock: this was action 1I0@0 of rank 1; stage 1 holds the layers 2 to 3")
 
 
-REFUSED = {
-    "compile": (
-        {"compile": {"backend": "eager"}},
-        "compile= makes one function of a stage's backward, which computes both: expected stages whose backward "
-        "autograd can do in two parts. Leave compile= out, or choose '1f1b-flush'",
-    ),
-    "layers": (
-        {"recompute": "layers"},
-        'recompute="layers" (stages 0, 1, 2) would hardly hold less than recompute=True, since what layers read and '
-        "the gradients of their results are kept for the gradients of weights: expected stages whose backward autograd "
-        "can do in two parts. Use recompute=True, or a set of stages, or choose '1f1b-flush'",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_divided_is_refused(what: str) -> None:
-    options, reason = REFUSED[what]
-    case = Case("layered", "zb-h1", 3, 4)
-    with pytest.raises(penstock.PlanError) as caught:
-        run_pipeline(case, **options)
-
-    assert str(caught.value) == (
-        "schedule 'zb-h1' computes the gradients of inputs and those of weights apart, and " + reason
-    )
-    # One stage sends no gradients, and its backwards are whole.
-    if what == "layers":
-        alone = replace(case, ranks=1)
-        assert_equal(run_reference(alone), run_pipeline(alone, **options))
-
-
 class Reentrant(nn.Linear):
     """Is computed again in its backward, in the way that autograd can only do as a whole."""
 
@@ -114,12 +82,3 @@ def test_a_reentrant_checkpoint_is_refused_with_a_way_out(schedule: str) -> None
 
     whole = penstock.Pipeline(layers, sample, nn.functional.mse_loss, models.plain, schedule="1f1b-flush", **options)
     assert whole.step(torch.ones(4, 4), torch.ones(4, 4)).loss.item() > 0
-
-
-def test_programs_have_both_parts() -> None:
-    """What this file is about does happen."""
-    for schedule in SCHEDULES:
-        case = Case("layered", schedule, 3, 4, stages_per_rank=stages_on_a_rank(schedule))
-        actions = [action for row in penstock.schedule(case.options["plan"]).step(0) for action in row]
-        for kind in (BackwardInput, BackwardWeight):
-            assert sum(isinstance(action, kind) for action in actions) >= 8

@@ -1,12 +1,10 @@
 """`wire_dtype=`: a pipeline whose stages send rounded tensors equals the oracle that rounds in the same places."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,7 +15,6 @@ from penstock.training.wire_codecs import WireDtype, read_wire_dtype, round_to_w
 from support import models
 from support.exports import built_as
 from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options
-from support.processes import Pool
 from support.training import (
     Case,
     Outcome,
@@ -71,17 +68,6 @@ def masked_batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def build_with_other_kinds() -> str:
-    """Each rank sends in another type."""
-    options: dict[str, Any] = {"wire_dtype": [torch.bfloat16, RowInt8()][dist.get_rank()]}
-    subject = models.SUBJECTS["perceptron"]
-    try:
-        penstock.Pipeline(subject.build(), subject.sample, F.cross_entropy, models.momentum, **options)
-    except penstock.PenstockError as error:
-        return str(error)
-    return "built"
-
-
 @cache
 def reference(case: Case, kind: str) -> Outcome:
     return run_reference(case, wire_dtype=KINDS[kind])
@@ -92,14 +78,6 @@ def test_values_that_go_directly_past_stages() -> None:
     case, large = Case("skipping", "1f1b-flush", 8, 4), (torch.zeros(3000, 6, dtype=torch.float64),)
 
     assert_equal(reference(case, "bfloat16"), run_pipeline(case, wire_dtype=torch.bfloat16, sample=large))
-
-
-def test_the_numbers_depend_on_the_stages_and_not_on_their_ranks() -> None:
-    """Four stages on four ranks, and on two ranks in a V, where the second and the third are on one rank."""
-    straight = Case("skipping", "zb-h1", 4, 4, "adamw")
-    folded = Case("skipping", "zb-v", 2, 4, "adamw", stages_per_rank=2)
-
-    assert_equal(reference(straight, "rows"), run_pipeline(folded, wire_dtype=RowInt8()))
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, RowInt8()], ids=str)
@@ -174,28 +152,6 @@ def test_integers_and_booleans_stay_exact() -> None:
 
     assert tuple(losses) == expected.losses
     assert {tensor.dtype for tensor in sent} == {torch.bfloat16, torch.bool, torch.int64}
-
-
-def test_a_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Under a schedule that leaves microbatches in flight: they are computed again."""
-    case = Case("layered", "2bw", 3, 4, "adamw")
-    options = {**case.options, "wire_dtype": RowInt8()}
-    batches = [*case.batches, *case.batches]
-    with penstock.Pipeline(case.build(), **options) as pipe:
-        expected = [float(pipe.step(x, y).loss) for x, y in batches]
-    with penstock.Pipeline(case.build(), **options, resume=tmp_path / "run") as pipe:
-        found = [float(pipe.step(x, y).loss) for x, y in batches[:3]]
-        pipe.save(tmp_path / "run", wait=False)
-    with penstock.Pipeline(case.build(), **options, resume=tmp_path / "run") as pipe:
-        found += [float(pipe.step(x, y).loss) for x, y in batches[3:]]
-
-    assert found == expected
-
-
-def test_ranks_that_differ_are_refused(pool: Pool) -> None:
-    for answer in pool.run(2, build_with_other_kinds):
-        assert "wire_dtype=" in answer
-        assert "Pass the same wire_dtype= to every Pipeline" in answer
 
 
 def build(model: nn.Module, **options: Any) -> penstock.Pipeline:

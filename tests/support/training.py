@@ -209,23 +209,9 @@ def count_tensors(case: Case, steps: int, **options: Any) -> list[int]:
     return counts
 
 
-def run_cases(cases: list[Case]) -> list[Outcome]:
-    """Several runs, one after the other, in the present process group."""
-    return [run_pipeline(case) for case in cases]
-
-
 def run_reference(case: Case, **options: Any) -> Outcome:
     """The run by the oracle: once for each case, if there are no `options`."""
     return _ask_oracle(case, options) if options else _ask_oracle_once(case)
-
-
-def share_reference(case: Case) -> Outcome:
-    """The run by the oracle, which schedules that flush share, whatever the stages: the oracle trains them alike, as
-    `test_the_oracle_trains_alike_under_all_schedules_that_flush` finds.
-    """
-    if case.schedule in FLUSHING and not (case.drain_after or case.replicas):
-        case = replace(case, schedule="gpipe", ranks=1, stages_per_rank=1, turned=False)
-    return run_reference(case)
 
 
 @cache

@@ -17,27 +17,11 @@ from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.direct_backwards import find_direct
 from support import models
 from support.layers import Gathering, InPlace, Several
-from support.processes import Pool
 from support.training import Case, count_tensors, run_reference
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw")
 
 reference = cache(run_reference)
-
-
-CASES = [
-    *(
-        Case("layered", schedule, ranks, 4)
-        for schedule in SCHEDULES
-        if schedule != "interleaved"
-        for ranks in (1, 3, 4)
-    ),
-    *(Case("layered", "interleaved", ranks, 2 * ranks, stages_per_rank=2) for ranks in (1, 2, 4)),
-    *(Case("normalized", schedule, 2, 4) for schedule in ("gpipe", "2bw")),
-    *(Case("skipping", schedule, 3, 4, "adamw") for schedule in ("1f1b-flush", "vertical")),
-    *(Case("layered", schedule, 2, 4, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "pipedream", "2bw")),
-    *(Case("layered", "spp", 2, 4, replicas=replicas, split=True) for replicas in ((1, 2), (2, 3))),
-]
 
 
 X, Y = models.SUBJECTS["perceptron"].batches[0]
@@ -56,63 +40,6 @@ def assert_same(expected: Sequence[Any], found: Sequence[Any]) -> None:
             assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
         else:
             assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-
-
-def train(case: Case, recompute: object) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    """The losses and the final state of a run by the pipeline: all ranks here, or this process's part of them."""
-    pipe = penstock.Pipeline(case.build(), **case.options, recompute=recompute)
-    losses = [pipe.step(x, y).loss for x, y in case.batches]
-    with torch.no_grad():  # as in an evaluation, which drains
-        pipe.drain()
-    result = tuple(float(loss) for loss in losses), {name: t.clone() for name, t in pipe.state_dict()["model"].items()}
-    pipe.close()
-    return result
-
-
-def assert_equals_oracle(case: Case, losses: tuple[float, ...], state: dict[str, Tensor]) -> None:
-    """Every loss and every tensor of `state` is exactly the oracle's."""
-    assert losses == reference(case).losses
-    for name, tensor in state.items():
-        assert torch.equal(reference(case).state[name], tensor), name
-
-
-DIVIDED = [
-    *(Case("layered", "zb-h1", ranks, 4) for ranks in (1, 3, 4)),
-    *(Case("normalized", "zb-v", ranks, 4, stages_per_rank=2) for ranks in (1, 2, 3)),
-    Case("skipping", "zb-h1", 3, 4, "adamw"),
-    Case("layered", "zb-h1", 2, 4, replicas=(2, 1)),
-    Case("layered", "zb-v", 2, 4, replicas=(2, 2), split=True, stages_per_rank=2),
-]
-"""Their backwards are in two parts, the first of which recomputes."""
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", DIVIDED, ids=lambda case: f"{case.subject}-{case.schedule}-{case.ranks}")
-def test_weight_parts_use_what_input_parts_recomputed(case: Case) -> None:
-    assert_equals_oracle(case, *train(case, recompute=True))
-
-
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize(
-    ("case", "recompute"), [(case, (True, "layers")[number % 2]) for number, case in enumerate(CASES)], ids=str
-)
-def test_the_bits_are_those_of_the_oracle(case: Case, recompute: object) -> None:
-    """Stages and layers are recomputed in turn: each meets every schedule and every number of ranks."""
-    assert_equals_oracle(case, *train(case, recompute))
-
-
-def test_the_bits_are_those_of_the_oracle_in_several_processes(pool: Pool) -> None:
-    """Each rank with its part; replicas among them, whose gradients leave in the backward that recomputes."""
-    cases = [
-        Case("layered", "pipedream", 3, 4),
-        Case("layered", "2bw", 2, 4, replicas=(2, 1)),
-        Case("layered", "gpipe", 2, 4, replicas=(1, 2), split=True),
-        DIVIDED[-2],
-    ]
-    for case in cases:
-        for recompute in (True,) if case in DIVIDED else (True, "layers"):
-            for losses, state in pool.run(3, train, case, recompute):
-                assert_equals_oracle(case, losses, state)
 
 
 class Drawing(nn.Module):

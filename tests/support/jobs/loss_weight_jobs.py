@@ -64,10 +64,5 @@ def replicate(options: dict[str, Any], layers: int, split: bool) -> dict[str, An
     return {**options, "schedule": None, "stages": None, "microbatches": None, "plan": plan}
 
 
-def replicated(schedule: str, split: bool) -> dict[str, Any]:
-    """The options of the model of sequences."""
-    return replicate(weighted_options(schedule, 2, 3), 14, split)
-
-
 def run_weighted(**options: Any) -> Outcome:
     return train(penstock.Pipeline(build(), **options), BATCHES, evaluates=True)
