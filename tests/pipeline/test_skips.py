@@ -1,10 +1,9 @@
-"""Values that go directly past stages: the bits of one device, whatever the schedule, and nothing held on the way."""
+"""Values that go directly past stages: compiled stages too, and nothing is held on the way."""
 
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
+import torch.nn.functional as F
 
 import penstock
 from penstock.capturing import capture
@@ -12,41 +11,30 @@ from penstock.capturing.chain import crossings_of
 from penstock.runtime.assembly.scheduled_plans import make_schedule
 from penstock.runtime.assembly.started_engines import edges_of
 from penstock.runtime.transport.transport import Edge
+from support import models
+from support.live_tensors import count_at_rest, forget_what_is_there
 from support.processes import Pool
-from support.skip_models import Run, build_web, count_tensors, run_pipeline, run_reference
-from support.training import assert_equal, stages_on_a_rank
-
-REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
-"""Of a web of eight blocks: that of the first goes from reader to reader, 0, 1, 2, 4, 6; that of the second 1, 2, 7."""
+from support.skip_models import REACHING, build_web
+from support.training import assert_equal, train
+from support.trainings import Training, ask_oracle
 
 
-def plan_of(layers: int, stages: int, schedule: str, **more: Any) -> penstock.Plan:
-    per_rank = stages_on_a_rank(schedule)
-    microbatches = 2 * stages if schedule in ("2bw", "interleaved") else 3
-    plan = penstock.Plan.uniform(layers, stages, schedule=schedule, microbatches=microbatches, stages_per_rank=per_rank)
-    return replace(plan, **more)
+def plan_of(layers: int, stages: int, schedule: str) -> penstock.Plan:
+    return penstock.Plan.uniform(layers, stages, schedule=schedule, microbatches=3)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw", "zb-h1"])
-def test_a_u_net_has_the_bits_of_one_device(schedule: str) -> None:
-    run = Run(plan_of(8, 4, schedule))
+def test_stages_that_are_compiled_send_past_others() -> None:
+    training = Training("pipedream", 4, 3, "web", optimizer="adamw")
+    options = {"sample": (torch.zeros(20_000, 6, dtype=torch.float64),), "compile": {"backend": "eager"}}
+    pipe = penstock.Pipeline(training.build(), **{**training.options, **options})
 
-    assert_equal(run_reference(run), run_pipeline(run))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("schedule", "more"),
-    [("pipedream", {"recompute": True}), ("pipedream", {"compile": True}), ("zb-h1", {"recompute": True})],
-)
-def test_stages_that_recompute_or_are_compiled_send_past_others(schedule: str, more: dict[str, bool]) -> None:
-    run = Run(plan_of(8, 8, schedule), REACHING, **more)
-
-    assert_equal(run_reference(run), run_pipeline(run))
+    assert pipe.schedule.skips
+    assert_equal(ask_oracle(training), train(pipe, training.batches))
 
 
 def test_stages_hold_nothing_of_what_passes_them() -> None:
-    pipe = Run(plan_of(8, 4, "gpipe")).pipeline()
+    sample = (torch.zeros(64, 3, 8, 8, dtype=torch.float64),)
+    pipe = penstock.Pipeline(models.UNet().double(), sample, F.mse_loss, models.adamw, plan=plan_of(8, 4, "gpipe"))
     modules = [pipe._engine.stages[rank][rank].weights.stage for rank in range(4)]
     pipe.close()
 
@@ -66,9 +54,23 @@ def test_stages_hold_nothing_of_what_passes_them() -> None:
     ]
 
 
+def count_tensors() -> list[int]:
+    """After each step."""
+    sample, plan = (torch.zeros(3000, 6, dtype=torch.float64),), plan_of(4, 4, "pipedream")
+    pipe = penstock.Pipeline(build_web(((), (), (0, 0))), sample, F.mse_loss, models.adamw, plan=plan)
+    assert pipe.schedule.skips
+    batches = [torch.randn(6, 6, dtype=torch.float64) for _ in range(3)]
+    counts: list[int] = []
+    forget_what_is_there()
+    for step in range(5):
+        float(pipe.step(batches[step % 3], batches[step % 3]).loss)
+        counts.append(count_at_rest(counts[2:]))
+    pipe.close()
+    return counts
+
+
 def test_tensors_do_not_pile_up(pool: Pool) -> None:
-    run = Run(plan_of(4, 4, "pipedream"), ((), (), (0, 0)))
-    for counts in pool.run(4, count_tensors, run):
+    for counts in pool.run(4, count_tensors):
         assert counts[-1] <= counts[2], counts
 
 
