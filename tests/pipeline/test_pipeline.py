@@ -13,30 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.scheduling.actions import Action
+from penstock.timelines.timelines import Timeline
 from penstock.torch_internals.pytrees import tree_leaves
 from support import models
 from support.jobs.trust_jobs import open_and_close
 from support.processes import Pool
-
-
-def losses_everywhere(schedule: str) -> list[float]:
-    """The losses that this rank sees, read late."""
-    pipe = make(stages=None, schedule=schedule, microbatches=3)
-    losses = [pipe.step(x, y).loss for x, y in SUBJECT.batches]
-    pipe.drain()
-    numbers = [float(loss) for loss in losses]
-    pipe.close()
-    return numbers
-
-
-def evaluate_and_predict() -> tuple[float, Tensor]:
-    """After a step: the evaluation loss and the prediction that this rank sees. In one process, of three stages."""
-    pipe = make(stages=None if dist.is_initialized() else 3, schedule="2bw", microbatches=3)
-    x, y = SUBJECT.batches[0]
-    pipe.step(x, y)
-    loss, output = float(pipe.evaluate(x[:7], y[:7]).loss), pipe.predict(x[:7])
-    pipe.close()
-    return loss, output
 
 
 def save_checkpoint(directory: str) -> list[float]:
@@ -86,10 +68,6 @@ def build_with_other_plans() -> str:
     return refusal_of(plan=penstock.Plan((penstock.Stage(0, cut, (0,)), penstock.Stage(cut, 8, (1,)))))
 
 
-def build_for_three() -> str:
-    return refusal_of(plan=penstock.Plan.uniform(8, 3))
-
-
 def build_four_stages() -> str:
     return refusal_of(stages=4)
 
@@ -116,13 +94,6 @@ def test_the_loss_is_a_handle_that_prints_as_a_number() -> None:
     assert repr(loss) == f"Loss({float(loss)})"
 
 
-def test_the_loss_is_on_every_rank(pool: Pool) -> None:
-    first, *rest = pool.run(3, losses_everywhere, "2bw")
-
-    assert all(other == first for other in rest)
-    assert first == train(make(stages=3, schedule="2bw", microbatches=3))
-
-
 def test_evaluation_before_training_with_any_batch_size() -> None:
     pipe, model = make(microbatches=4), SUBJECT.build().eval()
     x, y = SUBJECT.batches[0]
@@ -144,30 +115,6 @@ def test_evaluation_between_steps_changes_no_flushing_run() -> None:
     assert losses == train(plain)
     for name, tensor in plain.state_dict()["model"].items():
         assert torch.equal(tensor, evaluated.state_dict()["model"][name]), name
-
-
-def test_evaluation_and_prediction_on_every_rank(pool: Pool) -> None:
-    here = evaluate_and_predict()
-    for loss, output in pool.run(3, evaluate_and_predict):
-        assert loss == here[0]
-        assert torch.equal(output, here[1])
-
-
-def test_another_batch_size_in_the_next_step() -> None:
-    pipe = make(microbatches=2)
-    (x, y), model = SUBJECT.batches[0], SUBJECT.build()
-    reference = penstock.reference_train(
-        model,
-        [(x, y), (x[:7], y[:7]), (x[:4], y[:4]), (x, y)],
-        sample=SUBJECT.sample,
-        loss_fn=F.cross_entropy,
-        optimizer=models.momentum,
-        stages=2,
-        microbatches=2,
-    )
-    losses = [float(pipe.step(x[:size], y[:size]).loss) for size in (16, 7, 4, 16)]
-
-    assert tuple(losses) == reference.losses
 
 
 def test_the_model_is_trained_in_place() -> None:
@@ -243,11 +190,6 @@ def test_state_that_does_not_fit() -> None:
         assert torch.equal(tensor, whole[name]), name
 
 
-def test_no_checkpoint_there(tmp_path: Path) -> None:
-    with pytest.raises(penstock.CheckpointError, match="there is no checkpoint"):
-        make().load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -264,14 +206,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], error: type[Excep
     assert message in str(caught.value)
 
 
-def test_a_batch_that_does_not_fit_harms_nothing() -> None:
-    pipe, (x, y) = make(microbatches=4), SUBJECT.batches[0]
-    with pytest.raises(penstock.PenstockError, match="cannot be cut into 4 microbatches"):
-        pipe.step(x[:3], y[:3])
-
-    assert train(pipe) == train(make(microbatches=4))
-
-
 def test_a_loss_that_is_no_number() -> None:
     pipe = make(loss_fn=lambda output, target: output)
     with pytest.raises(penstock.PenstockError, match="must return one number as a tensor") as caught:
@@ -281,16 +215,22 @@ def test_a_loss_that_is_no_number() -> None:
     assert "penstock: the pipeline has failed" in caught.value.__notes__[1]
 
 
-def test_the_timeline_holds_what_was_run() -> None:
-    pipe = make(schedule="1f1b-flush", microbatches=4)
+def look_back(minibatches: int) -> tuple[Timeline, tuple[tuple[Action, ...], ...]]:
+    """The last steps of a run, and the programs of the last one."""
+    pipe = make(stages=None if dist.is_initialized() else 2, schedule="1f1b-flush", microbatches=4)
     train(pipe)
-    timeline = pipe.timeline()
-    expected = pipe.schedule.step(len(SUBJECT.batches) - 1)
+    found = pipe.timeline(minibatches), pipe.schedule.step(len(SUBJECT.batches) - 1)
+    pipe.close()
+    return found
 
-    for rank, program in enumerate(expected):
-        assert [span.action for span in timeline.spans if span.rank == rank] == [str(action) for action in program]
-    assert len(pipe.timeline(minibatches=3).spans) == 3 * sum(map(len, expected))
-    assert 0 <= timeline.bubble < 1
+
+def test_the_timeline_holds_what_was_run_in_every_process(pool: Pool) -> None:
+    for timeline, programs in (look_back(1), *pool.run(3, look_back, 1)):
+        for rank, program in enumerate(programs):
+            assert [span.action for span in timeline.spans if span.rank == rank] == [str(action) for action in program]
+        assert 0 <= timeline.bubble < 1
+    timeline, programs = look_back(3)
+    assert len(timeline.spans) == 3 * sum(map(len, programs))
 
 
 def test_the_profile_is_of_the_models_layers() -> None:
@@ -304,20 +244,6 @@ def test_the_profile_is_of_the_models_layers() -> None:
     for name, tensor in pipe.state_dict()["model"].items():
         assert torch.equal(tensor, before[name]), name
     assert pipe.auto_plan is None
-
-
-def test_a_with_block_drains_and_closes() -> None:
-    kept = make(schedule="pipedream")
-    train(kept)
-    undrained = [p.detach().clone() for p in kept.parameters()]
-    kept.drain()
-    with make(schedule="pipedream") as pipe:
-        train(pipe)
-    pipe.close()
-
-    drained = list(pipe.parameters())
-    assert all(torch.equal(here, there) for here, there in zip(drained, kept.parameters(), strict=True))
-    assert not all(torch.equal(here, there) for here, there in zip(drained, undrained, strict=True))
 
 
 def test_an_exception_passes_a_with_block_as_it_is() -> None:
@@ -353,39 +279,9 @@ def test_processes_must_agree(pool: Pool) -> None:
         assert re.search(r"(?s)rank \d has plan .* and rank \d has plan .*: expected the same on all ranks", message)
 
 
-def test_a_plan_for_another_number_of_processes(pool: Pool) -> None:
-    for message in pool.run(2, build_for_three):
-        assert "the plan is for 3 rank(s) and 2 process(es) were started" in message
-
-
 def test_stages_for_another_number_of_processes(pool: Pool) -> None:
     for message in pool.run(2, build_four_stages):
         assert "stages=4 needs 4 processes, 2 were started" in message
-
-
-def test_frozen_parameters_stay() -> None:
-    model = SUBJECT.build()
-    for parameter in model.blocks[0].parameters():
-        parameter.requires_grad = False
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(make(model, schedule="2bw", microbatches=2))
-
-    for name, parameter in model.named_parameters():
-        # A bias before BatchNorm has no gradient.
-        if name.endswith("weight"):
-            assert torch.equal(parameter, before[name]) == name.startswith("blocks.0."), name
-
-
-def test_a_scheduler_of_the_learning_rate() -> None:
-    pipe = make(optimizer=models.plain)
-    assert pipe.optimizer is not None
-    scheduler = torch.optim.lr_scheduler.StepLR(pipe.optimizer, step_size=1, gamma=0.0)
-    train(pipe, stop=1)
-    scheduler.step()
-    before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
-    train(pipe, start=1)
-
-    assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())
 
 
 def equal(first: Any, second: Any) -> bool:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import penstock
 from support import models
@@ -16,6 +17,7 @@ from support.training import (
     run_pipeline,
     run_reference,
     train,
+    train_by_oracle,
 )
 
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
@@ -71,3 +73,32 @@ def test_predictions_evaluations_and_checkpoints_of_replicas(pool: Pool, tmp_pat
         # Without replicas it goes on with other numbers, since a stage's mean then sees all microbatches.
         straight = penstock.Plan.uniform(8, 2, "2bw", 4)
         assert pool.run(2, load_replicated, str(directory), straight)[0][0] == loaded[0]
+
+
+class Recurrent(nn.Module):
+    """An LSTM with dropout before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.lstm = nn.Dropout(0.2), nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(self.dropout(x))[0]
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (3, 2)])
+def test_rows_that_come_in_one_piece_are_like_those_that_are_joined(here: int, there: int) -> None:
+    """An LSTM's output does not lie in memory in the order of its dimensions, and dropout draws in that order."""
+    ends = (penstock.Stage(0, 2, tuple(range(here))), penstock.Stage(2, 4, tuple(range(here, here + there))))
+    torch.manual_seed(6)
+    batches = [(torch.randn(7, 5, 6).double(), torch.randn(7, 5, 6).double()) for _ in range(2)]
+    options: dict[str, Any] = {
+        "sample": (batches[0][0][:3],),
+        "loss_fn": F.mse_loss,
+        "optimizer": models.momentum,
+        "plan": penstock.Plan(ends, microbatches=2, routing="split"),
+    }
+    model = nn.Sequential(*(Recurrent() for _ in range(4))).double()
+    expected = train_by_oracle(model, batches, **options)
+
+    assert_equal(expected, train(penstock.Pipeline(model, **options), batches))
