@@ -104,22 +104,6 @@ def test_two_stages_by_hand() -> None:
     assert (timeline.seconds, timeline.busy_seconds(0), timeline.busy_seconds(1)) == (37, 9, 19)
 
 
-def test_send_does_not_block_and_a_message_may_wait() -> None:
-    """Rank 0 is done before rank 1 has begun; the messages wait on rank 1's side."""
-    timeline = execute(
-        parse_programs("0F0@0 0S0>1 0F1@0 0S1>1\n1R0<0 1F0@0 1R1<0 1F1@0"),
-        Placement.straight(2),
-        Costs((1.0, 5.0), (0.0, 0.0), cut_bytes=(1.0,), cluster=Cluster.uniform(2, 2.0)),
-    )
-
-    assert spans_of(timeline)[4:] == [
-        (1, "1R0<0", 0, 1.5),
-        (1, "1F0@0", 1.5, 6.5),
-        (1, "1R1<0", 6.5, 6.5),
-        (1, "1F1@0", 6.5, 11.5),
-    ]
-
-
 def test_a_recomputation_fills_the_wait_for_a_gradient() -> None:
     """The last stage ends its forwards at 7 s and takes 3 s for each of 4 microbatches. The others have recomputed the
     last one when its gradient comes.

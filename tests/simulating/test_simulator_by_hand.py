@@ -30,30 +30,6 @@ def times(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
 SENDS = parse_programs("0F0@0 0S0>1 0F1@0 0S1>1\n1R0<0 1F0@0 1R1<0 1F1@0")
 
 
-def test_latency_of_one_message_overlaps_the_bytes_of_the_next() -> None:
-    """6 bytes at 2 bytes/s and 5 s of latency: the link is free after 3 s, the message there after 8."""
-    costs = Costs((1.0, 2.0), (0.0, 0.0), cut_bytes=(6.0,), cluster=Cluster.uniform(2, 2.0, latency_seconds=5.0))
-    timeline = execute(SENDS, Placement.straight(2), costs)
-
-    assert times(timeline, 0) == {"0F0@0": (0, 1), "0S0>1": (1, 9), "0F1@0": (1, 2), "0S1>1": (4, 12)}
-    assert times(timeline, 1) == {"1R0<0": (0, 9), "1F0@0": (9, 11), "1R1<0": (11, 12), "1F1@0": (12, 14)}
-
-
-def test_without_overlap_both_ends_are_busy_with_a_message() -> None:
-    """The second message was sent while rank 1 computed; taking it costs rank 1 its 3 s all the same."""
-    costs = Costs(
-        (1.0, 5.0),
-        (0.0, 0.0),
-        cut_bytes=(6.0,),
-        cluster=Cluster.uniform(2, 2.0),
-        assumptions=Assumptions(overlap=False),
-    )
-    timeline = execute(SENDS, Placement.straight(2), costs)
-
-    assert times(timeline, 0) == {"0F0@0": (0, 1), "0S0>1": (1, 4), "0F1@0": (4, 5), "0S1>1": (5, 8)}
-    assert times(timeline, 1) == {"1R0<0": (0, 4), "1F0@0": (4, 9), "1R1<0": (9, 12), "1F1@0": (12, 17)}
-
-
 def test_a_message_takes_time_of_both_ranks() -> None:
     """0.5 s to hand a message over or to take it in, and 1.5 s for its 6 bytes; 3 s on the link, 5 s of latency.
 
@@ -104,23 +80,6 @@ def test_only_the_links_that_block_keep_their_ranks() -> None:
     assert [times(timeline, 2)[each] for each in ("2S0>3", "2R1<1", "2F1@0")] == [(9, 12), (9, 12), (12, 13)]
 
 
-def test_every_action_takes_the_seconds_of_an_action_more() -> None:
-    """Forwards, whole backwards, both parts of a split one, recomputing ones, and updates: each once."""
-    programs = parse_programs("0F0@0 0B0@0 0F1@0 0F2@0 0I1@0 0W1@0 0B2@0 0U1<0")
-    costs = Costs(
-        (1.0,),
-        (4.0,),
-        update_seconds=(2.0,),
-        split_seconds=0.125,
-        split_share=0.03125,
-        recomputed=frozenset({0}),
-        cluster=Cluster.uniform(1, 1.0).with_costs(action_seconds=0.5),
-    )
-    timeline = execute(programs, Placement.straight(1), costs)
-
-    assert [span.seconds for span in timeline.spans] == [1.5, 4.5, 1.5, 1.5, 3.5, 2.75, 5.5, 2.5]
-
-
 @pytest.mark.parametrize(("share", "seconds"), [(None, 2 + 3e-4), (0.25, 3.0), (0.0, 2.0)])
 def test_a_profile_says_how_much_longer_a_split_backward_takes(share: float | None, seconds: float) -> None:
     profile = replace(make_profile((1, 4, 0, 1), (1, 4, 0, 1)), split_share=share)
@@ -159,16 +118,6 @@ def reducing(overlap_reduce: bool, parameters: tuple[float, float] = (0, 12), bl
     return simulate(plan, profile, Cluster(links), overlap_reduce=overlap_reduce)
 
 
-def test_ring_begins_when_the_last_replica_has_come() -> None:
-    timeline = reducing(overlap_reduce=False)
-
-    # Rank 0 forwards at 0 and 1, messages take 1 s of latency; rank 2 starts and ends 1 s after rank 1.
-    assert times(timeline, 1)["1B0@0"] == (4, 8)
-    assert times(timeline, 2)["1B1@0"] == (5, 9)
-    assert times(timeline, 1)["1A1"] == (8, 14)
-    assert times(timeline, 2)["1A1"] == (9, 14)
-
-
 def test_ring_overlaps_the_last_backward_of_the_last_replica() -> None:
     """It begins at 5 with the later backward, needs 5 s (3 of bytes, 2 of latency), and is there at 10."""
     timeline = reducing(overlap_reduce=True)
@@ -197,28 +146,6 @@ def test_messages_of_a_ring_take_time_of_the_replicas(overlap_reduce: bool, end:
     assert times(timeline, 1)["1A1"] == (8.75, end)
 
 
-def test_shared_medium_carries_what_all_replicas_reduce() -> None:
-    profile = make_profile((1, 1, 0, 12))
-    plan = Plan((Stage(0, 1, (0, 1, 2)),), "gpipe", 3)
-    cluster = Cluster.uniform(3, 4.0)
-
-    ring = simulate(plan, profile, cluster, overlap_reduce=False)
-    shared = simulate(plan, profile, cluster, overlap_reduce=False, allreduce="shared")
-
-    assert (ring.seconds, shared.seconds) == (2 + 4 / 3 * 3, 2 + 4 * 3)
-
-
-def test_reduces_of_one_rank_follow_each_other() -> None:
-    """Interleaved stages 0 and 1 of two replicas: both rings (4 s each) could overlap backwards, but not each other."""
-    profile = make_profile((1, 1, 0, 4), (1, 1, 0, 4))
-    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (0, 1))), "interleaved", 2)
-    spans = times(simulate(plan, profile, Cluster.uniform(2, 1.0)), 0)
-
-    # Backwards of stage 1 at 2, of stage 0 at 3; stage 0 reduces first: 3 to 7, then stage 1 from 7.
-    assert (spans["1B0@0"], spans["0B0@0"]) == ((2, 3), (3, 4))
-    assert (spans["0A1"], spans["1A1"]) == ((4, 7), (7, 11))
-
-
 def test_split_microbatches_cost_each_replica_its_share() -> None:
     """SPP, section III: stage 0 on 2 replicas takes half its time; 12 bytes go over two links, 6 bytes each."""
     profile = make_profile((2, 4, 12, 8), (3, 5, 0, 0))
@@ -240,16 +167,6 @@ def test_split_microbatches_cost_each_replica_its_share() -> None:
     }
     assert times(timeline, 2)["1F0@0"] == (4, 7)
     assert times(timeline, 2)["1S0>0"] == (15, 18)
-
-
-def test_slowest_pair_decides_over_split_messages() -> None:
-    profile = make_profile((2, 2, 12, 0), (1, 1, 0, 0))
-    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), "gpipe", 1, routing="split")
-    cluster = Cluster.from_matrix([[0, 9, 6], [9, 0, 2], [6, 3, 0]])
-    spans = times(simulate(plan, profile, cluster), 0)
-
-    assert spans["0S0>1"] == (1, 4)  # 6 bytes at 2 bytes/s, from rank 1
-    assert spans["0R0<1"] == (1, 8)  # back: rank 2 computes 4 to 6, then 6 bytes at 3 bytes/s to rank 1
 
 
 def test_norms_that_go_to_several_replicas_have_left_with_the_slowest() -> None:

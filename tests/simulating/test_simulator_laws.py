@@ -12,7 +12,7 @@ from penstock.simulating.simulator import find_symmetry, play
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import LayerProfile, Profile
-from support.simulation_problems import number, problems, speeds
+from support.simulation_problems import number, speeds
 
 
 def balanced(stages: int, cut: float = 0.0) -> Profile:
@@ -34,34 +34,6 @@ def test_spp_is_as_fast_as_the_closed_form_where_links_are_instant(stages: int, 
     timeline = simulate(Schedule("spp", stages, microbatches), balanced(stages), Cluster.uniform(stages, float("inf")))
 
     assert timeline.seconds == 3 * (microbatches + stages - 1)
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems())
-def test_wall_time_is_no_less_than_the_work_of_a_rank_or_the_chain_of_a_microbatch(problem: tuple) -> None:
-    _, plan, profile, cluster, minibatches = problem
-    timeline = simulate(plan, profile, cluster, minibatches, update_seconds_per_byte=0.25)
-    share = [len(stage.ranks) if plan.routing == "split" else 1 for stage in plan.stages]
-    # No rank waits for the weight part of a split backward.
-    split = plan.definition.splits_backward
-    times = [profile.on(cluster.kind_of(rank)).layers for rank in range(cluster.devices)]
-    work = [
-        min(
-            sum(layer.seconds - split * layer.weight_part_seconds for layer in times[rank][stage.start : stage.stop])
-            for rank in stage.ranks
-        )
-        for stage in plan.stages
-    ]
-    messages = 0.0
-    for low in range(len(plan.stages) - 1):
-        here, there = plan.stages[low].ranks, plan.stages[low + 1].ranks
-        if here != there:
-            size = profile.layers[plan.stages[low].stop - 1].cut_bytes / (share[low] * share[low + 1])
-            messages += min(cluster.transfer_seconds(size, a, b) for a in here for b in there)
-            messages += min(cluster.transfer_seconds(size, b, a) for a in here for b in there)
-
-    assert timeline.seconds >= max(map(timeline.busy_seconds, range(timeline.ranks))) - 1e-9
-    assert timeline.seconds >= sum(map(float.__truediv__, work, map(float, share))) + messages - 1e-9
 
 
 @st.composite

@@ -50,6 +50,8 @@ class Oracle:
     cluster: Cluster
     overlap: bool
     overlap_reduce: bool
+    shares_medium: bool
+    wire_share: float
     programs: Programs
     start: dict[Spot, float] = field(default_factory=dict)
     stop: dict[Spot, float] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class Oracle:
         place = self.schedule.placement
         here, there = (place.stages[stage], place.stages[other]) if place.split else ((rank,), (peer,))
         pairs = [(a, b) for a in here for b in there]
-        size = 8 * len(place.stages) if norms else self.layers(min(stage, other))[-1].cut_bytes
+        size = 8 * len(place.stages) if norms else self.wire_share * self.layers(min(stage, other))[-1].cut_bytes
         share = size / len(pairs)
         ends = [[self.cluster.message_costs(a, b) for b in there if a != b] for a in here]
         ends += [[self.cluster.message_costs(a, b) for a in here if a != b] for b in there]
@@ -112,7 +114,8 @@ class Oracle:
         rounds = 2 * (len(ranks) - 1)
         size = sum(layer.parameter_bytes for layer in self.layers(stage))
         slowest = min(self.cluster.bandwidth(*pair) for pair in pairs)
-        return rounds / len(ranks) * size / slowest + rounds * max(self.cluster.latency(*pair) for pair in pairs)
+        size /= 1 if self.shares_medium else len(ranks)
+        return rounds * size / slowest + rounds * max(self.cluster.latency(*pair) for pair in pairs)
 
     def exposed(self, stage: int) -> float:
         """The share of an all-reduce that no backward hides."""
@@ -149,7 +152,7 @@ class Oracle:
         while changed:
             changed = False
             for rank, row in enumerate(self.programs):
-                clock, ring_free = 0.0, 0.0
+                clock = ring_free = 0.0
                 backward: dict[int, int] = {}
                 for index, action in enumerate(row):
                     spot, begin, end = (rank, index), clock, clock
@@ -233,27 +236,32 @@ def busy_problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, in
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(busy_problems(), st.booleans(), st.booleans())
+@settings(max_examples=100, deadline=None)
+@given(busy_problems(), st.tuples(*[st.booleans()] * 3), st.sampled_from([1.0, 0.5]))
 def test_equals_the_fixed_point(
-    problem: tuple[Schedule, Plan, Profile, Cluster, int], overlap: bool, overlap_reduce: bool
+    problem: tuple[Schedule, Plan, Profile, Cluster, int],
+    assumed: tuple[bool, bool, bool],
+    wire_share: float,
 ) -> None:
     schedule, plan, profile, cluster, minibatches = problem
+    overlap, overlap_reduce, shares_medium = assumed
     programs = schedule.program(minibatches)
-    oracle = Oracle(schedule, plan, profile, cluster, overlap, overlap_reduce, programs)
+    oracle = Oracle(schedule, plan, profile, cluster, *assumed, wire_share, programs)
     oracle.run()
+    sent = profile.with_wire_share(wire_share)
     options: Options = {
         "update_seconds_per_byte": 0.25,
         "overlap": overlap,
         "overlap_reduce": overlap_reduce,
+        "allreduce": "shared" if shares_medium else "ring",
         "split_seconds": 0.5,
     }
     if schedule.norms:
         # A plan says nothing of norms.
-        timed = plan_costs(plan, profile, cluster, schedule.placement, Assumptions(**options))
+        timed = plan_costs(plan, sent, cluster, schedule.placement, Assumptions(**options))
         timeline = execute(programs, schedule.placement, timed)
     else:
-        timeline = simulate(plan, profile, cluster, minibatches, **options)
+        timeline = simulate(plan, sent, cluster, minibatches, **options)
     spans = iter(timeline.spans)
     exact = all(count in (1, 2, 4) for count in map(len, schedule.placement.stages))
 
