@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import penstock
 from support.logs import logged
+from support.optimizers import GlobalNorm, GroupCounter, Own, OwnCounter, clamping
 from support.processes import Pool
 from support.training import train_by_loop
 
@@ -24,43 +25,7 @@ Weights = dict[str, Tensor]
 x, y = (torch.randn(8, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (1, 2))
 
 
-class _Own(torch.optim.Optimizer):
-    """Gradient descent with a rate that `rate` tells."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    def rate(self, group: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        rates = [self.rate(group) for group in self.param_groups]
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter -= rate * parameter.grad
-
-
-class GroupCounter(_Own):
-    """Corrects its rate by the number of steps, as the fused Adam of apex does."""
-
-    def rate(self, group: dict[str, Any]) -> Any:
-        group["step"] = group.get("step", 0) + 1
-        return group["lr"] / (1 - 0.9 ** group["step"])
-
-
-class OwnCounter(_Own):
-    """Counts in an attribute, which pickles of Python keep."""
-
-    steps = 0
-
-    def rate(self, group: dict[str, Any]) -> Any:
-        self.steps += 1
-        return group["lr"] / self.steps
-
-
-class TensorCounter(_Own):
+class TensorCounter(Own):
     """Counts in a tensor of its own."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -72,34 +37,13 @@ class TensorCounter(_Own):
         return group["lr"] / self.steps.item()
 
 
-class StateCounter(_Own):
+class StateCounter(Own):
     """Counts in its state, beside those of parameters."""
 
     def rate(self, group: dict[str, Any]) -> Any:
         state: Any = self.state
         state["steps"] = state.get("steps", 0) + 1
         return group["lr"] / state["steps"]
-
-
-class GlobalNorm(_Own):
-    """Divides by the norm of all gradients, as LAMB does, and Prodigy and D-Adaptation with other sums."""
-
-    def rate(self, group: dict[str, Any]) -> Any:
-        squares = [p.grad.square().sum() for p in group["params"] if p.grad is not None]
-        return group["lr"] / torch.stack(squares).sum().sqrt()
-
-
-def clamping(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Keeps all weights small in a hook after every step."""
-    made = torch.optim.SGD(parameters, lr=0.2)
-
-    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.data.clamp_(-0.2, 0.2)
-
-    made.register_step_post_hook(clamp)
-    return made
 
 
 def counting_hooks(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -4,7 +4,6 @@ A loop is a value, `DrawnLoop`, which trains a `DrawnModel` as its user would wi
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import penstock
 from support.logs import logged
+from support.optimizers import GlobalNorm, GroupCounter, clamping
 from support.random_models import WIDTH, DrawnModel, as_module, drawn_models
 
 LOSSES = (
@@ -35,47 +35,6 @@ LOSSES = (
 """What a loss reads beside the output and a tensor of targets."""
 
 
-class CountingSGD(torch.optim.Optimizer):
-    """Divides its rate by the number of its steps, which it keeps in the group, as some fused optimizers do."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "count": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["count"])
-
-
-class NormedSGD(torch.optim.Optimizer):
-    """Divides its rate by the norm of all gradients, inside of its step."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = math.sqrt(sum(float(p.grad.pow(2).sum()) for p in held))
-        for parameter in held:
-            parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"] / (1 + norm))
-
-
-def _clamped(params: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(params, lr=0.05)
-
-    def clamp(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in own.param_groups:
-            for parameter in group["params"]:
-                parameter.data.clamp_(-0.3, 0.3)
-
-    optimizer.register_step_post_hook(clamp)
-    return optimizer
-
-
 def _two_groups(params: Any) -> torch.optim.Optimizer:
     own = list(params)
     groups: list[dict[str, Any]] = [{"params": own[::2]}, {"params": own[1::2], "lr": 0.01}]
@@ -84,9 +43,9 @@ def _two_groups(params: Any) -> torch.optim.Optimizer:
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "counting": partial(CountingSGD, lr=0.05),
-    "normed": partial(NormedSGD, lr=0.05),
-    "clamped": _clamped,
+    "counting": partial(GroupCounter, lr=0.05),
+    "normed": partial(GlobalNorm, lr=0.05),
+    "clamped": clamping,
     "two groups": _two_groups,
 }
 HABITS = ("gradients left behind", "own weight decay between steps")

@@ -1,7 +1,6 @@
 """The optimizer's state and weight versions that are on the host: the numbers of the oracle, and less memory."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import HostStaging, Staged, layout_of, on_host
 from penstock.runtime.parameters.weight_versions import _Window
 from support.jobs.peak_jobs import Training, measure_peaks
+from support.optimizers import GlobalNorm, GroupCounter, OwnCounter
 from support.processes import Pool
 from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train
 
@@ -81,37 +81,6 @@ def test_weights_that_are_written_between_steps_are_those_that_train(tmp_path: P
     assert_equal(run(), run(state_on_host=True, offload_to=tmp_path))
 
 
-class GroupCounter(torch.optim.SGD):
-    """Counts in its group."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            group["lr"] = 0.1 / group["count"]
-        super().step()
-
-
-class OwnCounter(torch.optim.SGD):
-    """Counts in an attribute."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.count
-        super().step()
-
-
-class GlobalNorm(torch.optim.SGD):
-    """Divides by the norm of all gradients, as LAMB does."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_div_(gradients, torch.nn.utils.get_total_norm(gradients).item())
-        super().step()
-
-
 def hooked(parameters: Any) -> torch.optim.Optimizer:
     made = torch.optim.SGD(parameters, lr=0.1)
     made.register_step_post_hook(lambda *_: None)
@@ -119,8 +88,8 @@ def hooked(parameters: Any) -> torch.optim.Optimizer:
 
 
 REFUSED = {
-    "OwnCounter with other numbers where small ones are stepped in halves": partial(OwnCounter, lr=0.1),
-    "GlobalNorm with other numbers where": partial(GlobalNorm, lr=0.1),
+    "OwnCounter with other numbers where small ones are stepped in halves": OwnCounter,
+    "GlobalNorm with other numbers where": GlobalNorm,
     "SparseAdam with a failure where small ones are stepped: RuntimeError": torch.optim.SparseAdam,
     "SGD with hooks on its steps": hooked,
 }
@@ -142,7 +111,7 @@ def two(parameters: penstock.NamedParameters) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("optimizer", [partial(GroupCounter, lr=0.1), two], ids=["counter", "two"])
+@pytest.mark.parametrize("optimizer", [GroupCounter, two], ids=["counter", "two"])
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
 def test_other_optimizers_equal_the_oracle(schedule: str, optimizer: Any, tmp_path: Path) -> None:
     case = CASES[schedule]

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import PenstockError, PlanError, RehearsalError
-from support.found_inputs import Block, Chain, rows, sgd
+from support.found_inputs import Block, Chain, rows
+from support.models import sgd
 
 
 def rehearsed(model: Any, *, steps: int = 2, **changes: Any) -> Any:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.models import Blocks
+from support.models import Blocks, sgd
+from support.optimizers import GlobalNorm, GroupCounter, OwnCounter
 
 Arguments = dict[str, Any]
 
@@ -25,10 +26,6 @@ class Found:
     name: str
     make: Callable[[], Arguments]
     """The arguments by name; `accumulation` may be among them."""
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def training(model: Any, inputs: Any, target: Any, loss_fn: Any = F.mse_loss, **options: Any) -> Arguments:
@@ -206,55 +203,6 @@ def masked_mean(output: Tensor, target: Tensor) -> Tensor:
 def dice(output: Tensor, target: Tensor) -> Tensor:
     probabilities, mask = output.sigmoid(), (target > 0).double()
     return 1 - 2 * (probabilities * mask).sum() / (probabilities.sum() + mask.sum())
-
-
-# Optimizers whose step() is more than the update of every parameter by itself.
-
-
-class CountingInGroups(torch.optim.Optimizer):
-    """Corrects a bias by a counter of the group, as fused Adam does."""
-
-    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            self.update(group, group["step"])
-
-    def update(self, group: Any, step: int) -> None:
-        with torch.no_grad():
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    mean = state.setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.sub_(mean, alpha=group["lr"] / (1 - 0.9**step))
-
-
-class Counting(CountingInGroups):
-    """The same with a counter of its own."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> None:
-        self.count += 1
-        for group in self.param_groups:
-            self.update(group, self.count)
-
-
-class ByTheNorm(torch.optim.Optimizer):
-    """Divides by the norm of all gradients, as LAMB does."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in stepped]).norm()
-        with torch.no_grad():
-            for parameter in stepped:
-                parameter.sub_(parameter.grad / norm, alpha=0.1)
 
 
 # Gradients that a function of autograd adds.
@@ -439,9 +387,9 @@ _CASES: Mapping[str, Callable[[], Arguments]] = {
     "loss: labels of -100 and weights of classes": weighted_classes,
     "loss: a mean over a mask": lambda: chained(Chain(), loss_fn=masked_mean),
     "loss: dice": lambda: chained(Chain(), loss_fn=dice),
-    "optimizer: a counter in the group": lambda: optimized(CountingInGroups),
-    "optimizer: a counter of its own": lambda: optimized(Counting),
-    "optimizer: a norm of all gradients": lambda: optimized(ByTheNorm),
+    "optimizer: a counter in the group": lambda: optimized(GroupCounter),
+    "optimizer: a counter of its own": lambda: optimized(OwnCounter),
+    "optimizer: a norm of all gradients": lambda: optimized(GlobalNorm),
     "gradients: an auxiliary loss in a Function": lambda: chained(Chain(Auxiliary)),
     "gradients: left in .grad": left_gradients,
     "blocks: an int that a block returns": lambda: chained(PassesNumber(ReturnsNumber), accumulation=True),
