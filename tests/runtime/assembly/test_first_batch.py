@@ -14,16 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from support.models import Blocks, InARow
+from support.found_inputs import contrastive, dice, masked_mean
+from support.models import Blocks, InARow, sgd
 from support.processes import Pool
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).double()
 LABELS = torch.tensor([0, 1, -100, -100, 2, 3, 1, -100])
 WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 0.5]).double()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def tokens(length: int, width: int) -> Tensor:
@@ -148,20 +145,6 @@ def routed_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.mse_loss(output[0], target) + output[1]
 
 
-def contrastive(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output @ target.T, torch.arange(len(output)))
-
-
-def masked(output: Tensor, target: Tensor) -> Tensor:
-    mask = target > 0
-    return ((output - target).pow(2) * mask).sum() / mask.sum()
-
-
-def dice(output: Tensor, target: Tensor) -> Tensor:
-    found, expected = output.sigmoid(), (target > 0).double()
-    return 1 - 2 * (found * expected).sum() / (found + expected).sum()
-
-
 @pytest.mark.parametrize(
     ("model", "batch", "target", "loss_fn", "says"),
     [
@@ -173,7 +156,7 @@ def dice(output: Tensor, target: Tensor) -> Tensor:
          Y[:, None].expand(8, 6, 4), functional.mse_loss, "looks at the whole batch"),
         (lambda: nn.Sequential(nn.Tanh(), Routed()), X, Y, routed_loss, "loss_weight="),
         (perceptron, X, Y, contrastive, "compare samples"),
-        (perceptron, X, Y, masked, "a mask"),
+        (perceptron, X, Y, masked_mean, "a mask"),
         (perceptron, X, Y, dice, "divide sums"),
         (perceptron, X, Y, nn.MSELoss(reduction="sum"), "loss_fn returns a sum"),
         (perceptron, X, Y, partial(functional.mse_loss, reduction="sum"), "reduction='mean'"),
