@@ -51,7 +51,7 @@ def test_every_option_meets_every_schedule_that_allows_it() -> None:
     kept = dict.fromkeys(pairs, 0)
     draws = Random(0)
     for schedule in SCHEDULES:
-        for _ in range(500):
+        for _ in range(700):
             training = draw_training(draws.choice, [schedule])
             for name in CHOICES:
                 kept[schedule, name, getattr(training, name)] += 1
