@@ -428,14 +428,6 @@ def test_a_file_that_cannot_be_written_is_one_line(here, capsys):
     assert error == "nowhere/timeline.svg: cannot be written: No such file or directory. Give another path"
 
 
-def test_simulate_with_instant_links_has_the_bubble_of_the_formula(here, capsys):
-    """Two equal stages and four microbatches under a flush: idle (p-1)/(m+p-1) of the wall time."""
-    out = json.loads(printed(capsys, "simulate", "plan.yaml", "profile.json", "--minibatches", "1", "--json"))
-
-    assert out["bubble"] == pytest.approx(1 / 5)  # floating point: sums of milliseconds
-    assert out["seconds"] == pytest.approx(5 * 6e-3)
-
-
 # verify
 
 
@@ -550,10 +542,3 @@ def test_a_file_of_absurd_values_is_refused(here, capsys, name: str, old: str, n
     error = refused(capsys, "show", name)
 
     assert name in error and message in error
-
-
-def test_counts_beyond_all_use_are_refused_at_once() -> None:
-    with pytest.raises(penstock.PenstockError, match="stages: expected a whole number from 1 to 65536"):
-        Plan.uniform(10**7, 10**7)
-    with pytest.raises(penstock.PenstockError, match=r"microbatches=.: expected a whole number from 1 to 65536"):
-        penstock.Pipeline([torch.nn.Linear(1, 1)], (torch.ones(1, 1),), torch.mean, torch.optim.SGD, microbatches=10**9)

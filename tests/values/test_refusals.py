@@ -49,6 +49,7 @@ PLANS = [
     (lambda: A.Plan(stages((0, 3, (0,))), routing="splitt"), r"routing: .*found 'splitt'. Did you mean 'split'\?"),
     (lambda: Plan(stages((0, 3, (0,))), "1f1b-flsh"), "schedule: .*found '1f1b-flsh'. Did you mean"),
     (lambda: Plan(stages((0, 3, (0,))), microbatches=0), "microbatches: expected a whole number from 1 to 65536"),
+    (lambda: Plan.uniform(10**7, 10**7), "stages: expected a whole number from 1 to 65536"),
     (lambda: A.Plan(stages((0, 3, (0,))), microbatch_size=2.5), "microbatch_size: expected a whole number"),
     (lambda: A.Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected True or False, or the numbers of the"),
     (lambda: Plan.uniform(3, 3, recompute=(0, 3)), "recompute: expected stages 0 to 2, found 3"),

@@ -355,10 +355,9 @@ def random_plan(generator):
     return layers, [(a, b, tuple(order[i:j])) for (a, b), (i, j) in pairs], cluster, generator.randint(1, 24)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_lemma_1_holds_for_every_plan(seed):
-    """T_PE <= (1 + (4|S| - 4)/M) M C + max A, one channel per direction: 1,000 random plans each."""
-    generator = random.Random(200 + seed)
+def test_lemma_1_holds_for_every_plan():
+    """T_PE <= (1 + (4|S| - 4)/M) M C + max A, one channel per direction: 1,000 random plans. A law of the oracle."""
+    generator = random.Random(200)
     tightest = 0.0
     for _ in range(1000):
         layers, plan, cluster, microbatches = random_plan(generator)
