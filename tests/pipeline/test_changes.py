@@ -32,12 +32,6 @@ class Slotted:
         self.scale = 1.0
 
 
-class Wide(Slotted):
-    """Shared by all blocks and by the root, and read only."""
-
-    depth = 1.0
-
-
 class Rate(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -56,18 +56,6 @@ def test_a_model_in_evaluation_mode_has_a_hint(caplog: pytest.LogCaptureFixture)
     assert "model.train()" in hint
 
 
-@pytest.mark.parametrize(
-    "loss_fn", [nn.MSELoss(reduction="sum"), partial(functional.mse_loss, reduction="sum")], ids=["module", "partial"]
-)
-def test_a_loss_that_is_a_sum_has_a_hint(caplog: pytest.LogCaptureFixture, loss_fn: Any) -> None:
-    with make(loss_fn=loss_fn) as pipe:
-        pipe.step(X, Y)
-        pipe.step(X, Y)
-
-    (hint,) = hints(caplog)
-    assert "Use reduction='mean'" in hint
-
-
 def test_a_forgotten_pipeline_that_ends_in_flight_has_one_hint(caplog: pytest.LogCaptureFixture) -> None:
     pipe = make("pipedream", microbatches=1)
     pipe.step(X, Y)
