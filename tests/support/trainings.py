@@ -130,7 +130,7 @@ class _Spare(nn.Linear):
 
 
 def _freeze(traced: bool, *frozen: int) -> nn.Module:
-    """Of some numbers of ranks, those at the ends, or in the middle, have nothing to train."""
+    """A model that leaves ranks at the ends, or in the middle, nothing to train."""
     torch.manual_seed(7)
     layers = [*(_Spare(6) for _ in range(7)), _Spare(3)]
     for index in frozen:

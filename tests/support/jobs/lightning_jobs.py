@@ -45,7 +45,7 @@ def trainer(folder: Path, epochs: int, *callbacks: Any, **options: Any) -> Any:
 
 
 def plain_module(optimizer: Callable[[Any], torch.optim.Optimizer]) -> Any:
-    """For Lightning alone: manual optimization, and gradients of the parts of a batch are added."""
+    """The module for Lightning alone: manual optimization, and gradients of the parts of a batch are added."""
 
     class Plain(import_module("lightning.pytorch").LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
