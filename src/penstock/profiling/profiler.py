@@ -249,8 +249,8 @@ class _LayerBench:
             self.samples[index].append(self._time(index, self.calls[index], weighs=(run - self.warmup) % 2 == 1))
 
     def result(self, index: int, weights: tuple[int, int], update_seconds: float) -> LayerProfile:
-        """The results of all runs for layer `index`, which has so many bytes that are trained, and that are frozen, and
-        whose update takes `update_seconds`.
+        """The results of all runs for layer `index`, whose update takes `update_seconds`. `weights`: the bytes that are
+        trained in it, and that are frozen.
         """
         trained, frozen = weights
         layer, cut = self.chain.layers[index], self.chain.cut(index + 1)

@@ -140,7 +140,7 @@ def test_two_processes(pool: Pool, tmp_path: Path) -> None:
 
 
 def other_bases(directory: Path) -> str:
-    """The error of a save where two replicas have other bases, which nobody compared when they were built."""
+    """The error of a save where two replicas have other bases, which changed after they were built."""
     plan = penstock.Plan((penstock.Stage(0, 2, (0, 1)), penstock.Stage(2, 4, (2,))), "gpipe", 2)
     torch.manual_seed(0)
     model = base()
