@@ -142,11 +142,9 @@ def hold(chain: LayerChain, own: Mapping[str, Tensor], world: World) -> HeldTens
     for rank, held in enumerate(world.gather(forms)):
         for name, form in held.items():
             owners.setdefault(name, rank)
-            if form is not None and name not in own:
+            if form is not None:
                 # Packed there, or a scale, which a model without numbers does not have.
-                every[name] = torch.empty(form[0], dtype=type_named(form[1]), device="meta")
-            elif form is not None:
-                every[name] = own[name]
+                every[name] = own.get(name, torch.empty(form[0], dtype=type_named(form[1]), device="meta"))
     return HeldTensors(own, every, owners, world)
 
 

@@ -26,7 +26,7 @@ from penstock.runtime.checkpoints.checkpoint_reader import (
 )
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, agree_on_target, write
 from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
-from penstock.runtime.checkpoints.manifests import Manifest
+from penstock.runtime.checkpoints.manifests import Manifest, digest_of
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
 from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, add_beside, describe_run, loss_module
@@ -75,14 +75,13 @@ class Checkpoints:
         described = self._describe(tensors)
         return self._lay_out(self.training.collect(take=lambda value: value), tensors, *described)
 
-    def _describe(self, tensors: dict[str, Tensor]) -> tuple[Json, dict[str, dict[str, Json]], dict[str, str]]:
+    def _describe(self, tensors: dict[str, Tensor]) -> tuple[Json, dict[str, dict[str, Json]], dict[str, Any]]:
         """What this process keeps of its own, whose tensors are added to `tensors`; what the manifest says of the
-        entries of the model, between steps: in a step they may have another type; and digests of those that it only
-        names.
+        entries of the model, between steps: in a step they may have another type; and those that it has digests of.
         """
         training = self.training
         own = self.own.collect(training.beside(scales=training.saves_frozen), tensors)
-        return own, self._describe_model(), training.digests()
+        return own, self._describe_model(), training.base()
 
     def _describe_model(self) -> dict[str, dict[str, Json]]:
         held = self.training.held
@@ -98,7 +97,7 @@ class Checkpoints:
         tensors: dict[str, Tensor],
         own: Json,
         model: dict[str, dict[str, Json]],
-        base: Mapping[str, str],
+        base: Mapping[str, Any],
     ) -> CheckpointState:
         """`state`, and what `_describe` says of it and has added to `tensors`. Of the model `state` has what this
         process saves.
@@ -124,7 +123,7 @@ class Checkpoints:
         history = state.get("history", {})
         document = {
             "model": model,
-            "base": dict(base),
+            "base": {name: value if isinstance(value, str) else digest_of(value) for name, value in base.items()},
             "optimizer": {part: encoded(f"optimizer/{part}", entries) for part, entries in state["optimizer"].items()},
             "pipeline": encode(state["pipeline"], "pipeline", keep),
             "history": {part: encoded(f"history/{part}", history[part]) for part in PARTS if part in history},

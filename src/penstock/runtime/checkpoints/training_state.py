@@ -42,6 +42,7 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.subclasses import TensorParts, form_of, put_together, taken_apart, wraps_tensors
+from penstock.torch_internals.unimported import is_dtensor
 from penstock.training.recipes import Recipe
 from penstock.values.plan_stages import Stage
 from penstock.values.plans import Plan
@@ -98,11 +99,12 @@ class TrainingState:
         """What frozen modules of this process's stages have in the state dict beside parameters and buffers."""
         return {n: v for n, v in self.entries.collect().items() if self.entries.is_frozen(n, v)}
 
-    def digests(self) -> dict[str, str]:
-        """By name, the digests that checkpoints have in place of frozen weights and their scales; none by default."""
-        if self.saves_frozen:
-            return {}
-        return {name: digest_of(whole(value)) for name, value in {**self.frozen, **self.scales}.items()}
+    def base(self) -> dict[str, Any]:
+        """By name, what checkpoints have digests of, frozen weights and their scales; none by default. Of a `DTensor`,
+        which all of its processes make whole together, the digest itself.
+        """
+        named = {} if self.saves_frozen else {**self.frozen, **self.scales}
+        return {name: digest_of(whole(value)) if is_dtensor(value) else value for name, value in named.items()}
 
     def collect(self, take: Callable[[Any], Any] = whole) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of parts, and what ``take(value)`` keeps of a value."""
