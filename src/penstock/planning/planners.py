@@ -31,8 +31,7 @@ from penstock.values.transformers import Transformer
 
 _RULES = {
     "cluster": CLUSTER,
-    "synchronous": FLAG,
-    "asynchronous": FLAG,
+    **dict.fromkeys(("synchronous", "asynchronous"), FLAG),
     "progress": FLAG.optional,
     "epoch_samples": number(above=0, unit="samples").but("give the samples of an epoch, or leave it out").optional,
     "deadline_seconds": number(above=0, unit="seconds").but("give the time of an epoch, or leave it out").optional,

@@ -134,9 +134,9 @@ def _alternatives(
     size = best.microbatch_size or profile.microbatch_size
     # Where every microbatch has an update of its own, a minibatch of one would leave all devices but one idle.
     microbatches = cluster.devices if best.definition.updates_per_microbatch else best.microbatches
-    every = {cluster.class_of(rank): cluster.pick([rank]) for rank in range(cluster.devices)}
-    scaled = profile.scaled(size)
-    alone = [without_pipelines(scaled, one, microbatches, optimizer_copies)[0] for one in every.values()]
+    every = {cluster.class_of(rank): rank for rank in range(cluster.devices)}
+    scaled, picked = profile.scaled(size), [cluster.pick([rank]) for rank in every.values()]
+    alone = [without_pipelines(scaled, one, microbatches, optimizer_copies)[0] for one in picked]
     alone.sort(key=lambda way: (not way.fits, way.minibatch_seconds))
     return replace(alone[0], name="one device"), *without_pipelines(scaled, cluster, microbatches, optimizer_copies)
 
@@ -151,12 +151,9 @@ def _faster_without(best: Plan, ways: Sequence[WithoutPipeline]) -> list[str]:
     if not faster:
         return []
     most = max(way.samples_per_second for way in faster)
-    way = next(way for way in faster if way.samples_per_second >= most * (1 - EQUAL))
-    return [
-        f"Training without a pipeline is faster, by a formula: {way.name}, {rate_text(way.samples_per_second)} "
-        f"samples/s where this plan makes {rate_text(rate)}.",
-        "",
-    ]
+    name = next(way.name for way in faster if way.samples_per_second >= most * (1 - EQUAL))
+    text = f"{name}, {rate_text(most)} samples/s where this plan makes {rate_text(rate)}"
+    return [f"Training without a pipeline is faster, by a formula: {text}.", ""]
 
 
 def _table(plans: Sequence[Plan], cluster: Cluster, epoch_samples: float | None) -> list[str]:
