@@ -317,7 +317,12 @@ class Pipeline:
         guarded.after_load = partial(self._parts.leave, loaded=True)
         guarded.all_refuse = engine.calls.refuse
         self._splitter = BatchSplitter(
-            self._chain, self.schedule, self.required_inputs, self._options.recipe, self._own_stages.in_step
+            self._chain,
+            self.schedule,
+            self.required_inputs,
+            self._options.recipe,
+            in_step=self._own_stages.in_step,
+            allow=engine.resized,
         )
         trains = check_optimizers(world, self.optimizers, self._parameters(), self._updater.schedulers)
         self._conditions = StepConditions(modules, trains)

@@ -178,7 +178,7 @@ def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
     first = {"library": 0.0} | events[0]["args"]
     weight, optimizer, master, library = (_BYTES.check(name, first[name], ScheduleError) for name in _CONSTANTS)
     activations, buffers = (_read_curve(events, name) for name in _CURVES)
-    return RankMemory(weight, optimizer, master, activations, buffers, library)
+    return RankMemory(weight, optimizer, master, activations, buffers, library_bytes=library)
 
 
 def _read_curve(events: Sequence[dict[str, Any]], name: str) -> MemoryCurve:

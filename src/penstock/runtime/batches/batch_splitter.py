@@ -9,7 +9,7 @@ the sample is no error. Where the model fails on it, the difference is the likel
 not name it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,6 @@ from penstock.capturing.samples import flatten
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, split, weighed
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.verification.continuations import resize_run
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import Microbatches, Weigh, amounts_of, check_amounts, check_counted_alike
 from penstock.training.recipes import Recipe
@@ -107,6 +106,8 @@ class BatchSplitter:
     required: RequiredInputs
     recipe: Recipe
     in_step: int
+    allow: Callable[[int], object]
+    """Raises `ScheduleError` for a number of microbatches that no step can have."""
     _largest: int = 1
     """The number of samples of the largest microbatch of a step."""
 
@@ -135,7 +136,7 @@ class BatchSplitter:
                 "cannot take equally often: pass a multiple of them"
             )
         if count not in (0, self.schedule.microbatches):
-            resize_run(self.schedule, count)
+            self.allow(count)
         return count
 
     def _check_leaves(self, inputs: Any, target: Any) -> None:

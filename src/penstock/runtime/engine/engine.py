@@ -202,7 +202,7 @@ class Engine:
         """
         part = history or {}
         by_stage = part.get("stages", {})
-        fresh = resize_run(self.schedule, count) if count else self.schedule
+        fresh = self.resized(count) if count else self.schedule
         self._schedule = continue_run(self.schedule) if by_stage else fresh
         scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
         for stages in self.stages.values():
@@ -212,6 +212,10 @@ class Engine:
             worker.gradients.restart(self._schedule, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
         self._steps = self._rows_of(self._schedule)
+
+    def resized(self, count: int) -> Schedule:
+        """The schedule of a run with `count` microbatches in a step. Raises `ScheduleError` if there is none."""
+        return resize_run(self.schedule, count)
 
     def _rows_of(self, schedule: Schedule) -> list[RepeatedSteps]:
         return self._rows.setdefault(schedule, [RepeatedSteps(schedule, rank) for rank in self._ranks])
