@@ -58,7 +58,7 @@ def pack(
     microbatches: int,
     memory_bytes: float | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """For each of `microbatches` the sequences that it has, as places in `lengths`, ascending; none is empty.
+    """The sequences of each of `microbatches`, as places in `lengths`, ascending; none is empty.
 
     The longest microbatch takes as little as was found: the longest sequences are dealt first, and then exchanged.
     `lengths`: the tokens of each sequence. `profiles`: of one model, by the length of the sequences that each was

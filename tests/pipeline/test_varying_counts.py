@@ -22,7 +22,7 @@ def build() -> nn.Module:
 
 
 def batch(count: int) -> penstock.Microbatches:
-    """Of one to three samples each."""
+    """Microbatches of one to three samples."""
     generator = torch.Generator().manual_seed(count)
     sizes = [1 + place % 3 for place in range(count)]
     draw = [torch.randn(2, size, WIDTH, dtype=torch.float64, generator=generator) for size in sizes]

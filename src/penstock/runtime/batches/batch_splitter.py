@@ -129,7 +129,7 @@ class BatchSplitter:
         return made if self.schedule.flushes else tuple([self._kept(microbatch) for microbatch in made])
 
     def _resized(self, count: int) -> int:
-        """Returns `count`. Raises `PenstockError` if no step can have so many microbatches."""
+        """Returns `count`. Raises `PenstockError` if no step can have that number of microbatches."""
         if not self.schedule.placement.split and count % self.in_step:
             raise PenstockError(
                 f"Microbatches holds {count} microbatch(es), which {self.in_step} replicas with shards of the weights "

@@ -38,7 +38,7 @@ def continue_run(schedule: Schedule) -> Schedule:
 
 @lru_cache(maxsize=1 << 9)
 def resize_run(schedule: Schedule, microbatches: int) -> Schedule:
-    """The schedule of a run of `schedule` with so many microbatches in a step. `ScheduleError` if there is none."""
+    """The schedule of a run of `schedule` with `microbatches` in a step. `ScheduleError` if there is none."""
     resized = replace(schedule, microbatches=microbatches)
     verify(resized)
     return resized
