@@ -7,10 +7,20 @@ stage ascend, since they are alike. What is found becomes rows, which `time_rows
 OR-Tools is not among the requirements of the project: `pip install ortools`.
 """
 
-from itertools import pairwise
 from math import inf
+from typing import Any
 
-from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, OrderCosts, Rows, TimedRows, time_rows
+from penstock.planning.orders.rows import (
+    BACKWARD,
+    FORWARD,
+    ROUNDING,
+    WEIGHT,
+    Op,
+    OrderCosts,
+    Rows,
+    TimedRows,
+    time_rows,
+)
 
 _TICKS = 1_000_000
 """Seconds that are not whole numbers become whole ones: so many in the work of the busiest rank."""
@@ -22,17 +32,18 @@ def optimum(
     """The best rows that CP-SAT finds in `seconds`, and the seconds of a step that it proves to be the least possible.
 
     `hint`: rows from which it begins. Where seconds are not whole numbers the bound is true up to their rounding.
+    Raises `ImportError` without OR-Tools.
     """
     try:
-        from ortools.sat.python import cp_model
+        from ortools.sat.python import cp_model  # type: ignore[import-not-found]
     except ImportError as error:
-        raise SystemExit("order_optima: expected OR-Tools, found none: pip install ortools") from error
+        raise ImportError("expected OR-Tools, found none: pip install ortools") from error
     scale = _scale(costs)
     model = cp_model.CpModel()
     took = [[round(own * scale) for own in each] for each in costs.seconds]
     late = [[round(own * scale) for own in each] for each in (costs.activation, costs.gradient)]
-    occupied = [round(own * scale) for own in costs.occupied or (0.0,) * (costs.stages - 1)]
-    horizon = costs.microbatches * (sum(map(sum, took)) + sum(map(sum, late)) + 2 * sum(occupied))
+    kept = [[round(own * scale) for own in each] for each in costs.occupied or ((0.0,) * (costs.stages - 1),) * 2]
+    horizon = costs.microbatches * sum(map(sum, (*took, *late, *kept)))
     ops = [
         (kind, stage, microbatch)
         for kind in (FORWARD, BACKWARD, WEIGHT)
@@ -50,16 +61,19 @@ def optimum(
             model.add(start[op] >= end[BACKWARD, stage, microbatch])
         elif (source := costs.source(op)) is not None and source[0][1] == stage:
             model.add(start[op] >= end[source[0]])
+    links: dict[int, list[Any]] = {}
     for kind, delays in ((FORWARD, late[0]), (BACKWARD, late[1])):
         for cut, delay in enumerate(delays):
             here, there = (cut, cut + 1) if kind == FORWARD else (cut + 1, cut)
-            sent = [model.new_int_var(0, horizon, f"{kind} {cut} {k}") for k in range(costs.microbatches)]
-            for microbatch, at in enumerate(sent):
-                model.add(at >= end[kind, here, microbatch])
-                model.add(start[kind, there, microbatch] >= at + delay)
-            for before, behind in pairwise(sent):
-                model.add(behind >= before + occupied[cut])
-    spans = []
+            for microbatch in range(costs.microbatches):
+                sent = model.new_int_var(0, horizon, "")
+                model.add(sent >= end[kind, here, microbatch])
+                model.add(start[kind, there, microbatch] >= sent + delay)
+                links.setdefault(costs.links[kind][cut], []).append(
+                    model.new_fixed_size_interval_var(sent, kept[kind][cut], "")
+                )
+    for messages in links.values():
+        model.add_no_overlap(messages)
     span = model.new_int_var(0, horizon, "span")
     for rank in range(costs.length):
         own = [op for op in ops if costs.ranks[op[1]] == rank]
@@ -68,8 +82,7 @@ def optimum(
         for op in own:
             model.add(begun <= start[op])
             model.add(span >= end[op] - begun)
-        spans.append(begun)
-        _limit(cp_model, model, costs, rank, start, end)
+        _limit(model, costs, rank, start, end)
     model.minimize(span)
     if hint is not None:
         for row, begins in zip(hint.rows, hint.starts, strict=True):
@@ -91,7 +104,7 @@ def optimum(
     return timed, solver.best_objective_bound / scale
 
 
-def _limit(cp_model, model, costs, rank, start, end) -> None:  # type: ignore[no-untyped-def]
+def _limit(model: Any, costs: OrderCosts, rank: int, start: dict[Op, Any], end: dict[Op, Any]) -> None:
     """Bytes of `rank`, in whole numbers: those of a microbatch are rounded down, and the limit too."""
     limit = costs.limits[rank]
     if limit == inf:
@@ -114,7 +127,7 @@ def _limit(cp_model, model, costs, rank, start, end) -> None:  # type: ignore[no
 
 
 def _scale(costs: OrderCosts) -> float:
-    seconds = [*costs.forward, *costs.backward, *costs.weight, *costs.activation, *costs.gradient, *costs.occupied]
-    if all(float(own).is_integer() for own in seconds):
+    own = (costs.forward, costs.backward, costs.weight, costs.activation, costs.gradient, *costs.occupied)
+    if all(float(seconds).is_integer() for each in own for seconds in each):
         return 1.0
     return _TICKS / max(costs.work)

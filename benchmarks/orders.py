@@ -7,6 +7,7 @@ Each case is searched under eight limits: multiples of what `1f1b-flush` takes. 
 the text as they come, and a run that was stopped goes on there; with `--only` the cases whose names match are searched
 again. Nothing runs on a device: all times are simulated. `to gain`: the most that the lower bound leaves. Where a case
 has layers, cuts move and stages may recompute. Cases with 24 ranks or more have three limits, since they take longest.
+Small uneven cases are beside what OR-Tools' CP-SAT finds (`pip install ortools`); without it they have no reference.
 
 Sources: times, bytes and bubbles measured by github.com/sail-sg/zero-bubble-pipeline-parallelism, f68d387
 (efficiency.py), and the costs of its unit test; the frontier of the building blocks of [V 2024] as the code of its
@@ -22,11 +23,13 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import process_time
 from typing import Any
 
 from measurement.reports import Report, conditions, option_parser, table
+from order_optima import optimum
 from penstock import DeviceKind
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.orders.bounds import bound_of
@@ -64,6 +67,8 @@ HALVES = (
 )
 """The same of half-stages, two on a rank; what is to be beaten is half the bubble of ZB-1p."""
 LIMITS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0)
+UNEVEN, SOLVED = (0.5, 0.75, 1.0), 60.0
+"""The limits of small uneven cases, and the seconds that CP-SAT has for each."""
 FEW_LIMITS = (0.5, 1.0, 2.0)
 """Those of cases with 24 ranks or more."""
 SEEDS, TRIES, TIMED, PUT = 2, 400, 1_000_000, 12_000
@@ -102,7 +107,7 @@ def rows_under_limits(
         named = [Schedule(name, costs.length, costs.microbatches, costs.stages // costs.length) for name in names]
         begun = process_time()
         best = search(limited, named, best)
-        row: Row = {"limit": share, "reference": reference(share, limited, named), "seconds": process_time() - begun}
+        row: Row = {"limit": share, "seconds": process_time() - begun, "reference": reference(share, limited, named)}
         row["found"], row["order"] = (None, "nothing fits") if best is None else (measure(best.seconds), "")
         yield row if best is None else {**row, "to_gain": bound_of(limited).gap(best.seconds)}
 
@@ -159,6 +164,30 @@ def vshape() -> Iterator[Row]:
     """Whole backwards; limits are numbers of microbatches."""
     costs = order_costs(tuple(range(4)), 4, 1.0, 1.5, 1.5, 0.0, whole=frozenset(range(4)))
     yield from rows_under_limits(costs, (1, 2, 3, 4, 5, 6), 1.0, float, best_named)
+
+
+def uneven(p: int, m: int, seed: int) -> Iterator[Row]:
+    """A V of uneven stages, in shares of what `1f1b-flush` holds with two of them on each rank."""
+    draw, stages = Random(seed), range(2 * p)
+    ranks = folded(p)
+    times = [tuple(float(draw.randint(1, 20)) for _ in stages) for _ in range(3)]
+    late = tuple(2.0 * (here != there) for here, there in pairwise(ranks))
+    saved = tuple(float(draw.randint(4, 12)) for _ in stages)
+    peak = max(min(m, p - rank) * (saved[2 * rank] + saved[2 * rank + 1]) for rank in range(p))
+    least = max(saved[rank] + saved[-1 - rank] for rank in range(p)) / peak
+    costs = OrderCosts(ranks, m, times[0], times[1], times[2], late, late, saved, ())
+    yield from rows_under_limits(costs, [max(share, least) for share in UNEVEN], peak, float, solved)
+
+
+def solved(share: float, costs: OrderCosts, named: list[Schedule]) -> float | None:
+    """The seconds of the best order that CP-SAT finds from the best seed on."""
+    seed = min(find_seeds(costs, named), key=lambda timed: timed.score)
+    try:
+        found, _ = optimum(costs, SOLVED, hint=seed)
+    except ImportError as error:
+        print(f"uneven: no reference: {error}")
+        return None
+    return seed.seconds if found is None else min(found.seconds, seed.seconds)
 
 
 def cut_of(layers: tuple[int, ...]) -> Iterator[Row]:
@@ -228,6 +257,7 @@ SECTIONS = {
     "two half-stages": "in a V; bubbles of the longest span, beside half of ZB-1p's; three limits from 24 ranks on",
     "blocks": "two stages per rank in a V, F = B = W; the step as a share of 1F1B's, beside [V 2024]'s",
     "small": "seconds beside the best named order that fits",
+    "uneven": "seconds of uneven stages in a V, drawn by a seed, beside what CP-SAT finds in 60 s",
     "cuts": "the step as a share of 1F1B's with the most equal cut, beside the best named one, also with PyTorch's cut",
     "transformer": "the step as a share of 1F1B's, beside the best named one that fits",
     "PipeDream": "m = 2p; the step as a share of 1F1B's, beside the best named one that fits",
@@ -246,6 +276,8 @@ def find_cases() -> dict[tuple[str, str], Callable[[], Iterator[Row]]]:
         partial(unit_test, halves=halves) for halves in (False, True)
     )
     found["small", "vshape"] = vshape
+    for seed, (p, m) in enumerate(((3, 4), (3, 6), (3, 8), (4, 4), (4, 6), (4, 8))):
+        found["uneven", f"p={p} m={m}"] = partial(uneven, p, m, seed)
     for layers in CUTS:
         found["cuts", f"{layers[0]}, {layers[1]}, ..."] = partial(cut_of, layers)
     hosts = {p: Cluster.hierarchical([(p // 2, 100e9), (2, 3e9)]) for p in (4, 8)}
