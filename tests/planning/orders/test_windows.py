@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, OrderCosts, TimedRows, time_rows
 from penstock.planning.orders.seeds import find_seeds
@@ -149,3 +150,12 @@ def test_nothing_is_sought_where_the_bound_is_reached() -> None:
     seed = seed_of(costs)
 
     assert rearrange(costs, seed, 10**9) is seed
+
+
+def test_a_backward_may_start_before_that_which_it_waits_for() -> None:
+    """Stage 0 recomputes for 9 s while it waits, and keeps nothing: its backward of 11 s starts before stage 1's."""
+    stages = {"forward": (9.0, 1.0), "backward": (11.0, 1.0), "weight": (1.0, 1.0), "saved": (0.0, 1.0)}
+    costs = OrderCosts((0, 1), 20, activation=(0.5,), gradient=(-8.5,), limits=(1.0, 2.0), **stages)  # type: ignore[arg-type]
+    timed = min(find_seeds(costs, []), key=lambda each: each.seconds)
+
+    assert bound_of(costs).seconds <= rearrange(costs, timed, 500).seconds * ROUNDING <= timed.seconds * ROUNDING**2

@@ -152,7 +152,7 @@ def _of_rank(costs: OrderCosts, paths: _Paths, rank: int) -> Iterator[Bound]:
         return
     ends = [*((backward[stage], costs.saved[stage] - kept.get(stage, 0.0)) for stage in held), *weights]
     if all(kept.get(stage, size) == size for stage, size in sizes.items()) and len(held) <= _FEW:
-        limit = _filled(list(sizes.values()), limit, count)
+        limit = _filled(list(sizes.values()), limit, count) or limit
     unused = _unused(forwards, limit) + _unused(ends, limit) if apart else 0.0
     yield Bound(head + (count * area + unused) / limit + behind, f"rank {rank}'s memory")
     for stage in held:

@@ -96,10 +96,18 @@ def _behind(costs: OrderCosts, timed: TimedRows) -> dict[Op, float]:
         follows.update(pairwise(row))
         places += [(start, place, op) for place, (op, start) in enumerate(zip(row, starts, strict=True))]
     ends = _ends(costs, timed)
-    for _, _, op in sorted(places, reverse=True):
-        longest = max((late + found[to] for to, late, _, _ in _messages(costs, op)), default=-inf)
-        own = found[follows[op]] if op in follows else ends[costs.ranks[op[1]]]
-        found[op] = seconds[op[0]][op[1]] + max(own, longest)
+    left = [op for _, _, op in sorted(places)]
+    while left:
+        op = left.pop()
+        messages = {to: late for to, late, _, _ in _messages(costs, op)}
+        # A backward may start before that which it waits for: it recomputes until its gradient comes.
+        missing = [to for to in (*messages, follows.get(op, op)) if to not in found and to != op]
+        if missing:
+            left += [op, *missing]
+        elif op not in found:
+            longest = max((late + found[to] for to, late in messages.items()), default=-inf)
+            own = found[follows[op]] if op in follows else ends[costs.ranks[op[1]]]
+            found[op] = seconds[op[0]][op[1]] + max(own, longest)
     return found
 
 
