@@ -6,9 +6,10 @@ in seconds and bytes; the fastest that fits is the answer, so it is never slower
 that is asked for, stages change as well: from the best seed on, a cut moves by a layer or a stage begins or ends to
 recompute, as long as an order that is adapted to it makes the step shorter; or, if nothing fits, until something does.
 
-More memory never gives a slower order: stages and orders are sought under the limits of a ladder that depends on the
-stages alone, up to the one that is given, and what is found under a lower rung counts for the higher ones. A rung whose
-bound is above what is known is left out; and so are some if there are too many for the time of a search.
+More memory should not give a slower order: stages and orders are also sought under lower limits, those of a ladder that
+depends on the stages alone, and what is found there counts. A lower limit whose bound is above what is known is left
+out. So are some of large orders, for lack of time; and the last moves, under the limit itself, are of that limit only:
+what they find under a lower limit by luck a search under a higher one may miss.
 The search draws from a fixed seed: the same question has the same answer. For many microbatches an order of fewer is
 found, and a part in its middle repeated.
 """
