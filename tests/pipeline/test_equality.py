@@ -80,8 +80,9 @@ PINNED = {
         "2bw", 2, precision="low versions", saves=3
     ),
     "a save while the scale of losses falls and grows": Training("2bw", 2, scales=True, saves=3),
+    "one stage, whose backwards are whole": Training("zb-h1", 1, recompute="layers"),
 }
-"""Faults that were found, and a pair that the table does not have."""
+"""Faults that were found, and pairs that the table does not have."""
 
 
 @pytest.mark.parametrize("name", PINNED)
