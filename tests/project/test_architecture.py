@@ -109,8 +109,8 @@ PUBLIC = """
     NamedParameters PenstockError Pipeline Plan PlanError Profile ProfileError RehearsalError RowInt8 Schedule
     ScheduleDefinition ScheduleError Stage Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage
     WeightPrediction WeightUpdate WireCodec capture compare_clusters frontier initialize latest_checkpoint
-    load_weights loader local_device log_stats model_loss pack packed_batch plan prefetch probe profile reference_train rehearse
-    render reset_parameters schedule shapes_of simulate token_count verify
+    load_weights loader local_device log_stats model_loss pack packed_batch plan prefetch probe profile reference_train
+    rehearse render reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "

@@ -102,7 +102,7 @@ def _tensors(chain: LayerChain) -> dict[str, torch.Tensor]:
 
 def _sum(tensor: torch.Tensor) -> float:
     """The sum of its numbers; of packed ones that of their bytes."""
-    packed = tensor.itemsize == 1 and tensor.layout is torch.strided
+    packed = tensor.itemsize == 1 and tensor.layout is torch.strided and not tensor.is_quantized
     numbers = tensor.contiguous().view(torch.uint8) if packed else tensor
     return float(numbers.sum(dtype=torch.float64)) if packed or tensor.is_floating_point() else 0.0
 
