@@ -68,8 +68,8 @@ def build_with_other_plans() -> str:
     return refusal_of(plan=penstock.Plan((penstock.Stage(0, cut, (0,)), penstock.Stage(cut, 8, (1,)))))
 
 
-def build_four_stages() -> str:
-    return refusal_of(stages=4)
+def build_for_others() -> tuple[str, str]:
+    return refusal_of(stages=4), refusal_of(plan=penstock.Plan.uniform(8, 3))
 
 
 SUBJECT = models.SUBJECTS["normalized"]
@@ -279,9 +279,10 @@ def test_processes_must_agree(pool: Pool) -> None:
         assert re.search(r"(?s)rank \d has plan .* and rank \d has plan .*: expected the same on all ranks", message)
 
 
-def test_stages_for_another_number_of_processes(pool: Pool) -> None:
-    for message in pool.run(2, build_four_stages):
-        assert "stages=4 needs 4 processes, 2 were started" in message
+def test_stages_and_plans_for_another_number_of_processes(pool: Pool) -> None:
+    for stages, plan in pool.run(2, build_for_others):
+        assert "stages=4 needs 4 processes, 2 were started" in stages
+        assert "the plan is for 3 rank(s) and 2 process(es) were started" in plan
 
 
 def equal(first: Any, second: Any) -> bool:
