@@ -270,3 +270,25 @@ def test_spans_carry_bytes() -> None:
     assert {s.action: s.size_bytes for s in timeline.spans if s.rank == 1 and s.size_bytes is not None} == {"1A1": 12}
     two = simulate(Schedule("gpipe", 2, 1), make_profile((1, 1, 5, 3), (1, 1, 0, 3)), Cluster.uniform(2, 1.0))
     assert {s.action for s in two.spans if s.size_bytes == 5} == {"0S0>1", "1R0<0", "1S0>0", "0R0<1"}
+
+
+def test_shared_medium_carries_what_all_replicas_reduce() -> None:
+    profile = make_profile((1, 1, 0, 12))
+    plan = Plan((Stage(0, 1, (0, 1, 2)),), "gpipe", 3)
+    cluster = Cluster.uniform(3, 4.0)
+
+    ring = simulate(plan, profile, cluster, overlap_reduce=False)
+    shared = simulate(plan, profile, cluster, overlap_reduce=False, allreduce="shared")
+
+    assert (ring.seconds, shared.seconds) == (2 + 4 / 3 * 3, 2 + 4 * 3)
+
+
+def test_reduces_of_one_rank_follow_each_other() -> None:
+    """Interleaved stages 0 and 1 of two replicas: both rings (4 s each) could overlap backwards, but not each other."""
+    profile = make_profile((1, 1, 0, 4), (1, 1, 0, 4))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (0, 1))), "interleaved", 2)
+    spans = times(simulate(plan, profile, Cluster.uniform(2, 1.0)), 0)
+
+    # Backwards of stage 1 at 2, of stage 0 at 3; stage 0 reduces first: 3 to 7, then stage 1 from 7.
+    assert (spans["1B0@0"], spans["0B0@0"]) == ((2, 3), (3, 4))
+    assert (spans["0A1"], spans["1A1"]) == ((4, 7), (7, 11))
