@@ -3,7 +3,7 @@
 What starts in a window of time may change its order: all of it, or that of one rank, or of two stages, while the rest
 keeps its order. What comes before stands, and what comes behind counts as the longest path from the end of an operation
 to the end of the step. The orders in the window are made operation by operation, on the rank that can end one first
-[GifflerThompson 1960]; of all orders of as many operations the best few go on (a beam search). One of two orders of the
+[Giffler 1960]; of all orders of as many operations the best few go on (a beam search). One of two orders of the
 same operations is left out if it has nothing earlier. A step of few operations is one window, of which all orders go
 on, also those in which a rank that could do a forward waits for something that takes no memory: that is exact.
 """
