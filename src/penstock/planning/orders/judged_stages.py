@@ -29,7 +29,7 @@ from penstock.values.profiles import Profile
 NAME = "found"
 """The name of an order that was found."""
 _STEPS = (1.0, 1.06), (1.6, 1.12), (2.5, 1.25)
-"""How far apart limits are up to so many times what as many microbatches as ranks take; more memory gains little."""
+"""(Up to how many times what as many microbatches as ranks take, how far apart limits are): more gains little."""
 _LOWER, _BELOW = 0.92, 9
 """Limits that are too low for one microbatch at a time, each in units of the next: other stages may do with them."""
 

@@ -38,8 +38,8 @@ from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 _THOROUGH, _QUICK = (1_000, 200_000, 12_000), (200, 40_000, 0)
-"""Local moves on a seed end when there have been so many, or when this number of operations has been timed, and then
-this number of operations is put in windows; under the limit that was given, and under lower ones.
+"""(The most local moves on a seed, the most operations that they time, and those that are then put in windows), under
+the limit that was given and under lower ones.
 """
 _IMPROVED = 2
 """The seeds that are improved, each of another choice of split backwards or limits."""
