@@ -38,7 +38,7 @@ from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import OrderCosts, TimedRows, rows_of, time_rows
 from penstock.planning.orders.search import find_order
 from penstock.planning.orders.seeds import find_seeds, spread_weights
-from penstock.planning.orders.windows import rearrange
+from penstock.planning.orders.window_moves import rearrange
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.outcomes import evaluate

@@ -11,7 +11,7 @@ from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.local_moves import find_moves, improve
 from penstock.planning.orders.rows import ROUNDING, OrderCosts, TimedRows, time_rows
 from penstock.planning.orders.seeds import find_seeds
-from penstock.planning.orders.windows import rearrange
+from penstock.planning.orders.window_moves import rearrange
 from support.every_order import all_rows
 
 TIMES = ((2.0, 2.0, 1.0), (1.0, 3.0, 2.0), (3.0, 1.0, 1.0))

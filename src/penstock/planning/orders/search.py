@@ -30,7 +30,7 @@ from penstock.planning.orders.local_moves import StageMoves, improve
 from penstock.planning.orders.offloads import offload_order
 from penstock.planning.orders.rows import ROUNDING, OrderCosts, Rows, TimedRows, repeated, rows_of, time_rows
 from penstock.planning.orders.seeds import adapted_seeds, delay_rows, find_seeds, quick_seeds, spread_weights
-from penstock.planning.orders.windows import rearrange
+from penstock.planning.orders.window_moves import rearrange
 from penstock.simulating.assumptions import Options
 from penstock.values.clusters import CLUSTER, Cluster
 from penstock.values.plans import Plan, schedule

@@ -197,7 +197,7 @@ class _Window:
                     if to in number:
                         arrived[number[to]] = sent + late
         opened = [tuple(op for op in self._of(rank) if not self.needs[op]) for rank in range(costs.length)]
-        self.first = _State(0, free_at, held, left, arrived, opened, [])
+        self.first = _State(done=0, free=free_at, held=held, left=left, arrived=arrived, opened=opened, ready=[])
         self.first.ready = [self._ready(self.first, rank, 0) for rank in range(costs.length)]
 
     def _of(self, rank: int) -> Iterator[int]:
@@ -288,7 +288,18 @@ class _Window:
                 opened[self.ranks[to]] += (to,)
         for other in old.opened[rank] if blocked else ():
             blocked &= ~(1 << other)
-        return _State(done, free, held, left, arrived, opened, old.ready[:], longest, blocked, (old, op))
+        return _State(
+            done=done,
+            free=free,
+            held=held,
+            left=left,
+            arrived=arrived,
+            opened=opened,
+            ready=old.ready[:],
+            longest=longest,
+            blocked=blocked,
+            before=(old, op),
+        )
 
     def _ready(self, state: _State, rank: int, blocked: int) -> Ready:
         able, soonest, first, free = [], inf, inf, state.free[rank]

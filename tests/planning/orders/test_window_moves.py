@@ -10,7 +10,7 @@ from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, OrderCosts, TimedRows, time_rows
 from penstock.planning.orders.seeds import find_seeds
-from penstock.planning.orders.windows import rearrange
+from penstock.planning.orders.window_moves import rearrange
 from support.every_order import all_rows
 
 V = (0, 1, 1, 0)
