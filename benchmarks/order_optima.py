@@ -23,7 +23,7 @@ from penstock.planning.orders.rows import (
 )
 
 _TICKS = 1_000_000
-"""Seconds that are not whole numbers become whole ones: so many in the work of the busiest rank."""
+"""Seconds that are not whole numbers become whole ticks, of which the work of the busiest rank has this number."""
 
 
 def optimum(

@@ -63,7 +63,8 @@ def bound_of(costs: OrderCosts) -> Bound:
 
 
 def _rounds(costs: OrderCosts, paths: "_Paths", stage: int) -> Iterator[tuple[int, float]]:
-    """How many microbatches of a stage fit, and the least seconds from the forward of one to that so many behind it.
+    """How many microbatches of a stage fit, and the least seconds from the forward of one to that of the first for
+    which it makes room.
 
     That holds for the bytes of the stage, and for those that a second stage of its rank needs for one microbatch before
     any can return. Nothing where offloads change what fits.

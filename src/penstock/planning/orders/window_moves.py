@@ -25,7 +25,7 @@ _BEAM, _OPERATIONS = 20, 8
 _LONGER = 1.0, 2.5, 2.0
 """How much longer windows are in which all is free, one rank, or two stages."""
 _EXACT, _ALL = 24, 20_000
-"""A step of so many operations is sought exactly, unless more orders than the second number would go on."""
+"""A step of at most 24 operations is sought exactly, unless more orders than the second number would go on."""
 _IDLE = 0.5
 """What the mean end of the ranks counts beside the end of the step in the choice of what goes on."""
 _WORSE = 5e-4
