@@ -242,6 +242,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "state_on_host": ({"state_on_host": True}, {}),
     "check": ({"check": "off"}, {}),
     "resume": ({"resume": "run"}, {}),
+    "save_frozen": ({"save_frozen": False}, {}),
 }
 """By option: the arguments of rank 0, and those of the others."""
 
