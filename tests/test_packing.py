@@ -86,6 +86,10 @@ def test_refusals(given: dict[str, Any], said: str) -> None:
         penstock.pack(options.pop("lengths"), options.pop("profiles"), **options)
 
 
+def test_no_microbatch_is_empty_where_nothing_takes_time() -> None:
+    assert penstock.pack([1, 1], {4: Profile((LayerProfile("b", 0, 0, 0, 0, 0),), 1)}, microbatches=2) == ((0,), (1,))
+
+
 def test_what_is_no_sequence_is_refused() -> None:
     for wrong in ([], [torch.zeros(2, 3)], [torch.zeros(0)], ["text"]):
         with pytest.raises(PenstockError, match="one dimension"):

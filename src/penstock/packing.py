@@ -131,7 +131,7 @@ def _deal(seconds: Sequence[float], sizes: Sequence[float], count: int, most: fl
         able = [each for each in range(count) if held[each] + sizes[place] <= most]
         if not able:
             return None
-        chosen = min(able, key=lambda each: taken[each])
+        chosen = min(able, key=lambda each: (taken[each], len(dealt[each])))
         dealt[chosen].append(place)
         taken[chosen] += seconds[place]
         held[chosen] += sizes[place]
