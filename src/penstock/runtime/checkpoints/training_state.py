@@ -284,7 +284,7 @@ class TrainingState:
                     "or of all ranks together"
                 )
         for name, tensor in self.held.items():
-            found, expected = ("", "") if name in {**present, **base} else (form_of(model[name]), form_of(tensor))
+            found, expected = ("", "") if name in present or name in base else (form_of(model[name]), form_of(tensor))
             if found != expected:
                 raise CheckpointError(
                     f"{name} has shape and type {found} in the state dict and {expected} in the model: expected the "

@@ -218,7 +218,9 @@ class Engine:
         return resize_run(self.schedule, count)
 
     def _rows_of(self, schedule: Schedule) -> list[RepeatedSteps]:
-        return self._rows.setdefault(schedule, [RepeatedSteps(schedule, rank) for rank in self._ranks])
+        if schedule not in self._rows:
+            self._rows[schedule] = [RepeatedSteps(schedule, rank) for rank in self._ranks]
+        return self._rows[schedule]
 
     def history_of(self, stage: int) -> dict[str, Any]:
         """What a run that continues from the newest version of `stage` needs beside the weights and the optimizer."""
