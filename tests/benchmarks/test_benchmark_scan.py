@@ -1,5 +1,6 @@
 """The benchmark of scans runs, and what it recorded agrees with what is estimated."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -85,6 +86,11 @@ def rows_of_the_page() -> list[str]:
 
 
 def test_the_page_shows_the_record() -> None:
-    document = (ROOT / "docs/scan.md").read_text()
+    """The page shows fewer rows than there are, and each as it was measured."""
+    head, *rows = rows_of_the_page()
+    document = (ROOT / "docs/scan.md").read_text().splitlines()
+    begin = document.index(head)
+    shown = list(itertools.takewhile(lambda line: line.startswith("|"), document[begin + 1 :]))
 
-    assert [row for row in rows_of_the_page() if row not in document] == []
+    assert {row.split(" |")[0] for row in shown[1:]} == {"| GRU", "| RNN"}
+    assert [row for row in shown if row not in rows] == []
