@@ -512,7 +512,7 @@ def test_a_cluster_is_shown_with_what_messages_and_actions_take(here, capsys):
 def test_show_says_which_files_it_knows(here, capsys):
     Path("other.yaml").write_text("a: 1\n")
 
-    assert refused(capsys, "show", "other.yaml").startswith("other.yaml: expected a plan, a profile or a cluster")
+    assert refused(capsys, "show", "other.yaml").startswith("other.yaml: expected a plan, a profile, a cluster or")
     assert refused(capsys, "show", "plan.yml").startswith("plan.yml: no such file. Did you mean 'plan.yaml'?")
 
 

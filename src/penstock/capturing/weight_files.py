@@ -324,7 +324,7 @@ def read_index(index: Path) -> dict[str, str]:
         if not isinstance(found, str) or Path(found).name != found or len(found) > 255:
             raise CheckpointError(
                 f"{index}: expected a JSON object whose weight_map has the name of a file beside it for each tensor, "
-                f"found {text_of(found)}. Download it again, or remove it"
+                f"found {document.kind or text_of(found)}. Download it again, or remove it"
             )
     return dict(places) if isinstance(places, dict) else {}
 

@@ -9,7 +9,7 @@ from penstock.commands.command import Command, print_json, show
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
 from penstock.errors import PenstockError
 from penstock.values import Cluster, LayerProfile, Plan, Profile, schedule
-from penstock.values.documents import read_json, read_yaml, write_text
+from penstock.values.documents import kind_of, read_text, write_text
 
 if TYPE_CHECKING:
     from penstock.timelines import Timeline
@@ -60,26 +60,19 @@ def _load(path: str) -> "Plan | Profile | Cluster | Timeline":
     """What is in the file. Raises `PenstockError` for another file."""
     from penstock.timelines import Timeline
 
-    if Path(path).suffix == ".json":
-        value = read_json(path, PenstockError).value
-        if isinstance(value, dict) and "traceEvents" in value:
+    match kind := kind_of(read_text(path, PenstockError)):
+        case "a trace":
             return Timeline.load_trace(path)
-    if Path(path).suffix in (".txt", ".json"):
-        return load_profile(path)
-    # Every JSON document is YAML too, so that a profile with a strange name is found as well.
-    value = read_yaml(path, PenstockError).value
-    tag = value.get("format") if isinstance(value, dict) else None
-    match str(tag).partition("/")[0]:
-        case "penstock-plan":
+        case "a plan":
             return Plan.load(path)
-        case "penstock-cluster":
+        case "a cluster":
             return Cluster.load(path)
-        case "penstock-profile":
+        case _ if kind == "a profile" or Path(path).suffix in (".txt", ".json"):
             return load_profile(path)
         case _:
             raise PenstockError(
-                f"{path}: expected a plan, a profile or a cluster, whose `format` is penstock-plan/1, "
-                f"penstock-profile/1 or penstock-cluster/1, found {tag!r}: give a file that Penstock wrote"
+                f"{path}: expected a plan, a profile, a cluster or a trace, found {kind or 'another file'}: give one "
+                "that Penstock wrote"
             )
 
 

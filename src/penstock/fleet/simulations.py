@@ -58,7 +58,8 @@ class PriceHistory:
     def load(cls, path: str | Path) -> "PriceHistory":
         """Reads a CSV file with the columns seconds, kind and price. `PlanError` names the line that is wrong."""
         changes: dict[str, list[tuple[float, float]]] = {}
-        for line, row in enumerate(csv.reader(StringIO(read_text(path, PlanError))), start=1):
+        text = read_text(path, PlanError, "prices over time")
+        for line, row in enumerate(csv.reader(StringIO(text)), start=1):
             if line == 1 and [cell.strip() for cell in row] == ["seconds", "kind", "price"]:
                 continue
             try:

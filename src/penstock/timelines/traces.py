@@ -138,7 +138,10 @@ def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemor
     document = read_json(path, ScheduleError)
     found = document.value.get("traceEvents") if isinstance(document.value, dict) else None
     if not isinstance(found, list):
-        raise ScheduleError(f"{path}: expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote")
+        raise ScheduleError(
+            f"{path}: expected a trace with `traceEvents`, found {document.kind or 'another file'}: give a file that "
+            "Timeline.save_trace wrote"
+        )
     spans: list[Span] = []
     ranks = 0
     memory: dict[int, list[dict[str, Any]]] = defaultdict(list)

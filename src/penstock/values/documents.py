@@ -31,6 +31,8 @@ class YamlNode:
     where: str
     value: object
     error: type[PenstockError]
+    kind: str = ""
+    """What the whole file is by its text, such as ``a plan``; empty if that is not known."""
 
     def fail(self, expected: str, fix: str) -> NoReturn:
         """Raises the file's error: where, `expected`, what was found, `fix`."""
@@ -109,11 +111,15 @@ class YamlNode:
     def check_format(self, tag: str) -> None:
         """Raises the file's error unless ``format`` of this mapping is `tag`."""
         found = self.value.get("format") if isinstance(self.value, dict) else None
-        if found != tag:
-            raise self.error(
-                f"{self.file}: format: expected {tag!r}, found {text_of(found)}: this is another kind of file, or of "
-                f"another version of Penstock. If it is the right one, add the key `format` with the value {tag}"
-            )
+        if found == tag:
+            return
+        wanted = kind_of(f"format: {tag}")
+        if self.kind not in ("", wanted):
+            raise self.error(f"{self.file}: expected {wanted}, found {self.kind}: {_OTHER_KIND}")
+        raise self.error(
+            f"{self.file}: format: expected {tag!r}, found {text_of(found)}: it is {wanted} of another version of "
+            f"Penstock, or another kind of file. If it is the right one, write `format: {tag}` into it"
+        )
 
     def _number(self) -> float | None:
         if isinstance(self.value, int | float) and not isinstance(self.value, bool):
@@ -125,6 +131,26 @@ class YamlNode:
 
     def _head(self) -> str:
         return f"{self.file}: {self.where}: " if self.where else f"{self.file}: "
+
+
+_OTHER_KIND = "give another file, or exchange it with another argument"
+_KINDS = (
+    (r"""^[{\s]*["']?format["']?\s*:\s*["']?penstock-([a-z-]+?)[-/]\d""", ""),
+    ('"traceEvents":', "a trace"),
+    ('"weight_map":', "an index of weights"),
+    (r"^node\d+ -- ", "a graph of PipeDream's profiler"),
+    (r"^seconds,kind,price", "prices over time"),
+    (r"^(from|import|def) ", "a Python file"),
+)
+"""How the kinds of files begin a line, and their names; with ``format`` the name is in the file."""
+
+
+def kind_of(text: str) -> str:
+    """What a file with this text is, such as ``a plan``; empty if that is not known."""
+    for pattern, name in _KINDS:
+        if found := re.search(pattern, text, re.MULTILINE):
+            return name or f"a {found[1]}"
+    return ""
 
 
 def read_known(nodes: Mapping[str, YamlNode], readers: Mapping[str, Callable[[YamlNode], Any]]) -> dict[str, Any]:
@@ -139,7 +165,11 @@ def read_json(path: str | Path, error: type[PenstockError]) -> YamlNode:
 
 def read_yaml(path: str | Path, error: type[PenstockError]) -> YamlNode:
     """The whole of a YAML file; `error` if it is missing or broken."""
-    return _read(path, error, lambda text: yaml.load(text, Loader=_UniqueLoader))
+    return _read(path, error, _load_yaml)
+
+
+def _load_yaml(text: str) -> object:
+    return yaml.load(text, Loader=_UniqueLoader)
 
 
 def write_text(path: str | Path, text: str, error: type[PenstockError]) -> None:
@@ -163,11 +193,14 @@ def quoted_text(value: str) -> str:
     return text.rstrip("\n")
 
 
-def read_text(path: str | Path, error: type[PenstockError]) -> str:
-    """The whole of a text file; `error` if it cannot be read."""
+def read_text(path: str | Path, error: type[PenstockError], expected: str = "") -> str:
+    """The whole of a text file; `error` if it cannot be read, or is known to be another kind than `expected`."""
     PATH.check("path", path, error)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
+        if expected and (kind := kind_of(text)) not in ("", expected):
+            raise error(f"{path}: expected {expected}, found {kind}: {_OTHER_KIND}")
+        return text
     except FileNotFoundError:
         directory = Path(path).parent
         there = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
@@ -179,9 +212,13 @@ def read_text(path: str | Path, error: type[PenstockError]) -> str:
 def _read(path: str | Path, error: type[PenstockError], parse: Callable[[str], object]) -> YamlNode:
     """What `parse` makes of the text of a file."""
     text = read_text(path, error)
+    kind = kind_of(text)
     try:
-        return YamlNode(str(path), "", parse(text), error)
+        return YamlNode(str(path), "", parse(text), error, kind)
     except json.JSONDecodeError as broken:
+        if "\nformat: penstock-" in f"\n{text}":
+            # A file of ours that is written in YAML: its reader says what it is.
+            return _read(path, error, _load_yaml)
         found = f"line {broken.lineno}, column {broken.colno}: not JSON: {broken.msg}. Correct it there"
     except yaml.MarkedYAMLError as broken:
         mark = broken.problem_mark
@@ -195,7 +232,7 @@ def _read(path: str | Path, error: type[PenstockError], parse: Callable[[str], o
         found = "lists or mappings inside of each other, to a depth that cannot be read. Write fewer levels"
     except ValueError as broken:
         found = f"a value that cannot be read: {broken}. Correct it"
-    raise error(f"{path}: {found}") from None
+    raise error(f"{path}: {found}{f' if {kind} is what you meant to give' if kind else ''}") from None
 
 
 class _WrittenTwice(Exception):

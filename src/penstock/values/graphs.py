@@ -250,7 +250,8 @@ def read_graph(path: str | Path) -> GraphFile:
     """The graph of `path`. `ProfileError` names the line that cannot be read."""
     nodes: dict[str, _Node] = {}
     edges: list[tuple[str, str]] = []
-    for number, line in enumerate(read_text(path, ProfileError).splitlines(), start=1):
+    text = read_text(path, ProfileError, "a graph of PipeDream's profiler")
+    for number, line in enumerate(text.splitlines(), start=1):
         where = f"{path}: line {number}"
         if line[:1].isspace() and line.strip():
             edges.append(_read_edge(where, line.strip()))
