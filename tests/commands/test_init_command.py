@@ -85,7 +85,26 @@ def test_the_loss_of_the_script_falls(function: str, fork_server: ForkServer, tm
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", printed, flags=re.MULTILINE)]
     assert len(losses) == 20
     assert losses[-1] < losses[0]
-    assert (tmp_path / "checkpoints" / "step-000020").is_dir()
+    assert (tmp_path / "train.checkpoints" / "step-000020").is_dir()
+
+
+@pytest.mark.processes
+def test_every_script_has_a_folder_of_its_own(fork_server: ForkServer, tmp_path: Path, capsys: Any) -> None:
+    """A copy of a script has one, too. A script with nothing left to do says so."""
+    for name in ("one", "two"):
+        assert main(["init", "models.py:make", "-o", f"{name}.py"]) == 0
+    Path("three.py").write_text(Path("two.py").read_text())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    printed = {}
+    for name in ("one", "two", "three", "two"):
+        child = fork_server.start([str(tmp_path / f"{name}.py")], environment, tmp_path)
+        printed[name], errors = child.communicate(timeout=120)
+
+    folder = tmp_path / "two.checkpoints"
+    assert {path.name for path in tmp_path.glob("*.checkpoints")} == {f"{name}.checkpoints" for name in printed}
+    assert len(printed["one"].splitlines()) == len(printed["three"].splitlines()) == 20
+    assert printed["two"] == f"{folder} has all 20 steps: delete it to begin anew, or raise STEPS\n"
+    assert errors == f"{folder}: the training goes on after step 20\n"
 
 
 def test_no_file_is_replaced_unasked(models: Path, capsys: Any) -> None:

@@ -32,15 +32,15 @@ import torch
 from {module} import {imported}
 
 STEPS = 20
-CHECKPOINTS = Path(__file__).with_name("checkpoints")  # the newest one is where the next run goes on
+CHECKPOINTS = Path(__file__).with_suffix(".checkpoints")  # the next run goes on from the newest one
 
 
 def main() -> None:
     torch.manual_seed(0)  # every process builds the same model and reads the same batches
     with penstock.local_device():  # tensors are made on the GPU of this process, if it has one
 {building}
-    if pipe.rank == 0 and pipe.steps:
-        print(f"{{CHECKPOINTS}} has {{pipe.steps}} steps of {{STEPS}}")
+    if pipe.rank == 0 and pipe.steps >= STEPS:
+        print(f"{{CHECKPOINTS}} has all {{STEPS}} steps: delete it to begin anew, or raise STEPS")
     for number in range(pipe.steps, STEPS):
         result = pipe.step({batch})  # forward, backward, update
         loss = float(result.loss)  # the same on every process

@@ -246,6 +246,8 @@ def resume_training(
             if any(ranks.together(lambda: bool(steps_in(run)))):
                 ranks.alone(lambda: _tidy(run))
                 training.load(directory)
+                if world.rank == 0:
+                    _LOG.warning("%s: the training goes on after step %d", directory, training.steps)
             claims.claim(run, ranks)
     return Resumption(training, directory, world, timeout_seconds, go_back)
 
