@@ -185,7 +185,6 @@ TRAINING = [
     ),
     call("Subject(None)", lambda: A.Subject(None, None), PenstockError, "Subject(model=): expected one"),
     call("Subject(model, None)", lambda: A.Subject(build(), None), PenstockError, "Subject(sample=): expected one"),
-    call("verify(in_full='x')", lambda: A.verify(penstock.schedule(PLAN), in_full="x"), PenstockError, "in_full=): ex"),
     call("initialize(init_fn=5)", lambda: A.initialize(build(), 5), PenstockError, "initialize(init_fn=)", "found 5"),
     call("initialize(seed='a')", lambda: A.initialize(build(), print, seed="a"), PenstockError, "seed", "found 'a'"),
     call("initialize(device='gpu')", lambda: A.initialize(build(), print, device="gpu"), PenstockError, "'gpu'"),

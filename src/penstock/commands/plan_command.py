@@ -151,8 +151,9 @@ def _show_frontier(
         raise PlanError(
             f"--frontier and {arguments.profile}: expected one profile; measure the model, and give it alone"
         )
-    allowed = ("microbatches", "whole_backwards", "optimizer_copies", "state_on_host")
-    if extra := [name for name in options if name not in allowed]:
+    # What all of its plans are already may be said.
+    options = {name: value for name, value in options.items() if name not in ("synchronous", "straight", "every_device")}
+    if extra := [name for name in options if name not in signature(frontier).parameters]:
         raise PlanError(f"--frontier and {', '.join(extra)}: expected one of them at most; drop the others")
     with elapsed_line("finding orders"):
         found = frontier(profiles[0], cluster, **options)

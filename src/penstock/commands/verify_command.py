@@ -19,19 +19,12 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="how many steps to prove (default: into the steady state)",
     )
-    parser.add_argument(
-        "--full",
-        dest="in_full",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="changes nothing: every proof is one of all actions",
-    )
 
 
 def _run(arguments: argparse.Namespace) -> None:
     planned = schedule(Plan.load(arguments.plan))
     with elapsed_line("proving"):
-        proved = verify(planned, **given(arguments, "minibatches", "in_full"))
+        proved = verify(planned, **given(arguments, "minibatches"))
     if arguments.json:
         print_json(asdict(proved))
     else:

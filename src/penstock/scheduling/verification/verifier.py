@@ -7,7 +7,7 @@ see from inside a run, so nothing runs that is not proved first.
 
 from dataclasses import dataclass
 
-from penstock.arguments import FLAG, instance, integer
+from penstock.arguments import instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Offload
 from penstock.scheduling.schedules import Programs, Schedule
@@ -45,17 +45,15 @@ class Verification:
         )
 
 
-def verify(schedule: Schedule, minibatches: int | None = None, *, in_full: bool = False) -> Verification:
+def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
     """Proves that `minibatches` steps of `schedule` and their drain keep every invariant; `ScheduleError` shows where
     one does not.
 
-    The default number is as many as fill the pipe, reach the steady state and reuse every weight version. `in_full`:
-    changes nothing, since every proof is one of all actions.
+    The default number is as many as fill the pipe, reach the steady state and reuse every weight version.
     """
     instance(Schedule, "a penstock.Schedule", "make it of a plan: penstock.schedule(plan)").check(
         "verify(schedule=)", schedule, ScheduleError
     )
-    FLAG.check("verify(in_full=)", in_full, ScheduleError)
     minibatches = enough_minibatches(schedule) if minibatches is None else _check_minibatches(minibatches)
     programs = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
     return prove(collect(schedule, minibatches, programs))
