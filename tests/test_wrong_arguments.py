@@ -4,6 +4,7 @@ The rows are those of a hostile reading, which found calls that were accepted in
 `test_arguments.py` has what each rule accepts: here is one row, or one for each bound, for every argument that has one.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import CaptureError, PenstockError, PlanError, ProfileError, ScheduleError
+from penstock.arguments import explained
 from penstock.values.plans import Prediction
 from support.refusals import COUNT, Refusal, assert_says
 from support.refusals import refused as call
@@ -230,3 +232,35 @@ def test_a_wrong_argument_is_refused(row: Refusal) -> None:
         row.call()
 
     assert_says(caught.value, row.says)
+
+
+def public_calls() -> list[str]:
+    """The names of Penstock that can be called with keywords."""
+    calls = []
+    for name in penstock.__all__:
+        value = getattr(penstock, name)
+        own = not isinstance(value, type) or ("__init__" in vars(value) and not issubclass(value, Exception))
+        if own and name not in penstock._VALUES and inspect.signature(value).parameters:
+            calls.append(name)
+    return calls
+
+
+@pytest.mark.parametrize("name", public_calls())
+def test_a_keyword_that_is_unknown_or_missing_is_named(name: str) -> None:
+    parameters = inspect.signature(getattr(penstock, name)).parameters.values()
+    keyword = next(each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD))
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind < each.VAR_POSITIONAL]
+
+    with pytest.raises(TypeError, match=rf"^{name}\({keyword}_=\): .* Did you mean '{keyword}'\?"):
+        getattr(A, name)(**{f"{keyword}_": 1})
+    if needed:
+        with pytest.raises(TypeError, match=rf"^{name}: expected {', '.join(needed)}, found no {', '.join(needed)}: "):
+            getattr(A, name)()
+
+
+def test_a_type_error_of_the_user_is_his_own() -> None:
+    def fails(one: int) -> None:
+        len(one)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=r"^object of type 'int' has no len"):
+        explained(fails)(1)

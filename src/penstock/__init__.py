@@ -1,10 +1,12 @@
 """Penstock: pipeline-parallel training for any PyTorch module.
 
 The names in `__all__` are the whole public surface. They are loaded on first use, so that the pure half (values,
-planning, schedules, simulation, pictures) can be imported on a machine without torch.
+planning, schedules, simulation, pictures) can be imported on a machine without torch. A keyword that one of them does
+not have is refused with the nearest one.
 """
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -154,6 +156,8 @@ _NAMES = {
     "values.profiles": "LayerProfile Profile",
     "values.transformers": "Transformer",
 }
+_VALUES = ("model_loss", "reset_parameters", "token_count")
+"""Functions that are passed on more often than called, and compared."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -162,7 +166,15 @@ def __getattr__(name: str) -> object:
         return import_module("penstock.integrations")
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return getattr(import_module(f"penstock.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"penstock.{_HOMES[name]}"), name)
+    from penstock.arguments import explained
+
+    if isinstance(value, FunctionType) and name not in _VALUES:
+        value = explained(value)
+    elif "__init__" in vars(value) and not issubclass(value, Exception):
+        value.__init__ = explained(value.__init__)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -9,9 +9,10 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy
 
@@ -19,6 +20,7 @@ from penstock.errors import PenstockError, suggestion
 
 Value = TypeVar("Value", covariant=True)
 Other = TypeVar("Other")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,38 @@ PATH: Rule[str | PathLike[str]] = Rule(
     lambda value: value,
     "give a str or a pathlib.Path that is not empty and has no NUL",
 )
+
+
+def explained(call: Call) -> Call:
+    """`call`, whose refusal of a keyword names the nearest that it has, and whose refusal without one says which."""
+
+    @wraps(call)
+    def called(*arguments: Any, **named: Any) -> Any:
+        try:
+            return call(*arguments, **named)
+        except TypeError as error:
+            # An error from inside of the call has another frame.
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            raise TypeError(_refusal(call, len(arguments), list(named)) or str(error)) from None
+
+    return cast("Call", called)
+
+
+def _refusal(call: Callable[..., Any], unnamed: int, named: Sequence[str]) -> str:
+    """Why `call` does not take arguments of these names beside `unnamed` ones; empty if they are too many."""
+    parameters = inspect.signature(call).parameters
+    name, known = call.__qualname__.removesuffix(".__init__"), [each for each in parameters if each != "self"]
+    if unknown := [each for each in named if each not in known]:
+        near = suggestion(unknown[0], known) or f"It has {', '.join(known)}. "
+        return f"{name}({unknown[0]}=): expected one of its arguments, found another name. {near}Rename it"
+    given = {*list(parameters)[:unnamed], *named}
+    needed = [
+        each for each, rule in parameters.items() if rule.default is rule.empty and rule.kind < rule.VAR_POSITIONAL
+    ]
+    if missing := [each for each in needed if each not in given]:
+        return f"{name}: expected {', '.join(needed[needed[0] == 'self' :])}, found no {', '.join(missing)}: give it"
+    return ""
 
 
 def is_count(value: object, least: int) -> bool:

@@ -152,7 +152,9 @@ def _show_frontier(
             f"--frontier and {arguments.profile}: expected one profile; measure the model, and give it alone"
         )
     # What all of its plans are already may be said.
-    options = {name: value for name, value in options.items() if name not in ("synchronous", "straight", "every_device")}
+    options = {
+        name: value for name, value in options.items() if name not in ("synchronous", "straight", "every_device")
+    }
     if extra := [name for name in options if name not in signature(frontier).parameters]:
         raise PlanError(f"--frontier and {', '.join(extra)}: expected one of them at most; drop the others")
     with elapsed_line("finding orders"):
