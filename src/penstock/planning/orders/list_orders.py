@@ -203,20 +203,11 @@ class _Filling:
             self.left_over[rank].append((stage, microbatch))
         if kind == FORWARD and stage == self.costs.stages - 1:
             self.arrived[BACKWARD, stage, microbatch] = done
-        elif kind == FORWARD:
-            self._arrive((FORWARD, stage + 1, microbatch), self._send(kind, stage, done) + self.costs.activation[stage])
-        elif stage:
-            sent = self._send(kind, stage - 1, done)
-            self._arrive((BACKWARD, stage - 1, microbatch), sent + self.costs.gradient[stage - 1])
-
-    def _send(self, kind: int, cut: int, now: float) -> float:
-        """When the message between stage `cut` and the next one starts."""
-        if not self.costs.occupied:
-            return now
-        link = self.costs.links[kind][cut]
-        sent = max(now, self.link_free[link])
-        self.link_free[link] = sent + self.costs.occupied[kind][cut]
-        return sent
+        elif kind == FORWARD or stage:
+            waits, there, _, late, occupied, link = self.costs.routes[kind][stage]
+            sent = max(done, self.link_free[link])
+            self.link_free[link] = sent + occupied
+            self._arrive((waits, there, microbatch), sent + late)
 
     def _do_weight(self, rank: int, now: float) -> None:
         stage, microbatch = self.left_over[rank].pop(0)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import TypeAlias, assert_never
 
 from penstock.scheduling.actions import (
@@ -92,6 +93,25 @@ class OrderCosts:
             tuple(here * self.length + there for here, there in ends),
             tuple(there * self.length + here for here, there in ends),
         )
+
+    @cached_property
+    def routes(self) -> tuple[list[tuple[int, int, int, float, float, int]], ...]:
+        """By kind, for forwards and backwards, and stage: the kind, stage and rank of the operation that waits for the
+        result, the seconds of the message and those for which it keeps its link, and the number of the link.
+        """
+        down, up = self.occupied or ((0.0,) * (self.stages - 1),) * 2
+        last, own = self.stages - 1, self.length**2
+        forwards = [
+            (FORWARD, cut + 1, self.ranks[cut + 1], late, occupied, link)
+            for cut, late, occupied, link in zip(range(last), self.activation, down, self.links[0], strict=True)
+        ]
+        backwards = [
+            (BACKWARD, cut, self.ranks[cut], late, occupied, link)
+            for cut, late, occupied, link in zip(range(last), self.gradient, up, self.links[1], strict=True)
+        ]
+        # Nothing waits for the backward of the first stage, whose forward has been.
+        first = FORWARD, 0, self.ranks[0], 0.0, 0.0, own + 1
+        return [*forwards, (BACKWARD, last, self.ranks[last], 0.0, 0.0, own)], [first, *backwards]
 
     @cached_property
     def seconds(self) -> tuple[tuple[float, ...], ...]:
@@ -178,51 +198,39 @@ _SHARE = 1e-3
 
 def time_rows(costs: OrderCosts, rows: Rows) -> TimedRows | None:
     """When everything in `rows` happens; None if ranks wait for each other for ever."""
-    last, seconds, activation, gradient = costs.stages - 1, costs.seconds, costs.activation, costs.gradient
-    forwarded, returned = ([[-1.0] * costs.microbatches for _ in costs.ranks] for _ in range(2))
-    down, up = costs.occupied or ((0.0,) * last,) * 2
-    down, up = (*down, 0.0), (0.0, *up)
-    # What the last stage forwards and the first one returns goes nowhere: each has a link of its own behind the others.
-    links_down, links_up, free = (*costs.links[0], -2), (-1, *costs.links[1]), [0.0] * (costs.length**2 + 2)
-    places, now = [0] * len(rows), [0.0] * len(rows)
-    starts = [[0.0] * len(row) for row in rows]
-    ready, waiting = list(range(len(rows))), dict[Op, int]()
+    seconds, weights, routes = costs.seconds, costs.weight, costs.routes
+    # By kind, stage and microbatch: when what an operation waits for has arrived.
+    arrived = [[[inf] * costs.microbatches for _ in costs.ranks] for _ in (FORWARD, BACKWARD)]
+    arrived[FORWARD][0] = [0.0] * costs.microbatches
+    free, now = [0.0] * (costs.length**2 + 2), [0.0] * len(rows)
+    starts: list[list[float]] = [[] for _ in rows]
+    ready, waiting = list(range(len(rows))), [(-1, -1, -1)] * len(rows)
     while ready:
         rank = ready.pop()
-        row, begun, place, time = rows[rank], starts[rank], places[rank], now[rank]
-        while place < len(row):
-            op = kind, stage, microbatch = row[place]
-            if kind == FORWARD and stage:
-                arrived = forwarded[stage - 1][microbatch]
-                delay = activation[stage - 1]
-            elif kind == BACKWARD:
-                arrived = returned[stage + 1][microbatch] if stage < last else forwarded[stage][microbatch]
-                delay = gradient[stage] if stage < last else 0.0
-            else:
-                arrived = delay = 0.0
-            if arrived < 0:
-                waiting[op] = rank
-                break
-            time = max(time, arrived + delay)
-            begun[place] = time
+        row, begun, time = rows[rank], starts[rank], now[rank]
+        for place in range(len(begun), len(row)):
+            kind, stage, microbatch = row[place]
+            if kind == WEIGHT:
+                begun.append(time)
+                time += weights[stage]
+                continue
+            known = arrived[kind][stage][microbatch]
+            if known > time:
+                if known == inf:
+                    waiting[rank] = row[place]
+                    break
+                time = known
+            begun.append(time)
             time += seconds[kind][stage]
-            place += 1
-            if kind == FORWARD:
-                link = links_down[stage]
-                forwarded[stage][microbatch] = sent = max(time, free[link])
-                free[link] = sent + down[stage]
-                then = waiting.pop((FORWARD, stage + 1, microbatch), None)
-            elif kind == BACKWARD:
-                link = links_up[stage]
-                returned[stage][microbatch] = sent = max(time, free[link])
-                free[link] = sent + up[stage]
-                then = waiting.pop((BACKWARD, stage - 1, microbatch), None)
-            else:
-                then = None
-            if then is not None:
-                ready.append(then)
-        places[rank], now[rank] = place, time
-    if any(place < len(row) for place, row in zip(places, rows, strict=True)):
+            kind, stage, there, late, occupied, link = routes[kind][stage]
+            sent = free[link] if free[link] > time else time
+            free[link] = sent + occupied
+            arrived[kind][stage][microbatch] = sent + late
+            if waiting[there] == (kind, stage, microbatch):
+                waiting[there] = -1, -1, -1
+                ready.append(there)
+        now[rank] = time
+    if any(len(begun) < len(row) for begun, row in zip(starts, rows, strict=True)):
         return None
     spans = now if costs.barrier else [stop - begun[0] for stop, begun in zip(now, starts, strict=True)]
     slowest = max(range(len(rows)), key=spans.__getitem__)

@@ -80,12 +80,9 @@ def _messages(costs: OrderCosts, op: Op) -> Iterator[tuple[Op, float, float, int
     kind, stage, microbatch = op
     if kind == BACKWARD and stage not in costs.whole:
         yield (WEIGHT, stage, microbatch), 0.0, 0.0, 0
-    if kind == FORWARD and stage == costs.stages - 1:
-        yield (BACKWARD, stage, microbatch), 0.0, 0.0, 0
-    elif kind == FORWARD or (kind == BACKWARD and stage):
-        cut, late = (stage, costs.activation) if kind == FORWARD else (stage - 1, costs.gradient)
-        occupied = costs.occupied[kind][cut] if costs.occupied else 0.0
-        yield (kind, 2 * cut + 1 - stage, microbatch), late[cut], occupied, costs.links[kind][cut]
+    if kind == FORWARD or (kind == BACKWARD and stage):
+        waits, there, _, late, occupied, link = costs.routes[kind][stage]
+        yield (waits, there, microbatch), late, occupied, link
 
 
 def _behind(costs: OrderCosts, timed: TimedRows) -> dict[Op, float]:
