@@ -10,12 +10,14 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Fetch,
     Forward,
     Offload,
     Receive,
     ReceiveNorms,
     ReceiveTied,
     Reduce,
+    Release,
     Reload,
     Send,
     SendNorms,
@@ -50,6 +52,8 @@ actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS),
         (Offload(2, 0), "2H0"),
         (Offload(2, 0, 13), "2H0+13"),
         (Reload(2, 0), "2D0"),
+        (Fetch(2, 1), "2G1"),
+        (Release(2, 1), "2Q1"),
     ],
 )
 def test_text_forms(action: Action, text: str) -> None:
@@ -85,5 +89,5 @@ def test_text_that_is_no_action(text: str) -> None:
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
         "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 or 2H0+3 (offload to the host), "
-        "2D0 (reload to the device), 2C0@1 (recomputation)"
+        "2D0 (reload to the device), 2C0@1 (recomputation), 2G1 or 2Q1 (fetch and release of weights)"
     )

@@ -25,6 +25,7 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    WeightMove,
     parse,
 )
 from penstock.scheduling.lowering import counterpart
@@ -102,7 +103,7 @@ def _place(programs: Mapping[int, Sequence[Action]]) -> dict[int, list[_Cell]]:
                     column[rank] = max(column[rank], sent.get(action, 0))
                 elif isinstance(action, Send | SendTied | SendNorms):
                     sent.setdefault(counterpart(action), column[rank])
-                elif not isinstance(action, Reduce | HostCopy):
+                elif not isinstance(action, Reduce | HostCopy | WeightMove):
                     placed[rank].append(_Cell(index[rank], column[rank], _name(action)))
                     column[rank] += 1
                 index[rank] += 1

@@ -9,7 +9,8 @@ a row for each of them.
      3@1     the same with weights of version 1, while the stage has a newer one
     U        update, drawn when it happens: it takes no time, or little
     ++       the sum of the replicas' gradients, where it takes time
-    v3~~     in a row of its own, the copy of what was saved of microbatch 3 to the host; ^3~~ back to the device
+    v3~~     in a row of its own, the copy of what was saved of microbatch 3 to the host; ^3~~ back to the device; ^W1~
+             the copy of weights of version 1 to the device, vW1~ that of their gradients to the host
      .       idle (blank where the rank is busy with another of its stages)
 """
 
@@ -21,7 +22,7 @@ from penstock.timelines.timelines import Timeline
 
 _HEIGHTS = {"reduce": 0, "update": 2}
 """The order from bottom to top: a sum of gradients may overlap a computation. Everything else is 1."""
-COPIES = {"offload": "v", "reload": "^"}
+COPIES = {"offload": "v", "reload": "^", "fetch": "^W", "release": "vW"}
 """The kinds of copies between a device and its host, and the signs of their directions."""
 
 

@@ -26,6 +26,8 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     2H0+3    the same, and its memory is free for the third forward or backward after it, not the second one
     2D0      it starts to move back to the device
     2C0@1    stage 2 computes its forward of microbatch 0 again, of which it has kept its input alone
+    2G1      the weights of stage 2, of version 1, start to move from the host to the device
+    2Q1      they leave the device, and the gradients of stage 2 that are there move to the host
 
 Version 0 is the one that a run begins with. A run that continues another one also reads older versions: 0F0@-1.
 """
@@ -141,6 +143,32 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """The weights of `stage`, of `version`, start to move to the device; its next computation waits for them.
+
+    With them come the gradients of the minibatch that the stage has made and that have left with a `Release`, if more
+    are to be added to them.
+    """
+
+    stage: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}G{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The weights of `stage`, of `version`, leave the device, where they are unchanged; gradients move to the host."""
+
+    stage: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}Q{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Stage `stage` sends its result for `microbatch` to `target`: an activation if target > stage, else a gradient."""
 
@@ -229,10 +257,11 @@ WeightGradients: TypeAlias = Backward | BackwardWeight
 """The actions that end the backward of a microbatch: the gradients of its stage's weights are complete then."""
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Update
 HostCopy: TypeAlias = Offload | Reload
+WeightMove: TypeAlias = Fetch | Release
 Sending: TypeAlias = Send | SendTied | SendNorms
 Receiving: TypeAlias = Receive | ReceiveTied | ReceiveNorms
 Message: TypeAlias = Sending | Receiving
-Action: TypeAlias = Compute | Recompute | HostCopy | Message | Reduce
+Action: TypeAlias = Compute | Recompute | HostCopy | WeightMove | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)F(\d+)@(-?\d+)"), Forward),
@@ -250,6 +279,8 @@ _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)A(\d+)"), Reduce),
     (re.compile(r"(\d+)H(\d+)(?:\+([1-9]\d*))?"), Offload),
     (re.compile(r"(\d+)D(\d+)"), Reload),
+    (re.compile(r"(\d+)G(\d+)"), Fetch),
+    (re.compile(r"(\d+)Q(\d+)"), Release),
 )
 _LONGEST = 40
 """The most characters of an action: Python reads no number of thousands of digits."""
@@ -264,7 +295,7 @@ def parse(text: str) -> Action:
         f"cannot read the action {text!r:.60}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
         "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
         "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas), 2H0 or 2H0+3 (offload to the host), "
-        "2D0 (reload to the device), 2C0@1 (recomputation)"
+        "2D0 (reload to the device), 2C0@1 (recomputation), 2G1 or 2Q1 (fetch and release of weights)"
     )
 
 

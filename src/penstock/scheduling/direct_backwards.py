@@ -20,6 +20,7 @@ from penstock.scheduling.actions import (
     Recompute,
     Reduce,
     Update,
+    WeightMove,
 )
 
 
@@ -33,7 +34,7 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
     latest: tuple[int, int] | None = None
     for action in row:
         # Messages first, since most actions are messages.
-        if isinstance(action, Message | Reduce | HostCopy):
+        if isinstance(action, Message | Reduce | HostCopy | WeightMove):
             continue
         match action:
             case Forward():

@@ -32,6 +32,7 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    WeightMove,
 )
 from penstock.scheduling.direct_backwards import find_direct
 from penstock.scheduling.lowering import peer, peers
@@ -216,6 +217,8 @@ class Writer:
                     effect = backward_weight
                 elif isinstance(action, Update):
                     effect = update
+                elif isinstance(action, WeightMove):
+                    effect = self._effects[MemoryEffect.OTHER]
                 elif isinstance(action, Recompute):
                     effect = recompute
                     kept.add((stage, action.microbatch))

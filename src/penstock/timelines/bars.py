@@ -66,7 +66,7 @@ def _class(span: Span, stages: list[int]) -> str:
     kind = span.kind
     if kind in _COLORS:
         return f"{_COLORS[kind]}{stages.index(span.stage) % 2}"
-    return {"receive": "wait", "offload": "send", "reload": "send"}.get(kind, kind)
+    return "wait" if kind == "receive" else "send" if span.copies else kind
 
 
 def _bar(span: Span, name: str, origin: float, geometry: Geometry, top: int) -> Iterator[str]:

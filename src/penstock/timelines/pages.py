@@ -35,6 +35,8 @@ _WORDS = {
     "N": ("send norms for version {number} to stage {reference}", "from stage {stage}"),
     "H": ("copy of microbatch {number} to the host", "from stage {stage}"),
     "D": ("copy of microbatch {number} from the host", "for stage {stage}"),
+    "G": ("copy of weights {number} from the host", "for stage {stage}"),
+    "Q": ("release of weights {number}", "of stage {stage}, with its gradients"),
     "n": ("wait for norms for version {number} from stage {reference}", "for stage {stage}"),
 }
 _HELP = (

@@ -12,9 +12,9 @@ from functools import lru_cache
 from penstock.errors import ScheduleError
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
-# 3T1<0, 2N3>1, 1N3<2, 2H0, 2H0+3, 2D0, 2C0@1.
-_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIWC][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>|H[0-9]+\+)[0-9]+|[AHD][0-9]+)")
-_SEPARATORS = re.compile(r"[FBIWCUASRTNHD@<>+]")
+# 3T1<0, 2N3>1, 1N3<2, 2H0, 2H0+3, 2D0, 2C0@1, 2G1, 2Q1.
+_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIWC][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>|H[0-9]+\+)[0-9]+|[AHDGQ][0-9]+)")
+_SEPARATORS = re.compile(r"[FBIWCUASRTNHDGQ@<>+]")
 _KINDS = {
     "F": "forward",
     "B": "backward",
@@ -27,6 +27,8 @@ _KINDS = {
     "R": "receive",
     "H": "offload",
     "D": "reload",
+    "G": "fetch",
+    "Q": "release",
 }
 
 
@@ -53,7 +55,8 @@ class Span:
         if _ACTION_TEXT.fullmatch(self.action) is None:
             raise ScheduleError(
                 f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, "
-                f"3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0 or 2C0@1, found {self.action!r}: pass str(action)"
+                f"3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2, 2H0, 2D0, 2C0@1, 2G1 or 2Q1, found {self.action!r}: pass "
+                "str(action)"
             )
         if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
             raise ScheduleError(
@@ -80,7 +83,7 @@ class Span:
     @property
     def kind(self) -> str:
         """``forward``, ``backward``, ``backward input``, ``backward weight``, ``update``, ``reduce``, ``send``,
-        ``receive``, ``offload``, ``reload`` or ``recompute``.
+        ``receive``, ``offload``, ``reload``, ``recompute``, ``fetch`` or ``release``.
         """
         return _read(self.action)[0]
 
@@ -96,8 +99,8 @@ class Span:
 
     @property
     def copies(self) -> bool:
-        """Whether it is a copy between a device and its host (offload, reload)."""
-        return self.kind in ("offload", "reload")
+        """Whether it is a copy between a device and its host (offload, reload, fetch, release)."""
+        return self.kind in ("offload", "reload", "fetch", "release")
 
     @property
     def stage(self) -> int:
@@ -106,13 +109,15 @@ class Span:
 
     @property
     def number(self) -> int:
-        """The microbatch; for an update, and for transfers and reductions that serve one, the version it creates."""
+        """The microbatch; for an update, and for transfers and reductions that serve one, the version it creates; for a
+        fetch and a release the version of the weights.
+        """
         return _read(self.action)[2]
 
     @property
     def reference(self) -> int:
         """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer;
-        the `number` again for a reduction, an offload and a reload.
+        the `number` again for a reduction, and for a copy between a device and its host.
         """
         return _read(self.action)[3]
 
@@ -127,6 +132,8 @@ class Span:
                 return f"receive {what} from stage {self.reference}"
             case "reduce":
                 return f"sum of gradients for version {self.number}"
+            case "fetch" | "release" as kind:
+                return f"{kind} of weights {self.number}"
             case "backward input" | "backward weight" as kind:
                 return f"{kind.removeprefix('backward ')} backward {self.number}"
             case kind:
@@ -136,7 +143,7 @@ class Span:
     def details(self) -> dict[str, int | str]:
         """The action and its fields by name."""
         match self.kind:
-            case "reduce":
+            case "reduce" | "fetch" | "release":
                 return {"action": self.action, "stage": self.stage, "version": self.number}
             case "offload" | "reload":
                 return {"action": self.action, "stage": self.stage, "microbatch": self.number}
@@ -155,7 +162,7 @@ def trace_label(action: str) -> str:
     """The action in a trace of `torch.profiler`: ``penstock forward stage 1 microbatch 3``."""
     kind, stage, number, reference = _read(action)
     topic = " tied gradients" if "T" in action else " norms" if "N" in action else ""
-    unit = "version" if topic or kind in ("update", "reduce") else "microbatch"
+    unit = "version" if topic or kind in ("update", "reduce", "fetch", "release") else "microbatch"
     # "input backward", as in the texts of spans.
     what = " ".join(reversed(kind.split()))
     label = f"penstock {what}{topic} stage {stage} {unit} {number}"

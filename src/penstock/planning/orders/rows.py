@@ -26,6 +26,7 @@ from penstock.scheduling.actions import (
     Recompute,
     Reduce,
     Update,
+    WeightMove,
 )
 from penstock.scheduling.schedules import Schedule
 
@@ -247,7 +248,7 @@ def rows_of(schedule: Schedule, whole: frozenset[int]) -> Rows | None:
     for actions in schedule.step(0):
         row: Row = []
         for action in actions:
-            if isinstance(action, Message | Reduce | Update | HostCopy | Recompute):
+            if isinstance(action, Message | Reduce | Update | HostCopy | WeightMove | Recompute):
                 continue
             match action:
                 case Forward(stage, microbatch):

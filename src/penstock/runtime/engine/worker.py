@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
+from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.batches.results import ActionTiming, BatchRun
 from penstock.runtime.collectives.failures import explained
@@ -40,6 +41,7 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Fetch,
     Forward,
     HostCopy,
     InputGradients,
@@ -49,11 +51,13 @@ from penstock.scheduling.actions import (
     ReceiveTied,
     Recompute,
     Reduce,
+    Release,
     Reload,
     Send,
     SendNorms,
     SendTied,
     Update,
+    WeightMove,
 )
 from penstock.scheduling.schedules import Schedule
 from penstock.timelines.spans import trace_label
@@ -217,6 +221,9 @@ class Worker:
             case _:
                 assert_never(action)
 
+    def _move_weights(self, action: WeightMove) -> None:
+        raise PenstockError(f"{action}: the runtime does not stream stages yet: leave streamed out of the plan")
+
     def _forward(self, action: Forward) -> None:
         index, k = action.stage, action.microbatch
         microbatch = self._microbatches[k]
@@ -351,6 +358,8 @@ _METHODS: dict[type[Action], Callable[[Worker, Any], Lasted | None]] = {
     Offload: Worker._change_saved,
     Reload: Worker._change_saved,
     Recompute: Worker._change_saved,
+    Fetch: Worker._move_weights,
+    Release: Worker._move_weights,
     Send: Worker._send,
     Receive: Worker._receive,
     SendTied: Worker._send_tied,

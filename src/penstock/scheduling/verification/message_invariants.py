@@ -22,6 +22,7 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Fetch,
     Forward,
     Message,
     Offload,
@@ -31,6 +32,7 @@ from penstock.scheduling.actions import (
     Receiving,
     Recompute,
     Reduce,
+    Release,
     Reload,
     Send,
     Sending,
@@ -52,6 +54,8 @@ Need: TypeAlias = tuple[Deed, int]
 
 _OWN = KINDS[Reload]
 """The last of the kinds of microbatches that pass no message."""
+_SILENT = {KINDS[kind] for kind in (Update, Fetch, Release)}
+"""The kinds of versions that pass no message."""
 _NAMES = {
     "F": "forward",
     "B": "backward",
@@ -158,7 +162,7 @@ def _deeds(action: Action, row: Row, done: Mapping[Deed, set[int]]) -> Iterator[
                 yield ("R", stage, -1), version
         case Update(stage, version):
             yield ("U", stage, -1), version
-        case Send() | SendTied() | SendNorms() | Offload() | Reload() | Recompute():
+        case Send() | SendTied() | SendNorms() | Offload() | Reload() | Recompute() | Fetch() | Release():
             pass
         case _:
             assert_never(action)
@@ -204,7 +208,9 @@ def _needs(action: Action, row: Row) -> Iterator[Need]:
                 yield ("R", stage, -1), version
             for other in range(schedule.stages if schedule.norms else 0):
                 yield from _norm_sources(other, version, row)
-        case Receive() | ReceiveTied() | ReceiveNorms() | Reduce() | Offload() | Reload() | Recompute():
+        case Receive() | ReceiveTied() | ReceiveNorms() | Reduce():
+            pass
+        case Offload() | Reload() | Recompute() | Fetch() | Release():
             pass
         case _:
             assert_never(action)
@@ -269,7 +275,7 @@ def _find_stops(staged: StagedPrograms, rows: Sequence[Row]) -> _Stops:
             row.kinds.tolist(), row.stages.tolist(), (row.numbers % rounds).tolist(), row.others.tolist(), strict=True
         )
         for index, way in enumerate(ways):
-            if way[0] <= _OWN or way[0] == KINDS[Update]:
+            if way[0] <= _OWN or way[0] in _SILENT:
                 continue
             action = row.actions[index]
             assert isinstance(action, Message | Reduce)

@@ -24,6 +24,7 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Fetch,
     Forward,
     Offload,
     Receive,
@@ -31,6 +32,7 @@ from penstock.scheduling.actions import (
     ReceiveTied,
     Recompute,
     Reduce,
+    Release,
     Reload,
     Send,
     SendNorms,
@@ -47,7 +49,7 @@ KINDS: Final[dict[type[Action], int]] = {
     for number, kind in enumerate(
         (
             *(Forward, Backward, BackwardInput, BackwardWeight, Recompute, Offload, Reload, Send, Receive),
-            *(Update, Reduce, SendTied, ReceiveTied, SendNorms, ReceiveNorms),
+            *(Update, Reduce, SendTied, ReceiveTied, SendNorms, ReceiveNorms, Fetch, Release),
         )
     )
 }
