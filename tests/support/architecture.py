@@ -275,9 +275,12 @@ def hidden(sources: Sources) -> list[str]:
     ]
 
 
-NAMES = ("1f1b", "1f1b-flush", "2bw", "gpipe", "interleaved", "pipedream", "spp", "v-half", "v-min", "zb-h1", "zb-v")
-UNMISTAKABLE = re.compile(r"(?<![\w-])(1f1b-flush|1f1b|2bw|v-half|v-min|zb-h1|zb-v)(?![\w-])")
-FOR_ALL = ("AMBIGUOUS_NAMES", "DEFAULT_SCHEDULE", "INFERENCE", "METHODS")
+NAMES = (
+    *("1f1b", "1f1b-flush", "2bw", "breadth-first", "gpipe", "interleaved", "pipedream", "spp"),
+    *("v-half", "v-min", "zb-h1", "zb-v"),
+)
+UNMISTAKABLE = re.compile(r"(?<![\w-])(1f1b-flush|1f1b|2bw|breadth-first|v-half|v-min|zb-h1|zb-v)(?![\w-])")
+FOR_ALL = ("AMBIGUOUS_NAMES", "DEFAULT_SCHEDULE", "INFERENCE", "METHODS", "STREAMED_INFERENCE")
 
 
 def naming_breaches(module: str, source: str) -> list[str]:

@@ -251,6 +251,7 @@ _RULES: FieldRules = {
     "has_vertical_sync": FLAG,
     "defers_updates": FLAG,
     "saves_memory": FLAG,
+    "for_streams": FLAG,
     "programs": Entries(TEXT),
 }
 
@@ -281,6 +282,8 @@ class ScheduleDefinition:
     """Whether updates of waiting stages, in a schedule without a flush, come after the data that they need arrives."""
     saves_memory: bool = False
     """Whether it keeps less than others of its layout and takes longer: sought by name and where memory is limited."""
+    for_streams: bool = False
+    """Whether it visits each stage once each way, for stages that are streamed: sought by name and for these."""
     programs: tuple[str, ...] = ()
     """What each rank computes in a step, where `define_by_programs` made the schedule; the file of a plan has it."""
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduling.actions import Action, Backward, Forward, Update
 from penstock.scheduling.orders import (
+    breadth_first,
     forward_only,
     gpipe,
     interleaved,
@@ -71,6 +72,7 @@ TABLES = [
     (gpipe, Schedule("gpipe", 3, 3), short),
     (one_f_one_b_flush, Schedule("1f1b-flush", 3, 4), short),
     (interleaved, Schedule("interleaved", 2, 2, 2), with_stage),
+    (breadth_first, Schedule("breadth-first", 2, 2, 2), with_stage),
     (forward_only, inference(2, 2, 3), with_stage),
     (spp, Schedule("spp", 2, 6), short),
     (zb_h1, Schedule("zb-h1", 3, 4), short),
@@ -124,6 +126,8 @@ def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
     for ranks in range(1, most_ranks + 1):
         for microbatches in range(1, most_microbatches + 1):
             yield Schedule("gpipe", ranks, microbatches)
+            for per_rank in range(1, max(1, most_stages // ranks) + 1):
+                yield Schedule("breadth-first", ranks, microbatches, per_rank)
             yield Schedule("1f1b-flush", ranks, microbatches)
             yield Schedule("spp", ranks, microbatches)
             yield Schedule("zb-h1", ranks, microbatches)

@@ -39,7 +39,7 @@ def named_plans(plan: Plan, *, whole_backwards: bool = False) -> Iterator[Plan]:
     without predictions. `whole_backwards`: under none that splits backwards.
     """
     for method in METHODS:
-        if method.updates_at_once and not (whole_backwards and method.splits_backward):
+        if method.updates_at_once and not method.for_streams and not (whole_backwards and method.splits_backward):
             made = if_runnable(lambda method=method: replace(plan, schedule=method, predicted=None))  # type: ignore[misc]
             if made is not None:
                 yield made

@@ -120,7 +120,8 @@ class PlanConstraints:
         return tuple(
             each
             for each in (METHODS if fixed is None else (fixed,))
-            if (self.planner is None or plans_for(self.planner, each))
+            if not (each.for_streams and self.schedule is None)
+            and (self.planner is None or plans_for(self.planner, each))
             and (not self.synchronous or each.flushes)
             and (not self.vertical_sync or each.has_vertical_sync)
             and not (self.whole_backwards and each.splits_backward)
@@ -179,7 +180,8 @@ class PlanConstraints:
         if self.planner is not None:
             return self
         definition = find_definition(self.schedule)
-        remains = definition is not None and (definition.saves_memory or definition not in METHODS)
+        special = definition is not None and (definition.saves_memory or definition.for_streams)
+        remains = special or (definition is not None and definition not in METHODS)
         return replace(
             self, schedule=self.schedule if remains else None, straight=False, synchronous=False, whole_backwards=False
         )

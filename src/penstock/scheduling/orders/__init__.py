@@ -1,7 +1,8 @@
 """Penstock's own schedules, one file each; `METHODS` lists them all."""
 
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.orders.forward_only import INFERENCE
+from penstock.scheduling.orders.breadth_first import BREADTH_FIRST
+from penstock.scheduling.orders.forward_only import INFERENCE, STREAMED_INFERENCE
 from penstock.scheduling.orders.gpipe import GPIPE
 from penstock.scheduling.orders.interleaved import INTERLEAVED
 from penstock.scheduling.orders.one_f_one_b_flush import ONE_F_ONE_B_FLUSH
@@ -15,6 +16,7 @@ from penstock.scheduling.orders.zb_v import ZB_V
 
 __all__ = [
     "AMBIGUOUS_NAMES",
+    "BREADTH_FIRST",
     "DEFAULT_SCHEDULE",
     "GPIPE",
     "INFERENCE",
@@ -23,6 +25,7 @@ __all__ = [
     "ONE_F_ONE_B_FLUSH",
     "PIPEDREAM",
     "SPP",
+    "STREAMED_INFERENCE",
     "TWO_BW",
     "V_HALF",
     "V_MIN",
@@ -39,6 +42,7 @@ METHODS: tuple[ScheduleDefinition, ...] = (
     ZB_V,
     V_HALF,
     V_MIN,
+    BREADTH_FIRST,
     PIPEDREAM,
     TWO_BW,
 )
