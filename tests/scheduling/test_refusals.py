@@ -26,6 +26,11 @@ def ties(*group: int) -> Callable[[], object]:
     return lambda: A("gpipe", 3, 3, ties=(group,))
 
 
+def streams(stages: set[int], method: str = "breadth-first", **options: object) -> Callable[[], object]:
+    options = {"recomputed": frozenset({0, 1, 2}), **options}
+    return lambda: A(method, 3, 2, streamed=frozenset(stages), **options)
+
+
 def skips(*given: tuple[int, int]) -> Callable[[], object]:
     return lambda: A("gpipe", 3, 2, skips=given)
 
@@ -56,6 +61,12 @@ REFUSALS = [
     (lambda: A.placed("zb-v", FOLDED, 4), "a schedule in a V: all stages must have equally many replicas, got 2-1-1-2"),
     (lambda: A.placed("zb-v", Placement.straight(2, 2), 4), "stage s and stage 3 - s must be on one rank"),
     (lambda: A("pipedream", 3, 3, ties=((0, 2),)), "schedule 'pipedream': stages 0, 2 share weights, and every stage"),
+    (streams({0, 3}), "schedule 'breadth-first': streamed: expected stages 0 to 2, found 3; give stages of the"),
+    (streams({-1}), "expected stages 0 to 2, found -1"),
+    (streams({0}, places=0), "places: expected a whole number, 1 or more, found 0"),
+    (streams({0, 1}, recomputed=frozenset({1})), "expected stages that recompute, found stage 0, which does not"),
+    (streams({0, 1}, ties=((1, 2),)), "stage 1 shares weights with another stage, and shared weights stay"),
+    (streams({0}, "pipedream"), "expected a schedule that flushes, whose stages have one version of the weights"),
     (ties(0), TIE),
     (ties(2, 0), TIE),
     (ties(0, 0), TIE),

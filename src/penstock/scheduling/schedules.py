@@ -12,9 +12,10 @@ here. The microbatches that were in flight at the cut are computed again.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import TypeAlias, assert_never
 
-from penstock.arguments import FLAG, Entries, check_fields, entries, instance, integer, text_of
+from penstock.arguments import FLAG, Entries, check_fields, entries, instance, integer, is_count, text_of
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Action,
@@ -27,6 +28,7 @@ from penstock.scheduling.actions import (
     Recompute,
     Reduce,
     Update,
+    WeightMove,
     format_programs,
 )
 from penstock.scheduling.definitions import (
@@ -39,8 +41,9 @@ from penstock.scheduling.definitions import (
 )
 from penstock.scheduling.lowering import Lowering, follow_sends, sources_of
 from penstock.scheduling.norms import require_common_updates
-from penstock.scheduling.orders import INFERENCE
+from penstock.scheduling.orders import INFERENCE, STREAMED_INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
+from penstock.scheduling.residence import with_residence
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, identify, names_of, schedule_hint
 
 
@@ -51,7 +54,7 @@ def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
 
 def continued_action(action: Action, guarantees: Guarantees) -> Action:
     """What takes the place of `action` of a fresh run in one that continues another one."""
-    if isinstance(action, Message | Reduce | HostCopy):
+    if isinstance(action, Message | Reduce | HostCopy | WeightMove):
         return action
     match action:
         case Forward(stage, microbatch) | Backward(stage, microbatch) | Recompute(stage, microbatch):
@@ -74,6 +77,7 @@ _RULES = {
     "stages_per_rank": _COUNT,
     "vertical_sync": FLAG,
     "norms": FLAG,
+    "places": _COUNT,
     "replicated": instance(Placement, "a Placement", "use penstock.schedule(plan), which makes one").optional,
 }
 
@@ -91,6 +95,8 @@ class Schedule:
     which each stage updates at its own time accept none.
     `skips`: pairs of stages that are not adjacent and send each other values directly; see `choose_skips`.
     `recomputed`: the stages that compute their forwards again before their backwards, as a whole.
+    `streamed`: the stages whose weights are on the host between their visits; see `residence`. `places`: how many of
+    them a rank has room for at once.
     `continued`: whether the run goes on where another one was cut, and reads its last versions; see `continue_run`.
 
     Raises `ScheduleError` if the arguments do not fit together.
@@ -106,6 +112,8 @@ class Schedule:
     norms: bool = False
     skips: tuple[Skip, ...] = ()
     recomputed: frozenset[int] = frozenset()
+    streamed: frozenset[int] = frozenset()
+    places: int = 2
     continued: bool = False
     definition: ScheduleDefinition = field(init=False, repr=False)
     shape: PipelineShape = field(init=False, repr=False)
@@ -127,6 +135,7 @@ class Schedule:
         _check_ties(self)
         _check_norms(self)
         _check_skips(self)
+        _check_streamed(self)
 
     @classmethod
     def placed(
@@ -139,6 +148,8 @@ class Schedule:
         ties: Ties = (),
         norms: bool = False,
         recomputed: frozenset[int] = frozenset(),
+        streamed: frozenset[int] = frozenset(),
+        places: int = 2,
     ) -> "Schedule":
         """The schedule of stages whose ranks differ from the schedule's layout, or that have replicas."""
         per_rank = len(placement.stages) // placement.length
@@ -152,6 +163,8 @@ class Schedule:
             replicated=placement,
             norms=norms,
             recomputed=recomputed,
+            streamed=streamed,
+            places=places,
         )
 
     @property
@@ -236,16 +249,16 @@ class Schedule:
     def row(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, without computing the other ranks'."""
         if not self.follows_sends or not isinstance(segment, Step):
-            return self.lower(rank, segment)
+            return self._stream(self.lower(rank, segment))
         row, minibatch = _lower_step(self, rank, segment.minibatch), segment.minibatch
         order = _order_of_arrivals(self, rank, minibatch % self.placement.stride(0) if self.steps_alike else minibatch)
-        return tuple(map(row.__getitem__, order))
+        return self._stream(tuple(map(row.__getitem__, order)))
 
     def rows(self, rank: int, segments: Iterable[Segment]) -> Iterator[tuple[Action, ...]]:
         """`row` of each of `segments`; for many of them in less time."""
         if self.follows_sends:
             return (self.row(rank, segment) for segment in segments)
-        return self._lower(rank, segments)
+        return map(self._stream, self._lower(rank, segments))
 
     def lower(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The row with each receive directly before the action that uses it, in whatever order the messages arrive."""
@@ -265,6 +278,9 @@ class Schedule:
             row = lowering.lower(self.definition.order(self.shape, rank, segment))
             yield tuple(continued_action(action, self.guarantees) for action in row) if self.continued else tuple(row)
 
+    def _stream(self, row: tuple[Action, ...]) -> tuple[Action, ...]:
+        return with_residence(row, self.streamed, self.places) if self.streamed else row
+
     def _rows(self, segment: Segment) -> Programs:
         return tuple(self.row(rank, segment) for rank in range(self.ranks))
 
@@ -280,9 +296,20 @@ class Schedule:
         return f"{head}\n{format_programs(self.program(minibatches))}"
 
 
-def inference(ranks: int, stages_per_rank: int, microbatches: int, placement: Placement | None = None) -> Schedule:
+def inference(
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    placement: Placement | None = None,
+    *,
+    streamed: frozenset[int] = frozenset(),
+    places: int = 2,
+) -> Schedule:
     """The schedule of an evaluation: forwards only, all at version 0; `placement` is `Schedule.replicated`."""
-    return Schedule(INFERENCE, ranks, microbatches, stages_per_rank, replicated=placement)
+    sizes = ranks, microbatches, stages_per_rank
+    if streamed:
+        return Schedule(STREAMED_INFERENCE, *sizes, replicated=placement, streamed=streamed, places=places)
+    return Schedule(INFERENCE, *sizes, replicated=placement)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -437,6 +464,33 @@ def _check_skips(schedule: Schedule) -> None:
                 f"{schedule.stages - 1}, ascending, with other stages between the two; found {skip!r}. Leave out "
                 "neighbors, which exchange messages anyway"
             )
+
+
+def _check_streamed(schedule: Schedule) -> None:
+    """Rejects schedules in which weights could not leave the device between the visits of a stage."""
+    streamed, where = schedule.streamed, f"schedule {schedule.name!r}: streamed"
+    if not streamed:
+        return
+    if wrong := sorted(stage for stage in streamed if not is_count(stage, least=0) or stage >= schedule.stages):
+        raise ScheduleError(
+            f"{where}: expected stages 0 to {schedule.stages - 1}, found {wrong[0]!r}; give stages of the schedule"
+        )
+    if not schedule.definition.updates_at_once:
+        raise ScheduleError(
+            f"{where}: expected a schedule that flushes, whose stages have one version of the weights, found one that "
+            f"does not; choose {names_of(lambda each: each.for_streams)!r}, or keep older versions on the host with "
+            "state_on_host=True and stream no stage"
+        )
+    if schedule.guarantees.trains and (kept := sorted(streamed - schedule.recomputed)):
+        raise ScheduleError(
+            f"{where}: expected stages that recompute, found stage {kept[0]}, which does not: what autograd saves in a "
+            "forward holds the weights until the backward. Recompute the stage as a whole too, or do not stream it"
+        )
+    if tied := sorted(streamed.intersection(chain.from_iterable(schedule.ties))):
+        raise ScheduleError(
+            f"{where}: stage {tied[0]} shares weights with another stage, and shared weights stay on the device; leave "
+            "it out, untie the weights, or put the layers that share them into one stage"
+        )
 
 
 def _check_count(name: str, value: int) -> None:
