@@ -1,5 +1,6 @@
 """Plans: uniform ones, files, the table, and what is said of plans made by hand."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.values import Cluster, Plan, Prediction, Stage
+from penstock.values import Cluster, Plan, Prediction, Stage, schedule
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 30))
@@ -62,6 +63,19 @@ def test_a_plan_prints_as_a_table():
         "  slowest stage or link 0.25 s per microbatch\n"
         "  bubble 12.5 % of wall time, peak 2 GB"
     )
+
+
+def test_streamed_stages_are_named_like_those_that_recompute(tmp_path):
+    found = replace(Plan.uniform(4, 4, "breadth-first", 2, 4, recompute=True), streamed=(2, 0), places=3)
+
+    assert (found.streamed, found.streaming, schedule(found).streamed) == ((0, 2), frozenset({0, 2}), found.streaming)
+    assert str(found).startswith("breadth-first, recompute, streamed [0, 2] through 3 places: ")
+    assert "streamed: [0, 2]\nplaces: 3\n" in found.to_yaml()
+    found.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == found
+    assert "streamed" not in replace(found, streamed=()).to_yaml()
+    with pytest.raises(PlanError, match="streamed: expected stages that recompute, found stage 2, which does not"):
+        replace(found, recompute=(0, 1))
 
 
 def test_the_stages_that_recompute_are_named_unless_they_are_all_or_none():

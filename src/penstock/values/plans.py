@@ -93,8 +93,8 @@ class Prediction:
 _MOST = 2**16
 MICROBATCHES = integer(1, _MOST)
 """No training has more in a minibatch, and a schedule of more takes minutes to make and to verify."""
-_RECOMPUTED = FLAG | Rule(
-    "the numbers of the stages to recompute",
+_CHOSEN = FLAG | Rule(
+    "the numbers of the stages",
     lambda value: (
         isinstance(value, Collection)
         and not isinstance(value, str)
@@ -110,7 +110,9 @@ _RULES: FieldRules = {
     "microbatch_size": integer(1).optional,
     "tensor_parallel": integer(1),
     "vertical_sync": FLAG,
-    "recompute": _RECOMPUTED,
+    "recompute": _CHOSEN,
+    "streamed": _CHOSEN,
+    "places": integer(1).but("give how many streamed stages a device has room for at once"),
     "predicted": instance(
         Prediction, "a Prediction", "leave it out of a plan made by hand; penstock.simulate predicts one"
     ).optional,
@@ -144,6 +146,11 @@ class Plan:
     """Which other plans were considered, and why this one is better; it is not saved to a file."""
     layer_names: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The names of all layers, where they are known; a file has them as comments."""
+    streamed: bool | tuple[int, ...] = False
+    """Whether the weights of the stages are on the host while the stage does not compute, with the gradients and the
+    optimizer's state; or the numbers of the stages whose are. A streamed stage has to recompute."""
+    places: int = 2
+    """How many streamed stages a rank's device has room for at once; with two, one computes while one is fetched."""
     devices: tuple[int, ...] = ()
     """The device of every rank, as the cluster numbers them; empty if rank r is on device r. A plan need not use all
     devices of its cluster: one that is slow may be better left out."""
@@ -154,7 +161,13 @@ class Plan:
         object.__setattr__(self, "schedule", identify(definition))
         check_fields(self, _RULES, PlanError)
         check_stages(self.stages, self.tensor_parallel, definition)
-        object.__setattr__(self, "recompute", _check_recomputed(self.recompute, len(self.stages)))
+        for name in ("recompute", "streamed"):
+            object.__setattr__(self, name, _check_chosen(name, getattr(self, name), len(self.stages)))
+        if kept := sorted(self.streaming - self.recomputed):
+            raise PlanError(
+                f"streamed: expected stages that recompute, found stage {kept[0]}, which does not: what its forward "
+                "saves for the backward would hold its weights on the device. Add it to recompute, or leave it out"
+            )
         object.__setattr__(self, "devices", _check_devices(self.devices, self.ranks))
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
@@ -283,8 +296,12 @@ class Plan:
     @property
     def recomputed(self) -> frozenset[int]:
         """The stages that recompute."""
-        every = range(len(self.stages)) if self.recompute else ()
-        return frozenset(every if isinstance(self.recompute, bool) else self.recompute)
+        return _chosen(self.recompute, len(self.stages))
+
+    @property
+    def streaming(self) -> frozenset[int]:
+        """The stages that are streamed."""
+        return _chosen(self.streamed, len(self.stages))
 
     @property
     def ranks(self) -> int:
@@ -329,8 +346,10 @@ class Plan:
     def __str__(self) -> str:
         size = "" if self.microbatch_size is None else f" of {self.microbatch_size}"
         options = ", vertical_sync" if self.vertical_sync else ""
-        again = "" if isinstance(self.recompute, bool) else f" {list(self.recompute)}"
-        options += f", recompute{again}" if self.recompute else ""
+        for name, chosen in (("recompute", self.recompute), ("streamed", self.streamed)):
+            some = "" if isinstance(chosen, bool) else f" {list(chosen)}"
+            options += f", {name}{some}" if chosen else ""
+        options += f" through {self.places} places" if self.streamed else ""
         options += ", split microbatches" if self.routing == "split" else ""
         options += f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         used = f", on {ranks_text(self.devices).replace('rank', 'device')}" if self.devices else ""
@@ -368,8 +387,8 @@ class Plan:
         lines = [f"format: {_FORMAT}", f"schedule: {name}", f"microbatches: {self.microbatches}"]
         if self.microbatch_size is not None:
             lines.append(f"microbatch_size: {self.microbatch_size}")
-        again = self.recompute if isinstance(self.recompute, bool) else list(self.recompute)
-        lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {str(again).lower()}"]
+        lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {_chosen_text(self.recompute)}"]
+        lines += [f"streamed: {_chosen_text(self.streamed)}", f"places: {self.places}"] if self.streamed else []
         lines += [f"routing: {self.routing}"] if self.routing != "round-robin" else []
         lines += [f"tensor_parallel: {self.tensor_parallel}"] if self.tensor_parallel != 1 else []
         lines += [f"devices: {list(self.devices)} # of the cluster, by rank"] if self.devices else []
@@ -465,16 +484,27 @@ def schedule(plan: Plan) -> Schedule:
         plan.microbatches,
         vertical_sync=plan.vertical_sync,
         recomputed=plan.recomputed,
+        streamed=plan.streaming,
+        places=plan.places,
     )
 
 
-def _check_recomputed(recompute: bool | tuple[int, ...], stages: int) -> bool | tuple[int, ...]:
-    """The stages that recompute; True or False if these are all or none."""
-    if isinstance(recompute, bool):
-        return recompute
-    if recompute and recompute[-1] >= stages:
-        raise PlanError(f"recompute: expected stages 0 to {stages - 1}, found {recompute[-1]}: give stages of the plan")
-    return len(recompute) == stages if len(recompute) in (0, stages) else recompute
+def _chosen(chosen: bool | tuple[int, ...], stages: int) -> frozenset[int]:
+    every = range(stages) if chosen else ()
+    return frozenset(every if isinstance(chosen, bool) else chosen)
+
+
+def _chosen_text(chosen: bool | tuple[int, ...]) -> str:
+    return str(chosen if isinstance(chosen, bool) else list(chosen)).lower()
+
+
+def _check_chosen(name: str, chosen: bool | tuple[int, ...], stages: int) -> bool | tuple[int, ...]:
+    """The stages that are chosen; True or False if these are all or none."""
+    if isinstance(chosen, bool):
+        return chosen
+    if chosen and chosen[-1] >= stages:
+        raise PlanError(f"{name}: expected stages 0 to {stages - 1}, found {chosen[-1]}: give stages of the plan")
+    return len(chosen) == stages if len(chosen) in (0, stages) else chosen
 
 
 def _check_devices(devices: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -537,9 +567,11 @@ def _read_prediction(node: YamlNode) -> Prediction:
 
 
 _READERS = {
-    **dict.fromkeys(("microbatches", "microbatch_size", "tensor_parallel"), YamlNode.integer),
+    **dict.fromkeys(("microbatches", "microbatch_size", "tensor_parallel", "places"), YamlNode.integer),
     "vertical_sync": YamlNode.boolean,
-    "recompute": lambda node: node.integers() if isinstance(node.value, list) else node.boolean(),
+    **dict.fromkeys(
+        ("recompute", "streamed"), lambda node: node.integers() if isinstance(node.value, list) else node.boolean()
+    ),
     **dict.fromkeys(("routing", "planner"), YamlNode.text),
     "devices": YamlNode.integers,
     "predicted": _read_prediction,
