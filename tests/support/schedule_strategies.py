@@ -9,7 +9,7 @@ from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
 FOLDED = ("zb-v", "v-half", "v-min")
-METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-h1", *FOLDED]
+METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "breadth-first", "spp", "zb-h1", *FOLDED]
 
 
 @st.composite
@@ -20,6 +20,8 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
     if method == "interleaved":
         groups = draw(st.integers(1, max(1, most_microbatches // ranks)))
         return Schedule(method, ranks, ranks * groups, draw(st.integers(1, 3)))
+    if method == "breadth-first":
+        return Schedule(method, ranks, draw(st.integers(1, most_microbatches)), draw(st.integers(1, 3)))
     least = ranks if method == "2bw" else 1
     sync = method == "pipedream" and draw(st.booleans())
     microbatches = draw(st.integers(least, max(least, most_microbatches)))
@@ -49,7 +51,7 @@ def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, 
     split = draw(st.booleans())
     sync = method == "pipedream" and draw(st.booleans())
     counts = st.integers(1, most_replicas)
-    alike = method in ("interleaved", *FOLDED) or (sync and not split) or draw(st.booleans())
+    alike = method in ("interleaved", "breadth-first", *FOLDED) or (sync and not split) or draw(st.booleans())
     replicas = [draw(counts)] * stages if alike else [draw(counts) for _ in range(stages)]
     dealt = iter(draw(st.permutations(range(sum(replicas)))))
     at = tuple(tuple(next(dealt) for _ in range(count)) for count in replicas)

@@ -48,6 +48,15 @@ REPLICAS = Schedule.placed("1f1b-flush", Placement(((0, 1), (2,))), 2)
 # rank 1: 0F1@0 0S1>1 0R1<1 0B1@0 0A1 0U1<0
 # rank 2: 1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1F1@0 1B1@0 1S1>0 1U1<0
 
+EVERY = frozenset({0, 1})
+STREAMED = Schedule("breadth-first", 1, 2, 2, recomputed=EVERY, streamed=EVERY, places=1)
+# rank 0: 0G0 0F0@0 0F1@0 0Q0 1G0 1F0@0 1B0@0 1F1@0 1B1@0 1Q0 0G0 0C0@0 0B0@0 0C1@0 0B1@0 0Q0 0U1<0 1U1<0
+STREAMED_SUMS = Schedule.placed("gpipe", Placement(((0, 1),)), 2, recomputed=EVERY, streamed=frozenset({0}))
+# rank 0: 0G0 0F0@0 0B0@0 0A1 0Q0 0U1<0
+# rank 1: 0G0 0F1@0 0B1@0 0A1 0Q0 0U1<0
+HALVES = define_by_programs("halves", "0F0@0 1F0@0 1I0@0 0I0@0 1W0@0 0W0@0 0U1<0 1U1<0")
+STREAMED_HALVES = Schedule(HALVES, 1, 1, 2, recomputed=EVERY, streamed=EVERY, places=1)
+
 LAWS = {
     "place": "an action is of a stage of its rank and of a microbatch of the program",
     "once": "each microbatch goes forward and backward exactly once on each stage",
@@ -71,9 +80,79 @@ LAWS = {
     "data": "an action comes after what it needs",
     "offload": "stage 0 offloads and reloads a microbatch once, after its forward and before its backward",
     "recompute": "stage 0 recomputes a microbatch once, between its forward and its backward",
+    "room": "no more streamed stages are on a rank at once than it has places",
+    "moves": "weights of streamed stages, and of no others, are fetched where they are not and released where they are",
+    "weights": "a stage computes with weights that are fetched and not released, of the version that it reads",
+    "graphs": "what a forward saves for its backward is used up before the weights leave",
+    "sums": "replicas sum the gradients of a stage before these leave with the weights",
+    "at home": "an update of a streamed stage happens on the host, and between steps all weights are there",
     "waits": "no rank waits forever, when receives block and sends do not",
 }
 BREACHES = [
+    ("no fetch", STREAMED, 1, "0G0 0F0@0 -> 0F0@0; 0F1@0 0Q0 -> 0F1@0", "weights", "0F0@0", "a fetch of version 0 of"),
+    (
+        "fetched late",
+        STREAMED,
+        1,
+        "0Q0 1G0 1F0@0 -> 0Q0 1F0@0 1G0",
+        "weights",
+        "1F0@0",
+        "a fetch of version 0 of stage",
+    ),
+    ("released early", STREAMED, 1, "1B1@0 1Q0 -> 1Q0 1B1@0", "graphs", "1Q0", "the backward of microbatch 1, or its"),
+    ("released in a forward", STREAMED, 1, "0F1@0 0Q0 -> 0Q0 0F1@0", "weights", "0F1@0", "and no release since"),
+    (
+        "released again",
+        STREAMED,
+        1,
+        "1F0@0 1B0@0 -> 1F0@0 1Q0 1G0 1B0@0",
+        "graphs",
+        "1Q0",
+        "the backward of microbatch 0",
+    ),
+    (
+        "recomputed, then released",
+        STREAMED,
+        1,
+        "0C1@0 -> 0C1@0 0Q0 0G0",
+        "graphs",
+        "0Q0",
+        "the backward of microbatch 1",
+    ),
+    ("no room", STREAMED, 1, "0F1@0 0Q0 1G0 -> 0F1@0 1G0 0Q0", "room", "1G0", "a release of one of 0: places=1"),
+    ("fetched twice", STREAMED, 1, "1F1@0 -> 1G0 1F1@0", "moves", "1G0", "a release of stage 1 before"),
+    ("released twice", STREAMED, 1, "1Q0 0G0 -> 1Q0 1Q0 0G0", "moves", "1Q0", "a fetch of version 0 of stage 1 before"),
+    ("version of a fetch", STREAMED, 2, "1G1 -> 1G0", "weights", "1G0", "version 1, which the last update made"),
+    ("version of a release", STREAMED, 2, "1Q1 -> 1Q0", "moves", "1Q0", "a fetch of version 0 of stage 1 before"),
+    ("not streamed", FLUSH, 1, "0F0@0 -> 0G0 0F0@0", "moves", "0G0", "none of stage 0, which is not streamed"),
+    (
+        "resident at its update",
+        STREAMED,
+        1,
+        "0B1@0 0Q0 0U1<0 -> 0B1@0 0U1<0 0Q0",
+        "at home",
+        "0U1<0",
+        "a release of stage",
+    ),
+    (
+        "resident at the end",
+        replace(STREAMED, places=2),
+        1,
+        "1U1<0 -> 1U1<0 1G1",
+        "at home",
+        "end",
+        "a release of stage 1",
+    ),
+    ("released between halves", STREAMED_HALVES, 1, "", "graphs", "1Q0", "the backward of microbatch 0, or its weight"),
+    (
+        "sum after the release",
+        STREAMED_SUMS,
+        1,
+        "0B1@0 0A1 0Q0 -> 0B1@0 0Q0 0A1",
+        "sums",
+        "0A1",
+        "it before the release",
+    ),
     ("place", FLUSH, 1, "0F1@0 -> 1F1@0", "place", "1F1@0", "stages [0] on rank 0"),
     ("microbatch", FLUSH, 1, "0U1<0 -> 0F2@0 0U1<0", "place", "0F2@0", "microbatches 0 to 1"),
     ("forward twice", FLUSH, 1, "1F1@0 -> 1F1@0 1F1@0", "once", "1F1@0", "a microbatch that is not done yet"),

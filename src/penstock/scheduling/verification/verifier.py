@@ -12,6 +12,7 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Offload
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.message_invariants import require_message_invariants
+from penstock.scheduling.verification.residence_invariants import require_residence
 from penstock.scheduling.verification.stage_invariants import require_stage_invariants
 from penstock.scheduling.verification.violations import StagedPrograms, collect
 
@@ -92,6 +93,7 @@ def prove(staged: StagedPrograms) -> Verification:
     """The proof of programs; `ScheduleError` shows where one violates an invariant."""
     peaks, rows = require_stage_invariants(staged)
     require_message_invariants(staged, rows)
+    require_residence(rows)
     return Verification(
         method=staged.schedule.name,
         minibatches=staged.minibatches,
