@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import PlanError
-from penstock.scheduling.actions import parse_programs
+from penstock.scheduling.actions import parse, parse_programs
 from penstock.scheduling.placements import Placement
+from penstock.scheduling.residence import with_residence
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import Assumptions, Costs, execute, simulate
 from penstock.simulating.transfer_times import find_route
@@ -292,3 +293,48 @@ def test_reduces_of_one_rank_follow_each_other() -> None:
     # Backwards of stage 1 at 2, of stage 0 at 3; stage 0 reduces first: 3 to 7, then stage 1 from 7.
     assert (spans["1B0@0"], spans["0B0@0"]) == ((2, 3), (3, 4))
     assert (spans["0A1"], spans["1A1"]) == ((4, 7), (7, 11))
+
+
+@pytest.mark.parametrize(("weights", "groups", "seconds"), [(1.0, 1, 25.0), (1.0, 2, 25.0), (3.0, 1, 30.0)])
+def test_streamed_stages_of_the_specification(weights: float, groups: int, seconds: float) -> None:
+    """specs/residence.md: four stages of 1 s forward and 2 s backward, two microbatches, two places.
+
+    With 3 s for each fetch, that of stage 1 waits for the place of stage 3 until 18 s, and that of stage 0 until 22 s.
+    """
+    every = range(4)
+    words = [
+        f"{stage}{letter}{microbatch}@0"
+        for group in ((range(2),) if groups == 1 else ((0,), (1,)))
+        for letter, stages in (("F", every), ("B", every[::-1]))
+        for stage in stages
+        for microbatch in group
+    ]
+    row = with_residence([parse(word) for word in words], frozenset(every), 2)
+    cluster = replace(Cluster.uniform(1, 1.0), host_bandwidth=1.0)
+    costs = Costs((1.0,) * 4, (2.0,) * 4, frozen_bytes=(weights,) * 4, streamed=frozenset(every), cluster=cluster)
+    timeline = execute((row,), Placement.straight(1, 4), costs)
+
+    assert timeline.seconds == seconds
+    if weights == 3:
+        assert [(s.action, s.start_seconds, s.stop_seconds) for s in timeline.spans if s.kind == "fetch"] == [
+            *(("0G0", 0, 3), ("1G0", 3, 6), ("2G0", 6, 9), ("3G0", 9, 12), ("1G0", 18, 21), ("0G0", 22, 25))
+        ]
+
+
+def test_an_update_of_a_streamed_stage_passes_over_the_link_to_its_host() -> None:
+    """Weights and state of 4 bytes, twice 4 bytes, and gradients: 16 bytes come and 12 go, for 3 s of computation.
+
+    The gradients have left 4 s after the backward, and the weights of the next step are those that the update made.
+    """
+    layers = tuple(replace(layer, update_seconds=3.0) for layer in make_profile((1, 2, 0, 4)).layers)
+    plan = Plan((Stage(0, 1, (0,)),), recompute=True, streamed=True)
+    timeline = simulate(plan, Profile(layers, 8), replace(Cluster.uniform(1, 1.0), host_bandwidth=1.0), 2)
+
+    assert {action: when for action, when in times(timeline, 0).items() if action[1] in "GQU"} == {
+        **{"0G0": (0, 4), "0Q0": (7, 11), "0U1<0": (11, 27)},
+        **{"0G1": (27, 31), "0Q1": (34, 38), "0U2<1": (38, 54)},
+    }
+    with pytest.raises(PlanError, match="0G0: the schedule streams weights, and host_bandwidth of the cluster is None"):
+        simulate(plan, Profile(layers, 8), Cluster.uniform(1, 1.0))
+    with pytest.raises(PlanError, match="expected at most 15 bytes on the host, host_bytes of the cluster, found 16"):
+        simulate(plan, Profile(layers, 8), replace(Cluster.uniform(1, 1.0), host_bandwidth=1.0, host_bytes=15.0))

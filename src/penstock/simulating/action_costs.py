@@ -53,7 +53,8 @@ class Costs:
     replicas. `skips` holds what a whole microbatch sends each way directly between two stages that are not neighbours;
     it is in no cut. `wire_bytes` and `wire_skips` are what links carry of these, by default all. `offloaded_bytes` is
     what an offload moves of `saved_bytes`: all but what the stage received, which stays, and nothing of a stage that
-    recomputes. `library_bytes` is what libraries keep on every rank. Everything else is zero by default.
+    recomputes. The weights of a stage in `streamed` are on the host between its visits, with its optimizer's state.
+    `library_bytes` is what libraries keep on every rank. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]
@@ -76,6 +77,7 @@ class Costs:
     library_bytes: float = 0.0
     frozen_bytes: tuple[float, ...] = ()
     recomputed: frozenset[int] = frozenset()
+    streamed: frozenset[int] = frozenset()
     cluster: Cluster | None = None
     tensor_parallel: int = 1
     assumptions: Assumptions = _DEFAULT
@@ -114,6 +116,20 @@ class Costs:
     def unit(cls, stages: int, *, split: bool = False) -> "Costs":
         """Costs of one second per forward and backward (with `split`, per half of a backward); the rest is free."""
         return cls((1.0,) * stages, (2.0 if split else 1.0,) * stages)
+
+    @property
+    def weight_bytes(self) -> tuple[float, ...]:
+        """By stage, one version of its weights as they compute, with what is not trained: what a fetch moves."""
+        copies = self.assumptions.version_copies
+        return tuple(size * copies + more for size, more in zip(self.parameter_bytes, self.frozen_bytes, strict=True))
+
+    def update_bytes(self, stage: int) -> tuple[float, float]:
+        """What an update of a streamed stage moves to the device, and back: the state, the weights as they are trained,
+        and the gradients, which do not come back.
+        """
+        assumed, size = self.assumptions, self.parameter_bytes[stage]
+        weights = assumed.master_copies + assumed.version_copies
+        return (assumed.optimizer_copies + weights + 1) * size, (assumed.optimizer_copies + weights) * size
 
     @property
     def on_wire(self) -> "Costs":
@@ -207,6 +223,7 @@ def plan_costs(
         library_bytes=profile.library_bytes,
         frozen_bytes=tuple(_sum(own, "frozen_bytes") for own in layers),
         recomputed=again,
+        streamed=plan.streaming,
         cluster=cluster,
         tensor_parallel=parallel,
         assumptions=assumptions,

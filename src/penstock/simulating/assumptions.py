@@ -49,7 +49,7 @@ class Assumptions:
     """One version of the weights in units of those that the profile measured: 0.5 for bfloat16 versions of float32
     weights (`Pipeline(version_dtype=...)`), beside 1 of `master_copies`."""
     state_on_host: bool = False
-    """Whether the optimizer's state (`optimizer_copies` is 0) and the versions that are not in use are on the host."""
+    """Whether the optimizer's state and the versions that are not in use are on the host."""
     slowdowns: tuple[float, ...] = ()
     """How ranks that share the cores of one host slow each other down: while k of them compute, each takes
     ``slowdowns[k - 1]`` times as long as alone. Empty: every rank has a device of its own."""
@@ -66,5 +66,8 @@ class Assumptions:
             {**rules, "slowdowns": Entries(number(above=0).but(slower)), "allreduce": choice(get_args(AllReduce))},
             PlanError,
         )
-        if self.state_on_host:
-            object.__setattr__(self, "optimizer_copies", 0.0)
+
+    @property
+    def kept_copies(self) -> float:
+        """`optimizer_copies` on the device."""
+        return 0.0 if self.state_on_host else self.optimizer_copies

@@ -23,6 +23,8 @@ Rules of the simulation:
      uses the cores.
   6. A copy between a device and its host occupies no rank. Each direction carries one copy at a time, in the order of
      the row, and a copy back begins after the copy to the host has ended.
+  7. An update of a streamed stage fetches and returns state and weights part by part: its copies and its computation
+     run beside each other, and the rank waits for the longest of them.
 """
 
 from collections import deque
@@ -40,12 +42,14 @@ from penstock.simulating.instructions import (
     AWAITING_COMPUTE,
     COMPUTE,
     HOST_COPY,
+    HOST_UPDATE,
     MULTICAST,
     RECEIVE,
     SEND,
     SHARED_COMPUTE,
     Copy,
     CopyKey,
+    HostUpdate,
     Instructions,
     Multicast,
     ReduceInstruction,
@@ -114,6 +118,10 @@ class Track:
     """When each copy between the device and its host has ended."""
     host_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """When the link from the host is free, and the one to it."""
+    issued: dict[int, float] = field(default_factory=dict)
+    """When the rank came to each of these copies, by its place in the row."""
+    host_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """How long copies occupied each of the two."""
 
 
 class EventSimulation:
@@ -228,6 +236,9 @@ class EventSimulation:
             return True
         if code == HOST_COPY:
             _copy(track, what)
+            return True
+        if code == HOST_UPDATE:
+            _update_on_host(track, what)
             return True
         if code == AWAITING_COMPUTE:
             what, awaited = what
@@ -351,8 +362,26 @@ class EventSimulation:
 def _copy(track: Track, copy: Copy) -> None:
     """Runs a copy between the device and its host beside the computation."""
     stage, microbatch, leaves = copy.key
-    before = 0.0 if leaves else track.copied[stage, microbatch, True]
-    start = max(track.now, track.host_free[leaves], before)
-    track.host_free[leaves] = track.copied[copy.key] = start + copy.seconds
+    before = 0.0 if leaves else track.copied.get((stage, microbatch, True), 0.0)
+    # Weights that leave are not copied.
+    free = track.host_free[leaves] if copy.seconds else 0.0
+    start = max(track.now, free, before)
+    track.issued[len(track.starts)] = track.now
+    track.copied[copy.key] = start + copy.seconds
+    track.host_free[leaves] = max(track.host_free[leaves], start + copy.seconds)
+    track.host_seconds[leaves] += copy.seconds
     track.starts.append(start)
     track.stops.append(start + copy.seconds)
+
+
+def _update_on_host(track: Track, update: HostUpdate) -> None:
+    """Runs an update of a stage whose state and weights are on the host, when the gradients are there."""
+    start = max(track.now, track.host_free[0], track.copied.get(update.gradients, 0.0))
+    back = max(start, track.host_free[1]) + update.returning
+    track.host_free[:] = start + update.fetching, back
+    track.now = max(start + update.seconds, start + update.fetching, back)
+    track.host_seconds[0] += update.fetching
+    track.host_seconds[1] += update.returning
+    track.busy_seconds += update.seconds
+    track.starts.append(start)
+    track.stops.append(track.now)

@@ -18,6 +18,7 @@ from penstock.scheduling.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Fetch,
     Forward,
     HostCopy,
     InputGradients,
@@ -27,11 +28,13 @@ from penstock.scheduling.actions import (
     ReceiveTied,
     Recompute,
     Reduce,
+    Release,
     Reload,
     Send,
     SendNorms,
     SendTied,
     Update,
+    WeightGradients,
     WeightMove,
 )
 from penstock.scheduling.direct_backwards import find_direct
@@ -40,7 +43,7 @@ from penstock.scheduling.placements import Placement
 from penstock.simulating.action_costs import Costs, StageTimes
 from penstock.simulating.transfer_times import Link, Route, find_route
 
-COMPUTE, SEND, RECEIVE, REDUCE, SHARED_COMPUTE, MULTICAST, HOST_COPY, AWAITING_COMPUTE = range(8)
+COMPUTE, SEND, RECEIVE, REDUCE, SHARED_COMPUTE, MULTICAST, HOST_COPY, AWAITING_COMPUTE, HOST_UPDATE = range(9)
 
 _NORM_BYTES = 8.0
 """The bytes of a message of norms for every stage in it."""
@@ -85,9 +88,10 @@ class Instructions:
 
     `kinds`, `details` and `effects` have one entry per instruction. The detail is the seconds of a COMPUTE (of a
     SHARED_COMPUTE where ranks share a host), the `MessagePath` of a SEND or RECEIVE, the `ReduceInstruction` of a
-    REDUCE, a `Multicast`, or the `Copy` of a HOST_COPY. That of an AWAITING_COMPUTE is its seconds, and the copies that
-    end before it. The effect is a `MemoryEffect` times the number of stages, plus the stage. `contents` has
-    the content of each SEND and RECEIVE, in the order of the row, as a number that `content_text` explains.
+    REDUCE, a `Multicast`, the `Copy` of a HOST_COPY, or the `HostUpdate` of a HOST_UPDATE. That of an AWAITING_COMPUTE
+    is its seconds, and the copies that end before it. The effect is a `MemoryEffect` times the number of stages, plus
+    the stage. `contents` has the content of each SEND and RECEIVE, in the order of the row, as a number that
+    `content_text` explains.
     """
 
     kinds: list[int]
@@ -117,6 +121,8 @@ class MemoryEffect(IntEnum):
     OFFLOAD = 14
     RELOAD = 15
     RECOMPUTE = 16
+    FETCH = 17
+    RELEASE = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,9 @@ class ReduceInstruction:
 
 
 CopyKey: TypeAlias = tuple[int, int, bool]
-"""The stage and the microbatch of a copy, and whether it is one to the host."""
+"""The stage and the microbatch of a copy, and whether it is one to the host. Weights and gradients have microbatch -1.
+"""
+_WEIGHTS = -1
 
 
 class Copy(NamedTuple):
@@ -142,6 +150,18 @@ class Copy(NamedTuple):
 
     key: CopyKey
     seconds: float
+    gradients: bool = False
+    """Whether a fetch or a release moves gradients of weights."""
+
+
+class HostUpdate(NamedTuple):
+    """An update of a streamed stage: the seconds of its computation, and of the copies to the device and back."""
+
+    seconds: float
+    fetching: float
+    returning: float
+    gradients: CopyKey
+    """The copy that ends before."""
 
 
 class Writer:
@@ -175,6 +195,7 @@ class Writer:
         recompute = self._effects[MemoryEffect.RECOMPUTE]
         paths: dict[int, list[MessagePath]] = {}
         last: dict[int, int] = {}
+        moved = _find_gradient_moves(row) if costs.streamed else frozenset[int]()
         kept = set(find_direct(row))
         written = Instructions([], [], [], [])
         kinds, details, effects, contents = written.kinds, written.details, written.effects, written.contents
@@ -217,8 +238,16 @@ class Writer:
                     effect = backward_weight
                 elif isinstance(action, Update):
                     effect = update
+                    if stage in costs.streamed:
+                        kinds.append(HOST_UPDATE)
+                        details.append(self._host_update(action, seconds[effect + stage]))
+                        effects.append(effect + stage)
+                        continue
                 elif isinstance(action, WeightMove):
-                    effect = self._effects[MemoryEffect.OTHER]
+                    effects.append(self._effects[_MOVES[type(action)]] + stage)
+                    details.append(self._move(action, gradients=len(kinds) in moved))
+                    kinds.append(HOST_COPY)
+                    continue
                 elif isinstance(action, Recompute):
                     effect = recompute
                     kept.add((stage, action.microbatch))
@@ -264,18 +293,36 @@ class Writer:
                 f"{action}: the schedule offloads what stage {action.stage} saves, and the plan recomputes it: "
                 "expected one of both. Leave the stage out of recompute, or its offloads out of the order"
             )
-        bandwidth = inf if costs.cluster is None else costs.cluster.host_bandwidth
+        key = action.stage, action.microbatch, isinstance(action, Offload)
+        return Copy(key, costs.offloaded_bytes[action.stage] / self._bandwidth(action, "offloads"))
+
+    def _move(self, action: WeightMove, *, gradients: bool) -> Copy:
+        """The copy of a fetch or a release; weights that leave are not copied, since the host has them."""
+        costs, stage, leaves = self._costs, action.stage, isinstance(action, Release)
+        moved = (0.0 if leaves else costs.weight_bytes[stage]) + gradients * costs.parameter_bytes[stage]
+        return Copy((stage, _WEIGHTS, leaves), moved / self._bandwidth(action, "streams weights"), gradients)
+
+    def _host_update(self, action: Update, seconds: float) -> HostUpdate:
+        bandwidth = self._bandwidth(action, "streams weights")
+        fetched, returned = self._costs.update_bytes(action.stage)
+        return HostUpdate(seconds, fetched / bandwidth, returned / bandwidth, (action.stage, _WEIGHTS, True))
+
+    def _bandwidth(self, action: Action, does: str) -> float:
+        bandwidth = inf if self._costs.cluster is None else self._costs.cluster.host_bandwidth
         if bandwidth is None:
             raise PlanError(
-                f"{action}: the schedule offloads, and host_bandwidth of the cluster is None: expected the bytes per "
+                f"{action}: the schedule {does}, and host_bandwidth of the cluster is None: expected the bytes per "
                 "second from a device to its host, as replace(cluster, host_bandwidth=25e9) sets them"
             )
-        key = action.stage, action.microbatch, isinstance(action, Offload)
-        return Copy(key, costs.offloaded_bytes[action.stage] / bandwidth)
+        return bandwidth
 
     def _require_room(self, rank: int, row: Iterable[Action]) -> None:
         """Raises `PlanError` if more is on the host at once than it has room for. A slot is free at the backward."""
-        held, away = 0.0, set[tuple[int, int]]()
+        costs, away = self._costs, set[tuple[int, int]]()
+        held = sum(
+            costs.update_bytes(stage)[0] + costs.frozen_bytes[stage]
+            for stage in costs.streamed.intersection(self._placement.stages_of(rank))
+        )
         most = inf if self._costs.cluster is None else self._costs.cluster.host_bytes
         for action in row:
             size = self._costs.offloaded_bytes[action.stage]
@@ -287,7 +334,7 @@ class Writer:
             if held > most:
                 raise PlanError(
                     f"{action} of rank {rank}: expected at most {most:.4g} bytes on the host, host_bytes of the "
-                    f"cluster, found {held:.4g}: offload fewer microbatches at once"
+                    f"cluster, found {held:.4g}: offload fewer microbatches at once, or stream fewer stages"
                 )
 
     def _write_exchange(
@@ -377,11 +424,37 @@ class Writer:
         return self._routes[key]
 
 
+_MOVES = {Fetch: MemoryEffect.FETCH, Release: MemoryEffect.RELEASE}
+
+
+def _find_gradient_moves(row: Iterable[Action]) -> frozenset[int]:
+    """The places in `row` of the fetches and releases that move gradients too.
+
+    A release does where its visit, or a fetch, has left gradients on the device. A fetch does where there are some on
+    the host: a stage is fetched before its update only to add more to them.
+    """
+    found, there, away = set[int](), set[int](), set[int]()
+    for place, action in enumerate(row):
+        stage = action.stage
+        if isinstance(action, WeightGradients):
+            there.add(stage)
+        elif isinstance(action, Update):
+            away.discard(stage)
+        elif isinstance(action, WeightMove):
+            before, after = (there, away) if isinstance(action, Release) else (away, there)
+            if stage in before:
+                before.discard(stage)
+                after.add(stage)
+                found.add(place)
+    return frozenset(found)
+
+
 def _await_copies(written: Instructions, row: Iterable[Action]) -> None:
     """Has each forward and backward wait for the offloads whose memory is free then, or which have been reloaded since
-    the last one; and each backward for its reload.
+    the last one; each backward for its reload; and the first computation after a fetch for the weights.
     """
     leaving: dict[CopyKey, int] = {}
+    coming = set[int]()
     due: list[CopyKey] = []
     for index, action in enumerate(row):
         if isinstance(action, Offload):
@@ -389,7 +462,17 @@ def _await_copies(written: Instructions, row: Iterable[Action]) -> None:
         elif isinstance(action, Reload):
             key = action.stage, action.microbatch, True
             due += [key] if leaving.pop(key, 0) else []
+        elif isinstance(action, Fetch):
+            coming.add(action.stage)
+        elif isinstance(action, Recompute):
+            if action.stage in coming:
+                coming.discard(action.stage)
+                written.kinds[index] = AWAITING_COMPUTE
+                written.details[index] = written.details[index], ((action.stage, _WEIGHTS, False),)
         elif isinstance(action, Forward | InputGradients | BackwardWeight):
+            if action.stage in coming:
+                coming.discard(action.stage)
+                due.append((action.stage, _WEIGHTS, False))
             due += [key for key, behind in leaving.items() if behind == 1]
             due.append((action.stage, action.microbatch, False))
             leaving = {key: behind - 1 for key, behind in leaving.items() if behind > 1}

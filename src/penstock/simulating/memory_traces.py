@@ -8,6 +8,10 @@ It follows the runtime. A rank holds:
 - what libraries keep, as the profile measured it;
 - gradients, from the end of the first backward that produces them (what that backward frees makes room for them) to
   the end of their update; those of two updates at once where one update waits for other stages;
+- of a streamed stage neither weights nor state, but from a fetch to the release, whenever their copies begin, the
+  weights with what is not trained; and gradients from the end of the visit's first backward, or from a fetch that
+  brings them back, until a release has moved them. The parts of an update, which come when nothing else of the stages
+  is there, are not counted;
 - what autograd saves for a microbatch in flight, and what the stage relays without reading it (here included in
   `saved_bytes`), from the start of its forward to the end of its backward;
 - the workspace of a forward or backward while it runs: what the stage's layers need beyond what is saved anyway;
@@ -63,6 +67,8 @@ class Sizes:
     recomputed: frozenset[int]
     offloaded: tuple[float, ...]
     """What an offload moves of `saved`."""
+    weights: tuple[float, ...]
+    """What a fetch brings of a streamed stage, without gradients."""
     skips: tuple[tuple[Skip, float], ...] = ()
     """The bytes that are sent directly between two stages, each way."""
 
@@ -76,6 +82,7 @@ class Sizes:
         return cls(
             *(costs.saved_bytes, costs.workspace_bytes, before, behind, costs.parameter_bytes, costs.recomputed),
             costs.offloaded_bytes,
+            costs.weight_bytes,
             skips,
         )
 
@@ -143,13 +150,14 @@ def peak_bytes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> 
 
 def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, float, float]:
     """The bytes of all weight versions, of the optimizer's state and of the master weights that are not on the host."""
-    stages, assumed = schedule.stages_of(track.rank), costs.assumptions
+    stages = [stage for stage in schedule.stages_of(track.rank) if stage not in schedule.streamed]
+    assumed = costs.assumptions
     weights = sum(costs.parameter_bytes[stage] for stage in stages)
     versions = sum(schedule.versions(stage) * costs.parameter_bytes[stage] for stage in stages)
     frozen = sum(costs.frozen_bytes[stage] for stage in stages)
     return (
         (weights if assumed.state_on_host else versions) * assumed.version_copies + frozen,
-        assumed.optimizer_copies * weights,
+        assumed.kept_copies * weights,
         assumed.master_copies * weights,
     )
 
@@ -195,7 +203,37 @@ def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, 
     times = [stops[makers], messages[~sent], messages[sent], used, freed[first_backwards], stops[updates]]
     amounts = [passed[sends], passed[receives], -passed[sends], -passed[receives]]
     amounts += [weights[first_backwards], -weights[updates]]
+    if schedule.streamed:
+        visits = _visits(track, effects, freed, sizes, schedule)
+        times.append(visits[0])
+        amounts.append(visits[1])
     return kept, _without_zeros(np.concatenate(times), np.concatenate(amounts))
+
+
+def _visits(
+    track: Track, effects: npt.NDArray[np.int64], freed: _Numbers, sizes: Sizes, schedule: Schedule
+) -> _Changes:
+    """The changes of weights and gradients of streamed stages. `freed`: when each action frees what it held."""
+    kinds, owners = effects // schedule.stages, effects % schedule.stages
+    moves = np.isin(kinds, (MemoryEffect.FETCH, MemoryEffect.RELEASE)) | _sums_up(kinds)
+    changes: list[tuple[float, float]] = []
+    there: set[int] = set()
+    """The stages that have gradients on the device."""
+    for index in np.flatnonzero(moves & np.isin(owners, sorted(schedule.streamed))).tolist():
+        stage = int(owners[index])
+        weights, gradients = sizes.weights[stage], sizes.parameters[stage]
+        if kinds[index] == MemoryEffect.RELEASE:
+            changes += [(track.issued[index], -weights), (track.stops[index], -gradients * (stage in there))]
+            there.discard(stage)
+        elif kinds[index] == MemoryEffect.FETCH:
+            returned = track.instructions.details[index].gradients
+            changes.append((track.issued[index], weights + gradients * returned))
+            there |= {stage} if returned else set()
+        elif stage not in there:
+            changes.append((float(freed[index]), gradients))
+            there.add(stage)
+    made = np.array(changes, dtype=np.float64).reshape(-1, 2)
+    return made[:, 0], made[:, 1]
 
 
 def _users(effects: npt.NDArray[np.int64], received: npt.NDArray[np.int64], stages: int) -> _Places:
@@ -221,6 +259,8 @@ def _gradients(track: Track, effects: npt.NDArray[np.int64], schedule: Schedule)
     kinds, owners = effects // schedule.stages, effects % schedule.stages
     found: list[tuple[_Places, _Places, _Places]] = []
     for stage in schedule.stages_of(track.rank):
+        if stage in schedule.streamed:
+            continue
         backwards = np.flatnonzero((owners == stage) & _sums_up(kinds))
         updates = np.flatnonzero((owners == stage) & (kinds == MemoryEffect.UPDATE))
         size = schedule.guarantees.microbatches_per_update[stage]
@@ -231,6 +271,8 @@ def _gradients(track: Track, effects: npt.NDArray[np.int64], schedule: Schedule)
         has = np.flatnonzero(ends > begins)
         done = has[has < len(updates)]
         found.append((backwards[begins[has]], updates[done], backwards[ends[done] - 1]))
+    if not found:
+        return (np.zeros(0, dtype=np.intp),) * 3
     first_backwards, updates, last_backwards = (np.concatenate(indices) for indices in zip(*found, strict=True))
     return first_backwards, updates, last_backwards
 

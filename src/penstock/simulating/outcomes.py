@@ -17,6 +17,7 @@ between the stages otherwise. Of equal shares, the first in this order is taken.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from math import ceil, gcd, inf, lcm
 from typing import Any, TypeAlias, Unpack
 
@@ -55,6 +56,8 @@ class Loads:
     """By link: one direction."""
     pairs: Mapping[RankPair, float]
     """By link: while there is a message on it in either direction."""
+    hosts: Mapping[int, float]
+    """By rank: the busier direction of the link to its host."""
     reduces: Mapping[int, float]
     """By stage: all-reduces."""
     exposed_reduces: Mapping[int, float]
@@ -90,6 +93,7 @@ def _measure(run: SimulatedRun) -> Loads:
         blocking_messages={rank: track.message_seconds for rank, track in run.tracks.items()},
         links={link: events.link_seconds[number] for link, number in run.writer.links.items()},
         pairs=_pair_seconds(run),
+        hosts={rank: max(track.host_seconds) for rank, track in run.tracks.items()},
         reduces={stage: whole for stage, (whole, _) in events.reduce_seconds.items()},
         exposed_reduces={stage: exposed for stage, (_, exposed) in events.reduce_seconds.items()},
     )
@@ -148,7 +152,8 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
     sizes = Sizes.of(costs, placement)
     peaks = {rank: peak_bytes(track, sizes, costs, made) for rank, track in last.tracks.items()}
     busy = sum(loads.computing[first] for first in symmetry.representatives) / len(symmetry.representatives)
-    longest = max(*loads.occupied.values(), *loads.links.values(), *loads.reduces.values(), 0.0)
+    every = (loads.occupied, loads.links, loads.reduces, loads.hosts)
+    longest = max(chain.from_iterable(each.values() for each in every), default=0.0)
     seconds = max(loads.wall, longest) + cluster.step_seconds
     loads = replace(loads, wall=seconds)
     return Outcome(
@@ -206,6 +211,10 @@ def _limit(made: Schedule, loads: Loads, run: SimulatedRun) -> str:
     if pair is not None and loads.pairs[pair] / loads.wall > share:
         share = loads.pairs[pair] / loads.wall
         busiest = f"{_link_text(run, pair)} (in use {share:.0%} of the time)"
+    host = max(loads.hosts, key=loads.hosts.__getitem__)
+    if loads.hosts[host] / loads.wall > share:
+        share = loads.hosts[host] / loads.wall
+        busiest = f"link between {_rank_text(made, host)} and its host (in use {share:.0%} of the time)"
     stage = max(loads.exposed_reduces, key=loads.exposed_reduces.__getitem__, default=None)
     alone = 0.0 if stage is None else loads.exposed_reduces[stage] / loads.wall
     waiting = 1 - share - alone

@@ -228,7 +228,12 @@ def _uniform(schedule: Schedule, layers: int) -> Plan:
     even = Plan.uniform(layers, schedule.stages)
     stages = tuple(Stage(own.start, own.stop, ranks) for own, ranks in zip(even.stages, placement.stages, strict=True))
     return Plan(
-        stages, schedule.definition, schedule.microbatches, routing="split" if placement.split else "round-robin"
+        stages,
+        schedule.definition,
+        schedule.microbatches,
+        recompute=tuple(schedule.recomputed),
+        streamed=tuple(schedule.streamed),
+        routing="split" if placement.split else "round-robin",
     )
 
 

@@ -27,7 +27,8 @@ class RankMemory:
     """Tensors that forwards keep until their backward, and those that a recomputation produces."""
     buffers: MemoryCurve = ()
     """Messages that have arrived and are not used yet, or that are not sent yet; and the gradients of weights, from the
-    end of the first backward that produces them to the end of the update that uses them."""
+    end of the first backward that produces them to the end of the update that uses them; and what visits of streamed
+    stages bring."""
     library_bytes: float = 0.0
     """What libraries keep (`Profile.library_bytes`)."""
 

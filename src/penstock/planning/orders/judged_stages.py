@@ -171,7 +171,7 @@ class JudgedStages:
         costs = self._plan_costs
         options, found = costs.assumptions, [costs.library_bytes] * (max(self.ranks) + 1)
         for rank, size, frozen in zip(self.ranks, costs.parameter_bytes, costs.frozen_bytes, strict=True):
-            found[rank] += (options.version_copies + options.optimizer_copies + options.master_copies) * size + frozen
+            found[rank] += (options.version_copies + options.kept_copies + options.master_copies) * size + frozen
         return found
 
     def bound(self, limits: Sequence[float]) -> Bound:
