@@ -3,10 +3,12 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.scheduling import Forward, Placement, Schedule, parse, verify, verify_programs
-from penstock.scheduling.verification.continuations import continue_run, steps_until_made
+from penstock.scheduling import Fetch, Forward, Placement, Schedule, parse, verify, verify_programs
+from penstock.scheduling.verification.continuations import continue_run, resize_run, steps_until_made
 from support.own_schedules import LATE, ROLLING
 
+EVERY = frozenset(range(4))
+STREAMED = Schedule("breadth-first", 2, 4, 2, recomputed=EVERY, streamed=EVERY)
 SCHEDULES = {
     "pipedream": Schedule("pipedream", 4, 1),
     "several microbatches": Schedule("pipedream", 3, 5),
@@ -15,6 +17,7 @@ SCHEDULES = {
     "tied": Schedule("2bw", 3, 4, ties=((0, 2),)),
     "norms": Schedule("2bw", 3, 4, norms=True),
     "replicas": Schedule.placed("pipedream", Placement(((0, 1, 2), (3, 4))), 2),
+    "streamed": STREAMED,
     "own": Schedule(LATE, 3, 4),
     "own of microbatches": Schedule(ROLLING, 3, 2),
 }
@@ -45,6 +48,11 @@ def test_a_continued_run_reads_versions_before_its_first() -> None:
     assert "0U1<-2" in map(str, continued.program(4)[0])
     for row in continued.program(4):
         assert [parse(str(action)) for action in row] == list(row)
+
+
+def test_streamed_stages_stay_so_in_other_runs() -> None:
+    for run in (continue_run(STREAMED), resize_run(STREAMED, 3)):
+        assert [str(action) for action in run.step(2)[0] if isinstance(action, Fetch)] == ["0G2", "2G2", "0G2"]
 
 
 def test_a_wrong_version_in_a_continued_run_is_found() -> None:
