@@ -3,8 +3,11 @@
 What is put and fetched is flat and of bytes. On an accelerator the copies run on the two streams of its staging, into
 pinned memory and back. On a CPU host memory is the memory that they come from, so that only a file saves any; a thread
 writes and reads it while the computation goes on. The file is written and not mapped: a disk that is full is then an
-error and not a signal that ends the process. It has no name, and ends with the process. `memory` is read in place: in a
-directory a file of its own is mapped, which has its room on the disk before.
+error and not a signal that ends the process. It has no name, and ends with the process.
+
+`memory` is a tensor's home, which users read in place. In a directory it is a part of the file, which is mapped and has
+its room on the disk before. `staging` copies to and from homes. It writes and reads the file by calls, which is twice
+as fast as through the map, and has the kernel drop the pages: in a memory cgroup pages that are not yet written count.
 
 Laws of this file:
   1. What was put is valid when its copy has ended, and so is what was fetched. `wait` orders the caller after a copy.
@@ -13,8 +16,11 @@ Laws of this file:
      stream of one rank is not ordered after the copies of another one.
 """
 
+import ctypes
+import mmap
 import os
 import tempfile
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,8 +32,8 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.devices.host_copies import HostCopier
-from penstock.runtime.devices.staging import NOTHING_STAGED, HostStaging, Staged, Staging, layout_of
+from penstock.runtime.devices.host_copies import HostCopier, ThreadStaging
+from penstock.runtime.devices.staging import NOTHING_STAGED, DeviceStaging, HostStaging, Staged, Staging, layout_of
 
 HOST = "host"
 """The value of ``offload_to=`` for host memory."""
@@ -42,6 +48,8 @@ class MemoryStore:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
+        self.staging = staging if isinstance(staging, DeviceStaging) else ThreadStaging()
+        """Copies to and from what `memory` returned."""
         self._free: defaultdict[int, list[tuple[Tensor, Staged]]] = defaultdict(list)
         """By size, each with the last copy from it."""
         self._last = NOTHING_STAGED
@@ -50,6 +58,10 @@ class MemoryStore:
     def memory(self, layout: Layout) -> Tensor:
         """Memory for copies by the staging."""
         return self._staging.host_memory(layout)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is in memory such as `memory` returns."""
+        return tensor.device.type == "cpu" and (not self._staging.separate_memory or tensor.is_pinned())
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
         """Starts to copy `tensors` of the device. Returns their slots."""
@@ -77,6 +89,8 @@ class MemoryStore:
         """Frees all that is kept. Later work of the caller comes after all copies, so that it may have their memory."""
         self.wait(self._last)
         self._free.clear()
+        if isinstance(self.staging, ThreadStaging):
+            self.staging.close()
 
     def _slot(self, layout: Layout) -> Tensor:
         if not (free := self._free[layout[0].numel()]):
@@ -88,6 +102,25 @@ class MemoryStore:
 
 _Span: TypeAlias = tuple[int, int]
 """The first byte in the file, and how many."""
+_PAGE, _WAIT = mmap.ALLOCATIONGRANULARITY, 7
+"""The unit of maps; and the flags of ``sync_file_range`` that have it wait until all is written."""
+_MOST_PAGES = 2**26
+"""Bytes that stay in the kernel's memory of what was written, and of what was read."""
+_SYSTEM = ctypes.CDLL(None, use_errno=True)
+_map, _unmap = _SYSTEM.mmap, _SYSTEM.munmap
+# Each map of Python's own keeps a file open.
+_map.restype, _unmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t)
+_map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_write_out = getattr(_SYSTEM, "sync_file_range", None)
+if _write_out is not None:
+    _write_out.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def _forget(address: int, slot: _Span, homes: dict[int, int], free: list[_Span]) -> None:
+    """Ends a map, after the last tensor there."""
+    del homes[address]
+    _unmap(address, slot[1])
+    free.append(slot)
 
 
 class FileStore:
@@ -105,6 +138,11 @@ class FileStore:
         self._copier = HostCopier(HostStaging(), torch.device("cpu"))
         self._free: defaultdict[int, list[_Span]] = defaultdict(list)
         self._size = 0
+        self._homes: dict[int, int] = {}
+        """By the address of what is mapped, its first byte in the file."""
+        self._touched: dict[Any, list[_Span]] = {os.pwrite: [], _read: []}
+        """What was written and read, and may have pages in memory."""
+        self.staging = ThreadStaging(self._write_home, self._read_home)
 
     def memory(self, layout: Layout) -> Tensor:
         shape, strides, dtype = layout
@@ -112,14 +150,54 @@ class FileStore:
         if not size:
             return torch.empty_strided(shape, strides, dtype=dtype)
         # A full disk is an error here, and none later; macOS has no such call.
-        reserve = getattr(os, "posix_fallocate", lambda file, _, length: os.truncate(file, length))
+        reserve = getattr(os, "posix_fallocate", lambda file, start, length: os.truncate(file, start + length))
         try:
-            with tempfile.NamedTemporaryFile(dir=self._directory) as file:
-                reserve(file.fileno(), 0, size)
-                storage: Any = torch.UntypedStorage.from_file(file.name, True, size)
+            start, length = slot = self._slot(-(-size // _PAGE) * _PAGE)
+            reserve(self._file.fileno(), start, length)
+            address = _map(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self._file.fileno(), start)
+            if address == ctypes.c_void_p(-1).value:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         except OSError as error:
             raise self._no_room(size, error) from error
+        mapped = (ctypes.c_char * size).from_address(address)
+        weakref.finalize(mapped, _forget, address, slot, self._homes, self._free[length]).atexit = False
+        self._homes[address] = start
+        storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.data_ptr() in self._homes
+
+    def _write_home(self, home: Tensor, tensor: Tensor) -> None:
+        self._pass_home(os.pwrite, home, tensor)
+
+    def _read_home(self, tensor: Tensor, home: Tensor) -> None:
+        self._pass_home(_read, home, tensor)
+
+    def _pass_home(self, move: Callable[[int, Any, int], int], home: Tensor, tensor: Tensor) -> None:
+        """In the thread of `move`."""
+        if not home.nbytes:
+            return
+        # Its memory in its own order: homes are laid out as what they are the homes of.
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        span, touched = (self._homes[home.data_ptr()], home.nbytes), self._touched[move]
+        try:
+            self._pass(move, [(flat, span)])
+            touched.append(span)
+            if sum(size for _, size in touched) >= _MOST_PAGES:
+                self._drop_pages(touched)
+        except OSError as error:
+            raise self._no_room(home.nbytes, error) from error
+
+    def _drop_pages(self, touched: list[_Span]) -> None:
+        """Has the kernel forget the pages of these spans, when they are on the disk."""
+        file = self._file.fileno()
+        while touched:
+            span = touched.pop()
+            if _write_out is None or _write_out(file, *span, _WAIT):
+                os.fsync(file)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, *span, os.POSIX_FADV_DONTNEED)
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[_Span], "Future[None]"]:
         slots = [self._slot(tensor.numel()) for tensor in tensors]
@@ -141,6 +219,7 @@ class FileStore:
 
     def close(self) -> None:
         self._copier.close()
+        self.staging.close()
         self._file.close()
 
     def _no_room(self, size: int, error: OSError) -> PenstockError:
@@ -152,8 +231,9 @@ class FileStore:
     def _slot(self, size: int) -> _Span:
         if free := self._free[size]:
             return free.pop()
-        self._size += size
-        return self._size - size, size
+        start = -(-self._size // _PAGE) * _PAGE
+        self._size = start + size
+        return start, size
 
     def _pass(self, move: Callable[[int, Any, int], int], pairs: list[tuple[Tensor, _Span]]) -> None:
         """Writes or reads, in the thread, which holds no tensor when it is done. A call of the system moves 2 GB at
