@@ -9,7 +9,8 @@ import torch
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.runtime.devices.staging import HostStaging, Staged, layout_of, on_host
+from penstock.runtime.devices.host_copies import ThreadStaging
+from penstock.runtime.devices.staging import Staged, layout_of, on_host
 from penstock.runtime.parameters.weight_versions import _Window
 from support.jobs.peak_jobs import Training, measure_peaks
 from support.optimizers import GlobalNorm, GroupCounter, OwnCounter
@@ -59,7 +60,7 @@ def test_the_state_is_readable_where_it_always_is_and_in_files(tmp_path: Path) -
         pipe = penstock.Pipeline(case.build(), **case.options, **given)
         losses = [float(call(*batch).loss) for batch in case.batches for call in (pipe.step, pipe.evaluate)]
         buffers = [state["momentum_buffer"] for one in pipe.optimizers for state in one.state.values()]
-        assert {buffer.untyped_storage().filename is not None for buffer in buffers} == {bool(given)}
+        assert {not buffer.untyped_storage().resizable() for buffer in buffers} == {bool(given)}
         found.append((losses, [buffer.tolist() for buffer in buffers], pipe.state_dict()["optimizer"]["options"]))
         pipe.close()
 
@@ -123,17 +124,19 @@ def test_other_optimizers_equal_the_oracle(schedule: str, optimizer: Any, tmp_pa
 def test_a_breach_has_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """State that is not copied back, and a version that is overwritten before its last backward."""
 
-    case, to_host = CASES["pipedream"], HostStaging.to_host
+    case = CASES["pipedream"]
 
-    def forget(self: HostStaging, tensors: Any, memory: Any = None, *, kept: bool = False) -> Staged:
-        if not kept:
-            return to_host(self, tensors, memory)
+    def forget(self: ThreadStaging, tensors: Any, memory: Any = None, *, kept: bool = False) -> Staged:
         return on_host([memory(layout_of(each)).zero_() for each in tensors])
 
-    for kind, name, breach in ((HostStaging, "to_host", forget), (_Window, "_keep", lambda self: None)):
+    for kind, name, breach in ((ThreadStaging, "to_host", forget), (_Window, "_keep", lambda self: None)):
         with monkeypatch.context() as patched:
             patched.setattr(kind, name, breach)
-            assert run_on_host(case).losses != run_reference(case).losses
+            try:
+                assert run_on_host(case).losses != run_reference(case).losses
+            except PenstockError as error:
+                # A version that was never written is any numbers.
+                assert "expected a finite number" in str(error)
 
 
 @pytest.mark.sampled(1)
@@ -160,11 +163,9 @@ def test_plans_count_what_is_on_the_device() -> None:
     penstock.plan(profile, replace(cluster, memory_bytes=500.0), **options, state_on_host=True)
 
 
-def test_a_directory_that_is_removed_in_the_training_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_is_removed_in_the_training_is_needed_no_more(tmp_path: Path) -> None:
     case, place = CASES["2bw"], tmp_path / "place"
     place.mkdir()
-    pipe = penstock.Pipeline(case.build(), **case.options, state_on_host=True, offload_to=place)
+    pipe = penstock.Pipeline(case.build(), **case.options, check="off", state_on_host=True, offload_to=place)
     place.rmdir()
-    with pytest.raises(PenstockError, match=r"place': expected room .* No such file .* Keep the directory while"):
-        pipe.step(*case.batches[0])
-    pipe.close()
+    assert_equal(run_reference(case), train(pipe, case.batches))

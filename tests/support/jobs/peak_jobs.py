@@ -321,8 +321,8 @@ def storages(tree: Any, device: torch.device) -> dict[torch.UntypedStorage, int]
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.device.type == device.type:
             storage = leaf.untyped_storage()
-            # A file that is mapped is no memory.
-            if storage.filename is None:
+            # A file that is mapped is no memory, and such a storage cannot grow.
+            if storage.resizable():
                 found[storage._cdata] = storage, storage.nbytes()
     return dict(found.values())
 

@@ -30,6 +30,7 @@ from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.batches.batch_splitter import held_stages
 from penstock.runtime.collectives.agreements import agreed
 from penstock.runtime.execution.compilation import compile_chain
+from penstock.runtime.parameters.host_states import HostStates
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
 from penstock.runtime.transport.worlds import World
@@ -53,6 +54,8 @@ class ParallelStages:
     """The processes of this rank; None if it is one process."""
     mesh_groups: Sequence[dist.ProcessGroup] = ()
     """All groups of the mesh that the hook was given."""
+    host: HostStates | None = None
+    """What has weights that were made at home."""
     in_step: int = 1
     """The number of replicas that gather weights together, and so must do equally many forwards in every stage."""
 
@@ -120,7 +123,7 @@ def _parallelize(options: PipelineOptions, world: World, chain: LayerChain, plan
             )
     in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
     tp_group = mesh.get_group("tp") if tensor_parallel_size > 1 else None
-    return ParallelStages(result, modules, tp_group, mesh.get_all_groups(), in_step)
+    return ParallelStages(result, modules, tp_group, mesh.get_all_groups(), in_step=in_step)
 
 
 def _apply(

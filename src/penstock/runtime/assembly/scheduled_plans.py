@@ -171,13 +171,17 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
         plan = replace(plan, recompute=tuple(granularities), predicted=None)
     check_plan(plan, chain)
     schedule = make_schedule(plan, chain, options.recipe.needs_norms)
-    whole = frozenset(stage for stage, granularity in granularities.items() if granularity == "stage")
+    # Layers that are computed again one by one keep no weights either.
+    whole = frozenset(s for s, granularity in granularities.items() if granularity == "stage" or s in plan.streaming)
     schedule = replace(schedule, recomputed=whole)
     verify(schedule)
     _check_split_backwards(schedule, bool(options.run.compile), granularities)
     _check_offloads(schedule, granularities)
     _check_wire_dtype(options.recipe, plan, chain)
-    local, on_host = world.local(schedule.ranks, plan.tensor_parallel), options.plan.state_on_host
+    local, on_host = (
+        world.local(schedule.ranks, plan.tensor_parallel),
+        options.plan.state_on_host or bool(plan.streamed),
+    )
     return ScheduledPlan(plan, schedule, granularities, local, on_host)
 
 

@@ -21,7 +21,6 @@ from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_pa
 from penstock.runtime.devices.host_copies import HostCopier
 from penstock.runtime.devices.host_stores import HostStore, make_host_store
 from penstock.runtime.devices.local_devices import DeviceContext, make_device_context
-from penstock.runtime.devices.staging import Memory
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
 from penstock.runtime.engine.coded_messages import CodedMessages
@@ -38,6 +37,7 @@ from penstock.runtime.parameters.gradient_buckets import Reducer, ShardedReducer
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.host_states import HostStates
 from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.residence import Residence, StreamedWeights
 from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
 from penstock.runtime.transport.tensor_parallel_transport import connect_tensor_parallel
@@ -82,8 +82,9 @@ def start_engine(
     # Ranks that share weights in one window on the device compute in one stream.
     streams = planned.ranks[:1] if planned.state_on_host else planned.ranks
     context = make_device_context(device, streams, transport.check)
-    store = make_host_store(run.offload_to, context.staging)
-    opened.callback(store.close)
+    # Weights that were made in it are there.
+    host = own.host or HostStates(make_host_store(run.offload_to, context.staging), device)
+    opened.callback(host.store.close)
     delays = schedule.guarantees.delays
     stages = build_stages(
         planned,
@@ -92,13 +93,20 @@ def start_engine(
         modules=own.modules,
         compute_weights=[ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays],
         context=context,
-        host=store.memory if planned.state_on_host else None,
+        host=host if planned.state_on_host else None,
     )
     optimizers = make_optimizers(recipe.optimizer, parameters_of(stages))
     together = schedule.definition.updates_at_once
     held = {index for each in stages.values() for index in each}
-    host = HostStates(context.staging, store.memory, device) if planned.state_on_host else None
-    updater = Updater(optimizers, held, recipe.lr_scheduler, recipe.hooks, delays, together=together, host=host)
+    updater = Updater(
+        optimizers,
+        held,
+        recipe.lr_scheduler,
+        recipe.hooks,
+        delays,
+        together=together,
+        host=host if planned.state_on_host else None,
+    )
     workers = make_workers(
         recipe,
         schedule,
@@ -108,7 +116,7 @@ def start_engine(
         updater=updater,
         transport=transport,
         context=context,
-        store=store,
+        store=host.store,
     )
     engine = Engine(schedule, stages, workers, transport, context=context, seed=run.seed)
     engine.calls.watch = world.watch
@@ -260,10 +268,11 @@ def build_stages(
     modules: Mapping[int, StageModule],
     compute_weights: Sequence[ComputeWeights],
     context: DeviceContext,
-    host: Memory | None = None,
+    host: HostStates | None = None,
 ) -> dict[int, dict[int, LocalStage]]:
     """The stages of this process by its ranks, both ascending. `modules`: those that a hook has changed.
-    `compute_weights`: by stage, the weights that its forwards read. `host`: returns memory for versions on the host.
+    `compute_weights`: by stage, the weights that its forwards read. `host`: has what is on the host: versions, and the
+    weights of streamed stages, which move there.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -272,11 +281,14 @@ def build_stages(
     firsts: dict[int, LocalStage] = {}
     shared_weights: dict[str, VersionedWeights] = {}
     tied = Sharers()
+    streamed = StreamedWeights(host) if host is not None and schedule.streamed else None
     for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
         _reroute(module, index, schedule, plan, chain)
         parameters = _stage_parameters(chain, module)
+        if streamed is not None and index in schedule.streamed:
+            streamed.adopt(parameters, index, compute_weights[index])
         weights = VersionedWeights(
             module,
             parameters,
@@ -285,7 +297,7 @@ def build_stages(
             sharers=tied if any(name in shared for name in parameters) else None,
             compute_weights=compute_weights[index],
             swapped=bool(sharded_modules(module)),
-            host=host,
+            host=None if host is None else host.store.memory,
         )
         # The first of the stages in a process that share a weight updates it.
         for name in parameters:
@@ -327,6 +339,7 @@ def build_stages(
                 reducer=reducer,
                 recomputes=planned.granularities.get(index),
                 order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
+                residence=Residence(streamed, weights.parameters) if streamed and index in schedule.streamed else None,
             )
     return stages
 

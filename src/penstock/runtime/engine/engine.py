@@ -329,7 +329,8 @@ class Engine:
         self._follows = False
         batch = BatchRun(training=False, keeps_outputs=keeps_outputs)
         made = self._schedule
-        forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._round_robin)
+        sizes, moved = (made.ranks, made.stages_per_rank, len(microbatches)), (made.streamed, made.places)
+        forwards = inference(*sizes, self._round_robin, streamed=moved[0], places=moved[1])
         self._run(batch, microbatches, 0, forwards, Step(0))
         return batch
 

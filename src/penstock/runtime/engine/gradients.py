@@ -125,6 +125,14 @@ class Gradients:
         if held.reducer is not None:
             held.reducer.disarm()
 
+    def held(self, stage: int) -> list[dict[str, Tensor]]:
+        """The gradients of `stage` that its updates need, by name. Those that a sum has replaced are dropped."""
+        for key in self._own.keys() & {*self._sums, *self._means}:
+            if key[0] == stage:
+                self._own[key] = {}
+        tables = (self._own, self._sums, self._means)
+        return [gradients for table in tables for key, gradients in table.items() if key[0] == stage]
+
     def tied(self, stage: int, update: int, target: int) -> Message:
         """The gradients that `stage` sends `target`: those of the weights that both use, with zeros for absent ones;
         then a one or zero for each, whether it is present. All are None where this replica has no microbatch.

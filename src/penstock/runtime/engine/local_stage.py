@@ -20,6 +20,7 @@ from penstock.runtime.devices.streams import UpdateOrder
 from penstock.runtime.execution.executor import StageExecutor
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.gradient_buckets import Reducer
+from penstock.runtime.parameters.residence import Residence
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.scheduling.placements import Placement
@@ -43,6 +44,8 @@ class LocalStage:
     """Whether a backward recomputes what it needs, and for how many layers at a time."""
     order: UpdateOrder | None = None
     """Orders its updates and the computations that read its weights, on a device that runs them concurrently."""
+    residence: Residence | None = None
+    """Where its weights and gradients are, if it is streamed."""
     executor: StageExecutor = field(default_factory=StageExecutor)
 
 

@@ -21,7 +21,6 @@ from torch.profiler import record_function
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
-from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.batches.results import ActionTiming, BatchRun
 from penstock.runtime.collectives.failures import explained
@@ -34,6 +33,7 @@ from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.snapshots import Snapshots
 from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.residence import Residence
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.actions import (
@@ -57,13 +57,14 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
-    WeightMove,
 )
 from penstock.scheduling.schedules import Schedule
 from penstock.timelines.spans import trace_label
 from penstock.torch_internals.autograd import is_profiling
 
 _COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
+_READING = (*_COMPUTATIONS, Recompute)
+"""What reads weights."""
 _WAITING = (Receive, ReceiveTied, ReceiveNorms, Reduce)
 """What may wait for another rank."""
 
@@ -111,6 +112,9 @@ class Worker:
         self.left: deque[Action] = deque()
         """What is left of it."""
         self._microbatches: dict[int, Microbatch] = {}
+        self._residences = {index: stage.residence for index, stage in stages.items() if stage.residence is not None}
+        self._coming: dict[int, Residence] = {}
+        """The stages whose weights are on their way to the device."""
         self._read_modules()
 
     def _read_modules(self) -> None:
@@ -168,6 +172,8 @@ class Worker:
             if stage.reducer is not None:
                 # A backward that failed has left its hooks.
                 stage.reducer.disarm()
+        for residence in self._residences.values():
+            residence.end()
         timings, self._timings = self._timings, []
         return timings
 
@@ -197,6 +203,8 @@ class Worker:
                     hook(self.rank, self._batch, action)
             if self._forwards.offloads.leaving and isinstance(action, _COMPUTATIONS):
                 self._forwards.offloads.begin_computation()
+            if self._coming and action.stage in self._coming and isinstance(action, _READING):
+                self._coming.pop(action.stage).arrive()
             if self._labels:
                 with record_function(trace_label(str(action))):
                     lasted = carry_out(self, action)
@@ -221,8 +229,18 @@ class Worker:
             case _:
                 assert_never(action)
 
-    def _move_weights(self, action: WeightMove) -> None:
-        raise PenstockError(f"{action}: the runtime does not stream stages yet: leave streamed out of the plan")
+    def _fetch(self, action: Fetch) -> None:
+        residence, weights = self._residences[action.stage], self.stages[action.stage].weights
+        residence.fetch(weights.aside if self._training else {})
+        self._coming[action.stage] = residence
+
+    def _release(self, action: Release) -> None:
+        residence, weights = self._residences[action.stage], self.stages[action.stage].weights
+        self._coming.pop(action.stage, None)
+        if self._training:
+            weights.set_aside()
+        # Between steps what is in `.grad` is the user's.
+        residence.release([weights.aside, *self.gradients.held(action.stage)] if self._training else ())
 
     def _forward(self, action: Forward) -> None:
         index, k = action.stage, action.microbatch
@@ -305,6 +323,8 @@ class Worker:
         self.gradients.add_tied(action.stage, action.version, action.source, received)
 
     def _send_norms(self, action: SendNorms) -> None:
+        for residence in self._residences.values():
+            residence.settle()
         self._mailbox.send_values(action, self.gradients.norm_vectors(action.stage, action.version, action.target))
 
     def _receive_norms(self, action: ReceiveNorms) -> None:
@@ -320,6 +340,8 @@ class Worker:
     def _update(self, action: Update) -> Lasted:
         stage, version = action.stage, action.version
         weights, order = self.stages[stage].weights, self.stages[stage].order
+        for residence in self._residences.values():
+            residence.settle()
         gradients, skipped = self.gradients.for_update(stage, version)
         with nullcontext() if order is None else order.making(version, gradients):
             if self.snapshots.present is not None:
@@ -358,8 +380,8 @@ _METHODS: dict[type[Action], Callable[[Worker, Any], Lasted | None]] = {
     Offload: Worker._change_saved,
     Reload: Worker._change_saved,
     Recompute: Worker._change_saved,
-    Fetch: Worker._move_weights,
-    Release: Worker._move_weights,
+    Fetch: Worker._fetch,
+    Release: Worker._release,
     Send: Worker._send,
     Receive: Worker._receive,
     SendTied: Worker._send_tied,

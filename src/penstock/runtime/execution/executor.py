@@ -88,10 +88,13 @@ class StageExecutor:
         return tuple(detached)
 
     def recompute(self, microbatch: int) -> None:
-        """Computes the forward of `microbatch`, which had a `recompute_context`, again."""
+        """Computes the forward of `microbatch`, which had a `recompute_context`, again. Without one it does nothing:
+        the backward computes layers again one by one.
+        """
         saved = self.in_flight[microbatch]
-        assert isinstance(saved, _SavedForward) and saved.repeat, "a recomputation comes before the backward"
-        self.in_flight[microbatch] = _SavedForward(saved.received, saved.repeat())
+        assert isinstance(saved, _SavedForward), "a recomputation comes before the backward"
+        if saved.repeat is not None:
+            self.in_flight[microbatch] = _SavedForward(saved.received, saved.repeat())
 
     def saved_tensors(self, microbatch: int) -> SavedTensors:
         """What autograd saved of `microbatch`, whose forward had `offloads` and whose backward has not begun."""

@@ -1,15 +1,19 @@
-"""State of the optimizers that is in host memory between updates.
+"""Tensors that are at home on the host while they are not used: the state of optimizers, weights and gradients.
+
+A tensor stays the same object, and its memory is exchanged: users and checkpoints read it where the model or the
+optimizer has it, on the host. Which weights and gradients are at home, and when they are on the device for
+computations, `residence.py` says.
 
 An update goes through the parameters part by part, in the order of the optimizer, and each part begins with the same
-options: the state of a part is copied to the device, the part is stepped, and its state is copied back. That is exact
-for optimizers that step each parameter by itself: it is tried. The copies of the next part run beside the step of this
-one. A tensor of the state stays the same object, and its memory is exchanged: users and checkpoints read it where an
-optimizer has it, on the host.
+options: what is at home of a part (state, weights, gradients) is copied to the device, the part is stepped, and its
+state and weights are copied back. That is exact for optimizers that step each parameter by itself: it is tried. The
+copies of the next part run beside the step of this one.
 
 Laws of this file:
-  1. The state of two parts at most is on the device.
-  2. When `settle` has returned, all copies have ended: the host may read the state.
-  3. Only memory that nothing else holds is moved: what else holds it would keep it, and not see the next step.
+  1. In an update what is at home of two parts at most is on the device.
+  2. When `settle` has returned, all copies have ended: the host may read what is at home.
+  3. Of a state only memory that nothing else holds is moved: what else holds it would keep it, and not see the next
+     step.
   4. Memory that a copy reads or writes is kept until the stream of the caller comes after the copy.
 """
 
@@ -22,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.staging import NOTHING_STAGED, Memory, Staged, Staging, layout_of
+from penstock.runtime.devices.host_stores import HostStore
+from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, layout_of
 from penstock.runtime.parameters.group_options import options_of, set_options
 from penstock.runtime.parameters.shards import local_shard, set_local_shard
 from penstock.torch_internals.modules import step_hooks
@@ -49,24 +54,84 @@ def in_parts(parameters: Mapping[Key, nn.Parameter]) -> list[dict[Key, nn.Parame
 
 
 class HostStates:
-    """Moves state between the device of `staging` and what `memory` returns, memory of the host."""
+    """Moves tensors between `device` and homes in `store`."""
 
-    def __init__(self, staging: Staging, memory: Memory, device: torch.device) -> None:
-        self._staging, self._memory, self._device = staging, memory, device
+    def __init__(self, store: HostStore, device: torch.device) -> None:
+        self.store, self._staging, self._device = store, store.staging, device
         self._homes = WeakIdKeyDictionary()
         """By tensor: its memory on the host."""
 
-    def visit(self, parts: Sequence[_Part], states: Mapping[Tensor, Any]) -> Iterator[_Part]:
-        """Each of `parts`, while what `states` has of its parameters is on the device."""
-        coming, leaving = self._bring(_tensors_of(states, parts[0])), NOTHING_STAGED
+    def memory(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A home for one such as `tensor`."""
+        return self.store.memory((tensor.shape, _dense_strides(tensor), dtype or tensor.dtype))
+
+    def move_home(self, tensors: Iterable[Tensor]) -> None:
+        """Moves `tensors` home, one after the other: their memory is free then. Those in such memory stay in it."""
+        for tensor in tensors:
+            own = local_shard(tensor)
+            if not self.store.holds(own):
+                own, home = dense(own), self.memory(own)
+                self._staging.follow(self._staging.to_host([own], lambda _, home=home: home, kept=True))  # type: ignore[misc]
+                self.settle()
+                own = home
+            self._homes[tensor] = own
+            set_local_shard(tensor, own)
+
+    def send(self, tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> tuple[list[Tensor], Staged]:
+        """Starts to copy `tensors` to `homes`. Returns tensors that are at home there, and what is to be kept until the
+        caller's stream comes after the copies.
+        """
+        away = [home.data for home in homes]
+        for tensor, home in zip(away, homes, strict=True):
+            self._homes[tensor] = home
+        given = iter(homes)
+        return away, (tensors, self._staging.to_host(tensors, lambda _: next(given), kept=True)[1])
+
+    def bring(self, tensors: Iterable[Any]) -> tuple[Sequence[Tensor], Staged]:
+        """What is at home of `tensors`, and the copies of its memory, which have begun."""
+        away = [tensor for tensor in tensors if self.is_home(tensor)]
+        return away, self._staging.back_to_device([local_shard(tensor) for tensor in away])
+
+    def arrive(self, tensors: Sequence[Tensor], copies: Staged) -> None:
+        """Has what is computed from now on find `tensors` in what `bring` has copied."""
+        self._staging.follow(copies)
+        for tensor, memory in zip(tensors, copies[0], strict=True):
+            set_local_shard(tensor, memory)
+
+    def leave(self, tensors: Iterable[Any]) -> None:
+        """Drops the memory of `tensors` on the device, of those that have homes: there they are as they were."""
+        for tensor in tensors:
+            if tensor in self._homes:
+                set_local_shard(tensor, self._homes[tensor])
+
+    def follow(self, copies: Staged) -> None:
+        """Has what is computed from now on come after `copies`."""
+        self._staging.follow(copies)
+
+    def visit(
+        self, parts: Sequence[_Part], states: Mapping[Tensor, Any], gradients: Mapping[Any, Tensor]
+    ) -> Iterator[_Part]:
+        """Each of `parts`, while it is on the device with what `states` and `gradients` have of its parameters."""
+
+        def all_of(part: _Part) -> list[Any]:
+            return [*_tensors_of(states, part), *part.values(), *map(gradients.get, part)]
+
+        coming, leaving = self.bring(all_of(parts[0])), NOTHING_STAGED
         for part, following in zip(parts, (*parts[1:], {}), strict=True):
-            self._arrive(*coming)
+            self.arrive(*coming)
             # The part before the present one has left when the next one comes.
             self._staging.follow(leaving)
             leaving = NOTHING_STAGED
-            coming = self._bring(_tensors_of(states, following))
-            yield part
-            leaving = self._send(_tensors_of(states, part))
+            coming = self.bring(all_of(following))
+            try:
+                yield part
+            except GeneratorExit:
+                # The step has failed.
+                self.settle()
+                self.leave(all_of(part))
+                raise
+            self.leave(map(gradients.get, part))
+            leaving = self._send([*_tensors_of(states, part), *part.values()])
         self._staging.follow(leaving)
 
     def steps(
@@ -80,7 +145,7 @@ class HostStates:
             own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in gradients}
             # The values themselves: a tensor among them may be the user's.
             begun = [dict(group) for group in optimizer.param_groups]
-            for part in self.visit(in_parts(own), optimizer.state):
+            for part in self.visit(in_parts(own), optimizer.state, gradients):
                 set_options(optimizer, begun)
                 for key, parameter in part.items():
                     parameter.grad = gradients[key]
@@ -90,6 +155,11 @@ class HostStates:
 
     def put_away(self, states: Mapping[Tensor, Any]) -> None:
         """Moves what is on the device of `states` to the host."""
+        for parameter, state in states.items() if self._device.type != "cpu" else ():
+            if parameter in self._homes:
+                # Made where the parameter is, at home.
+                large = [each for each in tree_leaves(state) if isinstance(each, Tensor) and each.numel() > 1]
+                self.move_home(each for each in large if each.device.type == "cpu" and not self.is_home(each))
         self._staging.follow(self._send(tree_leaves([*states.values()])))
         self.settle()
 
@@ -97,39 +167,43 @@ class HostStates:
         """Waits for all that is in the stream of the caller."""
         self._staging.in_place(())[1].synchronize()
 
-    def _bring(self, state: Iterable[Any]) -> tuple[Sequence[Tensor], Staged]:
-        """What is away of `state`, and the copies of its memory."""
-        away = [tensor for tensor in state if self._is_away(tensor)]
-        return away, self._staging.back_to_device([local_shard(tensor) for tensor in away])
-
-    def _arrive(self, tensors: Sequence[Tensor], copies: Staged) -> None:
-        self._staging.follow(copies)
-        for tensor, memory in zip(tensors, copies[0], strict=True):
-            set_local_shard(tensor, memory)
-
     def _send(self, state: Iterable[Any]) -> Staged:
         """Starts to copy `state` to the host. Returns its memory on the device, to be kept until that is done."""
         present = [tensor for tensor in state if self._is_movable(tensor)]
         memories = [local_shard(tensor) for tensor in present]
         for tensor, memory in zip(present, memories, strict=True):
             if tensor not in self._homes or layout_of(self._homes[tensor]) != layout_of(memory):
-                self._homes[tensor] = self._memory(layout_of(memory))
+                self._homes[tensor] = self.store.memory(layout_of(memory))
             set_local_shard(tensor, self._homes[tensor])
         homes = iter([self._homes[tensor] for tensor in present])
         return memories, self._staging.to_host(memories, lambda _: next(homes), kept=True)[1]
 
-    def _is_away(self, tensor: Any) -> bool:
+    def is_home(self, tensor: Any) -> bool:
+        """Whether `tensor` has a home, and is there."""
         return tensor in self._homes and local_shard(tensor).data_ptr() == self._homes[tensor].data_ptr()
 
     def _is_movable(self, value: Any) -> bool:
-        """Whether `value` is a tensor on the device, of some size, and nothing else has its memory."""
-        memory = local_shard(value) if isinstance(value, Tensor) else None
+        """Whether `value` is on the device and has a home; or is of a state, of some size, in memory of its own."""
+        if not isinstance(value, Tensor) or self.is_home(value):
+            return False
+        if isinstance(value, nn.Parameter):
+            return value in self._homes
+        memory = local_shard(value)
         if type(memory) is not Tensor or memory.layout is not torch.strided or memory.numel() < 2:
             return False
-        if memory.device.type != self._device.type or self._is_away(value):
+        if memory.stride() != _dense_strides(memory):
             return False
         # `memory` is another tensor of the same storage.
-        return storage_references(memory.untyped_storage()) == 2
+        return memory.device.type == self._device.type and storage_references(memory.untyped_storage()) == 2
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy of it if its elements are not all of a piece of memory."""
+    return tensor if tensor.stride() == _dense_strides(tensor) else tensor.clone()
 
 
 def _tensors_of(states: Mapping[Tensor, Any], part: _Part) -> list[Any]:

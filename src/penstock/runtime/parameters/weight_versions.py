@@ -294,7 +294,7 @@ class VersionedWeights:
 
     def _hold(self, slots: _Slots, module: StageModule, sharers: Sharers, *, compared: bool) -> None:
         self._slots, self._sharers = slots, sharers
-        self._aside: dict[str, Tensor] = {}
+        self.aside: dict[str, Tensor] = {}
         """Accumulated gradients that are not in ``.grad``."""
         self.stage = module
         """The stage's module, over the weights that its parameters were last pointed at."""
@@ -402,9 +402,9 @@ class VersionedWeights:
         sharers = self._sharers
         if sharers.accumulating is not self:
             self.set_aside()
-            for name, gradient in self._aside.items():
+            for name, gradient in self.aside.items():
                 self.trained[name].grad = gradient
-            self._aside, sharers.accumulating = {}, self
+            self.aside, sharers.accumulating = {}, self
         if self._slots.moved:
             self.point(version)
 
@@ -416,7 +416,7 @@ class VersionedWeights:
         for name, parameter in self.trained.items():
             if (gradient := parameter.grad) is not None:
                 # A backward of another stage may have reached the parameter before, through the loss.
-                self._aside[name] = self._aside[name] + gradient if name in self._aside else gradient
+                self.aside[name] = self.aside[name] + gradient if name in self.aside else gradient
                 parameter.grad = None
 
     def rest(self) -> None:
