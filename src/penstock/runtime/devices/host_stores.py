@@ -111,16 +111,10 @@ _map, _unmap = _SYSTEM.mmap, _SYSTEM.munmap
 # Each map of Python's own keeps a file open.
 _map.restype, _unmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t)
 _map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_SHARED = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
 _write_out = getattr(_SYSTEM, "sync_file_range", None)
 if _write_out is not None:
     _write_out.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-
-def _forget(address: int, slot: _Span, homes: dict[int, int], free: list[_Span]) -> None:
-    """Ends a map, after the last tensor there."""
-    del homes[address]
-    _unmap(address, slot[1])
-    free.append(slot)
 
 
 class FileStore:
@@ -154,16 +148,22 @@ class FileStore:
         try:
             start, length = slot = self._slot(-(-size // _PAGE) * _PAGE)
             reserve(self._file.fileno(), start, length)
-            address = _map(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self._file.fileno(), start)
+            address = _map(None, length, *_SHARED, self._file.fileno(), start)
             if address == ctypes.c_void_p(-1).value:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         except OSError as error:
             raise self._no_room(size, error) from error
         mapped = (ctypes.c_char * size).from_address(address)
-        weakref.finalize(mapped, _forget, address, slot, self._homes, self._free[length]).atexit = False
+        weakref.finalize(mapped, self._forget, address, slot).atexit = False
         self._homes[address] = start
         storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+    def _forget(self, address: int, slot: _Span) -> None:
+        """Ends a map, after the last tensor there."""
+        del self._homes[address]
+        _unmap(address, slot[1])
+        self._free[slot[1]].append(slot)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.data_ptr() in self._homes
