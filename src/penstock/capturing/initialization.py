@@ -148,9 +148,10 @@ def make(
     init_fn: InitFn,
     seed: int,
     device: torch.device,
+    settle: Callable[[str, Tensor], object] = lambda name, made: None,
 ) -> dict[int, Tensor]:
     """Makes what is to stand where `tensors`, by name, stand, on `device`: by their ids. `sources` has the values, or
-    for those that are to be `written` the shapes.
+    for those that are to be `written` the shapes. `settle` is called with each before the next one is made.
 
     `init_fn` writes these, each in the random stream of its name; the generators are left as they were. They are packed
     one after the other. Raises `PenstockError` naming what was not written.
@@ -168,6 +169,7 @@ def make(
             elif name in written:
                 found = found if files is None else files.converted(name, found)
                 found = packed(found.detach(), source) if packs(source) else found
+        settle(name, found)
         made[id(tensor)] = found
     if left:
         described = ", ".join(f"{name} ({_described(tensor)})" for name, tensor in left.items())

@@ -6,7 +6,7 @@ draws and buffers that are written, is read off the operators instead.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -72,10 +72,19 @@ class Weightless:
     device: torch.device
     """Where weights will be."""
 
-    def materialize(self, layers: Collection[int], init_fn: InitFn, seed: int) -> LayerChain:
+    def materialize(
+        self,
+        layers: Collection[int],
+        init_fn: InitFn,
+        seed: int,
+        *,
+        streamed: Collection[int] = (),
+        move_home: Callable[[Iterable[Tensor]], object] | None = None,
+    ) -> LayerChain:
         """The chain with weights for `layers`, by index, and for them only; in the model, too. To be called once.
 
-        What no layer reads comes with layer 0. `init_fn` and `seed` as in `initialize`. Raises `PenstockError` naming
+        What no layer reads comes with layer 0. `move_home` moves parameters of the layers `streamed`, each before the
+        next one is made. `init_fn` and `seed` as in `initialize`. Raises `PenstockError` naming
         what `init_fn` left unwritten.
         """
         replaced = examined(init_fn, self.model, self.given.keys())
@@ -86,6 +95,7 @@ class Weightless:
             for index in layers
             for tensor in (*chain.layers[index].module.parameters(), *chain.layers[index].module.buffers())
         }
+        moved = {id(p) for chain in chains for index in streamed for p in chain.layers[index].module.parameters()}
         read = {id(tensor) for chain in chains for module in _modules(chain) for tensor in _own_tensors(module)}
         wanted = {
             name: tensor
@@ -94,7 +104,12 @@ class Weightless:
         }
         sources = {name: self.given.get(name, tensor) for name, tensor in wanted.items()}
         written = {name for name in wanted if name not in self.given or name in replaced}
-        made = make(wanted, sources, written, init_fn=init_fn, seed=seed, device=self.device)
+
+        def settle(name: str, made: Tensor) -> None:
+            if move_home is not None and id(wanted[name]) in moved:
+                move_home([made])
+
+        made = make(wanted, sources, written, init_fn=init_fn, seed=seed, device=self.device, settle=settle)
         for modules in (self.model.modules(), *map(_modules, chains)):
             install(modules, made)
         trained, evaluated = (_over(chain, made) for chain in chains)

@@ -29,6 +29,8 @@ from penstock.runtime.assembly.pipeline_options import Parallelize, PipelineOpti
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.batches.batch_splitter import held_stages
 from penstock.runtime.collectives.agreements import agreed
+from penstock.runtime.devices.host_stores import make_host_store
+from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.execution.compilation import compile_chain
 from penstock.runtime.parameters.host_states import HostStates
 from penstock.runtime.parameters.shards import dimensions_of
@@ -90,15 +92,22 @@ def make_own_stages(
     Raises `PlanError` for a result of the hook that cannot be trained exactly, and `PenstockError` on every process if
     `init_fn` fails on one.
     """
-    plan, chain, init_fn = planned.plan, captured.chain, options.model.init_fn
+    plan, chain, init_fn, host = planned.plan, captured.chain, options.model.init_fn, None
     if captured.weightless is not None and init_fn is not None:
         held = held_stages(plan, planned.schedule, planned.ranks)
         layers = [layer for stage in held for layer in range(stage.start, stage.stop)]
+        away = [layer for index in plan.streaming for layer in range(plan.stages[index].start, plan.stages[index].stop)]
         with agreed(world, "while it made its weights"):
-            chain = captured.weightless.materialize(layers, init_fn, options.run.seed or 0)
+            if away:
+                host = HostStates(
+                    make_host_store(options.run.offload_to, staging_for(captured.device)), captured.device
+                )
+            chain = captured.weightless.materialize(
+                layers, init_fn, options.run.seed or 0, streamed=away, move_home=host.move_home if host else None
+            )
     stages = _parallelize(options, world, chain, planned)
     layerwise = [plan.stages[index].start for index, kind in planned.granularities.items() if kind == "layers"]
-    return replace(stages, chain=compile_chain(stages.chain, captured.compilation, layerwise))
+    return replace(stages, chain=compile_chain(stages.chain, captured.compilation, layerwise), host=host)
 
 
 def _parallelize(options: PipelineOptions, world: World, chain: LayerChain, planned: ScheduledPlan) -> ParallelStages:

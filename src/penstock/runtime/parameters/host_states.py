@@ -40,10 +40,12 @@ _Part: TypeAlias = Mapping[Any, nn.Parameter]
 _PART_BYTES, _PARTS = 2**26, 8
 
 
-def in_parts(parameters: Mapping[Key, nn.Parameter]) -> list[dict[Key, nn.Parameter]]:
-    """`parameters` in their order, in parts of 64 MB and of an eighth of them at most; a larger one is a part alone."""
+def in_parts(parameters: Mapping[Key, nn.Parameter], most_bytes: int = _PART_BYTES) -> list[dict[Key, nn.Parameter]]:
+    """`parameters` in their order, in parts of `most_bytes` and of an eighth of them at most; a larger one is a part
+    alone.
+    """
     sizes = {key: local_shard(parameter).nbytes for key, parameter in parameters.items()}
-    most, parts, taken = min(_PART_BYTES, sum(sizes.values()) / _PARTS), [dict[Key, nn.Parameter]()], 0
+    most, parts, taken = min(most_bytes, sum(sizes.values()) / _PARTS), [dict[Key, nn.Parameter]()], 0
     for key, parameter in parameters.items():
         if parts[-1] and taken + sizes[key] > most:
             parts.append({})
@@ -145,7 +147,9 @@ class HostStates:
             own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in gradients}
             # The values themselves: a tensor among them may be the user's.
             begun = [dict(group) for group in optimizer.param_groups]
-            for part in self.visit(in_parts(own), optimizer.state, gradients):
+            # With them come their gradients, and the weights themselves.
+            most = _PART_BYTES // 4 if any(map(self.is_home, own.values())) else _PART_BYTES
+            for part in self.visit(in_parts(own, most), optimizer.state, gradients):
                 set_options(optimizer, begun)
                 for key, parameter in part.items():
                     parameter.grad = gradients[key]
