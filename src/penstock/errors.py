@@ -22,6 +22,8 @@ class PenstockError(Exception):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(visible(part, lines=True) if isinstance(part, str) else part for part in arguments))
+        self.repeats = ""
+        """That this error repeats the one of another rank, in a line; empty if it does not."""
 
 
 class CaptureError(PenstockError):

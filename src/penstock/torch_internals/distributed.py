@@ -1,4 +1,4 @@
-"""Backends of ``torch.distributed`` without a group around them, and the memory of a `DTensor`.
+"""Backends of ``torch.distributed`` without a group around them, its hook, and the memory of a `DTensor`.
 
 Tried on torch 2.11 and 2.13; NCCL's backend on a GPU, where there was one.
 """
@@ -6,6 +6,7 @@ Tried on torch 2.11 and 2.13; NCCL's backend on a GPU, where there was one.
 import os
 from datetime import timedelta
 from functools import cache
+from inspect import getclosurevars
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,20 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable by which Gloo takes an interface. It is Gloo's, and a user may set it."""
 
 _COALESCING = "to send and receive in one operation"
+
+
+def hook_below(hook: object) -> object:
+    """The hook for uncaught errors around which PyTorch has put `hook`, or `hook` itself if it is not PyTorch's.
+
+    Public: nothing. The hook that a process group leaves in ``sys.excepthook`` keeps the former one in its closure.
+    Where that has another name, PyTorch's hook counts as the user's.
+    """
+    while getattr(hook, "__module__", "") == dist.distributed_c10d.__name__ and callable(hook):
+        below = getclosurevars(hook).nonlocals.get("old_hook")
+        if below is None:
+            break
+        hook = below
+    return hook
 
 
 def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -72,12 +72,19 @@ def _errors(kind: type[PenstockError] = PenstockError) -> dict[str, type[Penstoc
 def _raise_first(here: int, context: str, outcomes: Sequence[Any], cause: Exception | None) -> None:
     """Raises, on rank `here`, the error of the first rank that failed, if there is one."""
     for rank, (kind, text) in ((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None):
+        said = text.rstrip().splitlines() or [""]
         if known := _errors().get(kind):
-            raise known(f"rank {rank}, {context}: {text}" if context else f"rank {rank}: {text}") from cause
-        raise TransportError(
-            f"rank {rank} failed {context}, so rank {here} stops too. Fix the error below, which is rank {rank}'s, "
-            f"and start again:\n{text}"
-        ) from cause
+            error: PenstockError = known(f"rank {rank}, {context}: {text}" if context else f"rank {rank}: {text}")
+            what = f"rank {rank} failed {context}".rstrip(), f"{kind}: {said[0]}"
+        else:
+            error = TransportError(
+                f"rank {rank} failed {context}, so rank {here} stops too. Fix the error below, which is rank {rank}'s, "
+                f"and start again:\n{text}"
+            )
+            what = f"rank {rank} failed {context}", said[-1]
+        if rank != here:
+            error.repeats = f"{what[0]}, so rank {here} stops too: {what[1]}"
+        raise error from cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
 from penstock.process_states import ProcessIdentity, ProcessState
+from penstock.runtime.collectives.one_screen import sentence_of
 from penstock.runtime.collectives.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
 from penstock.runtime.files.plain_values import decode_plain, encode_plain
 
@@ -79,15 +80,18 @@ class FailureBoard:
         """Whether this rank has failed or knows of one that has."""
         self._finalizer = weakref.finalize(self, self.watch.stop)
 
-    def report(self, place: str, trace: str, linger_seconds: float = _LINGER_SECONDS) -> None:
+    def report(self, place: str, trace: str, linger_seconds: float = _LINGER_SECONDS, *, sentence: str = "") -> None:
         """Reports to the other ranks that this one failed at `place`. Only the first report of a run counts.
+        `sentence`: the error without its `trace`.
 
         Stays for up to `linger_seconds` until the others have read it, since the store may live in this process.
         """
         self.failed = True
         if self.watch.failure is not None:
             return
-        record = encode_plain({"rank": self._rank, "place": place, "traceback": trace}).decode()
+        record = encode_plain(
+            {"rank": self._rank, "place": place, "sentence": sentence or trace, "traceback": trace}
+        ).decode()
         # The process of a store that cannot be reached has ended or stands still. A report would reach no rank.
         with suppress(StoreUnreachable):
             first = self.watch.ask(lambda store: store.compare_set(FAILURE, "", record), self._patience)
@@ -119,10 +123,13 @@ class FailureBoard:
         if record is None or record["rank"] == self._rank:
             return
         self.failed = True
-        raise TransportError(
-            f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Correct the error below, "
-            f"which is rank {record['rank']}'s, and start again:\n{record['traceback']}"
+        rank = record["rank"]
+        what = f"rank {rank} failed {record['place']}, so rank {self._rank} stops too"
+        error = TransportError(
+            f"{what}. Correct the error below, which is rank {rank}'s, and start again:\n{record['traceback']}"
         )
+        error.repeats = f"{what}: {record['sentence']}"
+        raise error
 
     def check_processes(self, ranks: Sequence[int], context: str) -> None:
         """Raises `TransportError` if the process of one of `ranks` has ended without a word. Only the operating system
@@ -251,7 +258,8 @@ class FailureBoard:
         """
         error = getattr(sys, "last_value", None)
         if not self.failed and error is not None and not isinstance(error, TransportError):
-            self.report("outside the pipeline", "".join(traceback.format_exception(error)))
+            trace = "".join(traceback.format_exception(error))
+            self.report("outside the pipeline", trace, sentence=sentence_of(error))
 
     def close(self, last: Callable[[Store], None] | None = None) -> None:
         """Ends the thread that watches the store, after the call ``last(store)``."""

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PlanError, TransportError
 from penstock.process_states import ProcessIdentity
+from penstock.runtime.collectives import one_screen
 from penstock.runtime.collectives.failures import FailureBoard, WaitObserver, require_descriptors
 from penstock.runtime.collectives.store_gathers import PatientGather, StoreGather
 from penstock.runtime.collectives.store_watch import StoreWatch
@@ -37,6 +38,8 @@ from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transp
 T = TypeVar("T")
 Groups: TypeAlias = Iterable[tuple[int, ...]]
 
+_PLACE = "_penstock_place"
+"""The attribute of an error that was reported: where it was raised."""
 _MEETING = "all ranks building their pipelines"
 
 
@@ -124,6 +127,7 @@ class Processes:
         )
         self._store = PrefixStore(f"{number}", common)
         self._transports = self._gathers = 0
+        self._left = False
         self._board = FailureBoard(self._store, self.rank, self.processes)
         self.watch: StoreWatch | None = self._board.watch
         """The thread that calls the store of these processes; None for a single process."""
@@ -149,7 +153,12 @@ class Processes:
         except BaseException:
             self._board.close()
             raise
-        self._previous_hook = sys.excepthook
+        self._previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+        before = getattr(sys.excepthook, "__self__", None)
+        # Those of pipelines that have failed and were closed stay until there is another one.
+        self._previous_hook = (
+            before._previous_hook if isinstance(before, Processes) and before._left else sys.excepthook
+        )
         if hooks_allowed():
             sys.excepthook = self._report_uncaught
 
@@ -229,9 +238,11 @@ class Processes:
         """
         if os.getpid() != self._process:
             return
+        vars(error).setdefault(_PLACE, context)
         reason = f"{type(error).__name__} {context}: {str(error).partition(chr(10))[0][:1000]}"
         self._board.observer.failing(reason)
-        self._board.report(context, "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        self._board.report(context, trace, sentence=one_screen.sentence_of(error))
 
     def announce_leave(self) -> None:
         """Lets the other processes know that this one takes part no longer. Called before its connections close."""
@@ -243,7 +254,9 @@ class Processes:
 
     def leave(self) -> None:
         """Restores what joining changed in this process."""
-        if sys.excepthook == self._report_uncaught:
+        self._left = True
+        # An error that closes the pipeline of a `with` block is still on its way.
+        if sys.excepthook == self._report_uncaught and not self._board.failed:
             sys.excepthook = self._previous_hook
         group, self.group = self.group, None
         remove = None
@@ -255,9 +268,19 @@ class Processes:
         self._board.close(remove)
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Reports an error of the user's own code, so that the other ranks end as well, with its traceback."""
-        if not isinstance(error, TransportError):
+        """Reports an error of the user's own code, so that the other ranks end as well, and shows it on one screen."""
+        if not (isinstance(error, TransportError) or self._left):
             self.report("outside the pipeline", error)
+        if isinstance(error, Exception) and one_screen.is_wanted(self._previous_hook):
+            first, said, repeats = (
+                self._board.watch.failure,
+                one_screen.sentence_of(error),
+                getattr(error, "repeats", ""),
+            )
+            if not repeats and first is not None and first["rank"] != self.rank and first["sentence"] == said:
+                repeats = f"rank {first['rank']} failed {first['place']}, and so did rank {self.rank}: {said}"
+            if one_screen.show(error, self.rank, vars(error).get(_PLACE, "outside the pipeline"), repeats):
+                return
         self._previous_hook(kind, error, trace)
 
 
