@@ -36,8 +36,8 @@ def test_every_part_of_one_microbatch_through_two_stages() -> None:
     begun = find_losses(plan, make_profile((1, 2, 6, 0), (2, 4, 0, 0)), replace(cluster, step_seconds=3.0))
     assert begun == replace(losses, start=3.0) and begun.seconds == 30.0
     assert str(losses) == (
-        "27 s of a minibatch: computation 4.5 s (16.7%), bubble 3 s (11.1%), imbalance 1.5 s (5.6%), "
-        "transfer 6 s (22.2%), latency 10 s (37.0%), handling 2 s (7.4%)"
+        "27 s of a minibatch, in the mean of the ranks: computation 4.5 s (16.7%), waits of the schedule 3 s (11.1%), "
+        "imbalance 1.5 s (5.6%), transfer 6 s (22.2%), latency 10 s (37.0%), handling 2 s (7.4%)"
     )
 
 

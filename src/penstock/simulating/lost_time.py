@@ -22,6 +22,8 @@ from penstock.values.quantities import seconds_text
 
 _LEAST_SHARE = 0.0005
 """Smaller parts are left out of the text."""
+_NAMES = {"bubble": "waits of the schedule", "all_reduce": "all-reduce"}
+"""In the text, where a bubble is all idle time of the ranks, with the imbalance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ class Losses:
         if not whole:
             return "a minibatch takes no time"
         shown = [
-            f"{name.replace('_', '-')} {seconds_text(part)} ({part / whole:.1%})"
+            f"{_NAMES.get(name, name)} {seconds_text(part)} ({part / whole:.1%})"
             for name, part in self.parts.items()
             if part >= _LEAST_SHARE * whole
         ]
-        return f"{seconds_text(whole)} of a minibatch: {', '.join(shown)}"
+        return f"{seconds_text(whole)} of a minibatch, in the mean of the ranks: {', '.join(shown)}"
 
 
 def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[Options]) -> Losses:

@@ -270,8 +270,8 @@ def test_the_explanation_ranks_and_says_why_the_runner_up_lost() -> None:
     text = made.explain()
 
     assert f"\n\n{made}\n" in f"\n\n{text}"
-    head = next(line for line in text.splitlines() if "limited by" in line and "planner" in line)
-    columns = "planner, schedule, replicas, m x b, minibatch, samples/s, bubble, peak, limited by"
+    head = next(line for line in text.splitlines() if "limited by" in line and "cut by" in line)
+    columns = "cut by, schedule, replicas, m x b, minibatch, samples/s, bubble, peak, limited by"
     assert ", ".join(re.split(r" {2,}", head.strip())) == columns
     assert re.search(r"\n 1  \S+ +" + re.escape(str(made.schedule)), text)
     assert "The best is limited by: " in text

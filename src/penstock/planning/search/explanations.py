@@ -157,7 +157,7 @@ def _faster_without(best: Plan, ways: Sequence[WithoutPipeline]) -> list[str]:
 
 
 def _table(plans: Sequence[Plan], cluster: Cluster, epoch_samples: float | None) -> list[str]:
-    head = ["", "planner", "schedule", "replicas", "m x b", "minibatch", "samples/s", "bubble", "peak", "limited by"]
+    head = ["", "cut by", "schedule", "replicas", "m x b", "minibatch", "samples/s", "bubble", "peak", "limited by"]
     rows = [head, *(_row(position, plan) for position, plan in enumerate(plans, start=1))]
     if cluster.price_per_hour():
         columns: list[tuple[str | float | None, ...]] = [

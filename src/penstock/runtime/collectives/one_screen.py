@@ -26,7 +26,7 @@ from penstock.torch_internals.distributed import hook_below
 FULL = "PENSTOCK_TRACEBACK"
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__.rpartition("runtime")[0] + "x", torch.__file__))
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib"))
-_MOST_LINES, _MOST_FRAMES, _MOST_LETTERS = 12, 12, 400
+_MOST_LINES, _MOST_FRAMES, _MOST_LETTERS = 16, 12, 400
 """Of a sentence, of the user's code, and of what another rank has said."""
 _REST = "the whole traceback: "
 
