@@ -32,7 +32,7 @@ import yaml
 from measurement.reports import Report, conditions, option_parser
 from penstock.fleet import POLICIES, FleetFile, simulate_fleet
 from penstock.fleet.executor import LeaseRecord, RunState
-from penstock.fleet.lease_processes import LeaseProcess, training_words
+from penstock.fleet.lease_processes import THIS_NODE, Launch, LeaseProcesses, ThisNode
 from penstock.values.quantities import table_lines
 
 ROOT = Path(__file__).parents[1]
@@ -153,14 +153,18 @@ def _measure(folder: Path) -> dict[str, Measured]:
 
     def lease(kind: str) -> Measured:
         place = folder / "before" / kind
-        words = training_words([*_words("0"), str(place / "checkpoints"), str(10**9)], PROCESSES[kind])
+        place.mkdir(parents=True)
+        words = [*_words("0"), str(place / "checkpoints"), str(10**9)]
         began = time.monotonic()
         environment = {"PENSTOCK_FLEET_KIND": kind, "OMP_NUM_THREADS": "1"}
-        process = LeaseProcess.start(words, str(place), place, environment)
+        process = ThisNode().start(
+            Launch(str(place), words, place, environment, PROCESSES[kind], kind, nodes=(THIS_NODE,))
+        )
         first, last = (_when(place / "output.txt", step, process) - began for step in FIRST_AND_LAST)
         asked = time.monotonic()
         process.ask()
-        process.wait(120.0)
+        while process.exit_code() is None:
+            time.sleep(0.05)
         speed = (FIRST_AND_LAST[1] - FIRST_AND_LAST[0]) / (last - first)
         return Measured(speed, first - FIRST_AND_LAST[0] / speed, time.monotonic() - asked)
 
@@ -168,7 +172,7 @@ def _measure(folder: Path) -> dict[str, Measured]:
         return dict(zip(PROCESSES, pool.map(lease, PROCESSES), strict=True))
 
 
-def _when(output: Path, step: int, process: LeaseProcess) -> float:
+def _when(output: Path, step: int, process: LeaseProcesses) -> float:
     """The time at which a training reports this step."""
     while f"step {step}:" not in output.read_text():
         if process.exit_code() is not None:

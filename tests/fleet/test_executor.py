@@ -1,18 +1,20 @@
 """The executor with trainings that are processes: preemption, failures, and its own death."""
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from penstock import PenstockError, PlanError
-from penstock.fleet import Allocation, FleetExecutor, FleetFile, Job, Problem, fifo, max_min_fairness, strict_fifo
+from penstock.fleet import Allocation, FleetExecutor, FleetFile, Job, Kind, Problem, fifo, max_min_fairness, strict_fifo
 from penstock.fleet.executor import JobState, RunState, steps_done
-from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
+from penstock.fleet.lease_processes import LOST, Launch, NodeRanks, ThisNode, number_workers
 from penstock.fleet.linear_programs import OutOfReach
 from support.paths import ROOT
 
@@ -138,13 +140,13 @@ def test_a_killed_executor_goes_on(tmp_path):
     first.send_signal(signal.SIGKILL)
     first.wait()
     state = RunState.load(tmp_path / "run" / "state.json", ["a"])
-    left = find_left_behind(tmp_path / "run" / "a", state.jobs["a"].lease)
+    left = ThisNode().find(launch(state.jobs["a"].lease))
 
     assert state.jobs["a"].status == "running" and left is not None
-    assert find_left_behind(tmp_path / "run" / "a", "another lease") is None
+    assert ThisNode().find(launch("another lease")) is None
     FleetExecutor(FleetFile.load(tmp_path / "fleet.yaml"), fifo, tmp_path / "run", round_seconds=60).run()
     assert result(tmp_path / "run", "a", 40) == 820
-    assert left.exit_code() == -1, "no process of it is left"
+    assert left.exit_code() == LOST, "no process of it is left"
     # It made all of its steps in its first lease. Its exit code is not known, so it started again to leave with 0.
     state = RunState.load(tmp_path / "run" / "state.json", ["a"])
     assert [(lease.steps_before, lease.steps_after) for lease in state.leases] == [(0, 40), (40, 40)]
@@ -172,28 +174,73 @@ def test_a_training_that_ignores_the_signal_is_killed(tmp_path):
     state = RunState.load(tmp_path / "run" / "state.json", ["a", "b"])
 
     assert "a: its lease ended before a step was saved; its next leases last 2 rounds or more" in ended
-    assert all(find_left_behind(tmp_path / "run" / name, found.lease) is None for name, found in state.jobs.items())
+    assert all(ThisNode().find(launch(found.lease)) is None for found in state.jobs.values())
+
+
+def launch(lease: str, words: Sequence[str] = (), folder: Path = ROOT, processes: int = 1) -> Launch:
+    return Launch(lease, words, folder, {}, processes, "CPU", ("this",))
 
 
 def test_no_process_of_a_lease_is_left(tmp_path):
-    """A process in a session of its own, as torchrun's workers are, ends with the lease, and no other lease's does."""
-    worker = f"{sys.executable} -c 'import time; time.sleep(600)'"
-    agent = tmp_path / "agent.sh"
-    agent.write_text(f"trap '' USR1\nsetsid {worker} &\necho $! > {tmp_path}/$1\nsetsid {worker} &\nwait\n")
-    leases = [LeaseProcess.start(["/bin/sh", str(agent), name], name, tmp_path / "of" / name, {}) for name in "ab"]
+    """A process in a session of its own ends with the lease, and no other lease's does."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import signal, subprocess, sys\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+        "worker = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"open({str(tmp_path)!r} + '/' + sys.argv[1], 'w').write(f'{{worker.pid}} ')\nworker.wait()\n"
+    )
+    node = ThisNode()
+    leases = [node.start(launch(name, [str(agent), name], tmp_path)) for name in "ab"]
     while not all((tmp_path / name).exists() and (tmp_path / name).read_text().strip() for name in "ab"):
         time.sleep(0.01)
     workers = {name: Path("/proc", (tmp_path / name).read_text().strip()) for name in "ab"}
     leases[0].ask()
-    leases[0].wait(grace_seconds=0.2)
+    assert leases[0].exit_code() is None
+    leases[0].kill()
 
+    assert leases[0].exit_code() == -signal.SIGKILL
     assert not has_mark(workers["a"], "a") and has_mark(workers["b"], "b")
-    # What an executor left whose first process is dead is found by its environment alone.
-    leases[1].child.kill()
-    leases[1].child.wait()
-    assert find_left_behind(tmp_path / "of" / "b", "b") is None and has_mark(workers["b"], "b")
-    kill_all("b")
-    assert not has_mark(workers["b"], "b")
+    # What an executor left is found by its environment, and taken for what it is only if a rank is there.
+    found = node.find(launch("b"))
+    assert found is not None and found.exit_code() is None
+    found.kill()
+    leases[1].kill()
+    assert found.exit_code() == LOST and not has_mark(workers["b"], "b")
+
+
+def test_ranks_have_the_variables_of_torchrun(tmp_path):
+    """Of three ranks on a node of two workers and a node of one; if one rank fails, the others end."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import json, os, sys, time\nprint(json.dumps({k: v for k, v in os.environ.items() if 'R' in k}), flush=True)\n"
+        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)\n"
+    )
+    wide = Launch("x", [str(script)], tmp_path, {}, 3, "GPU", ("one", "two", "one"))
+    first, second = wide.parts()
+    parts = [NodeRanks.start(wide, part, ("10.0.0.1", 77)) for part in (first, second)]
+    while parts[0].exit_code() is None:
+        time.sleep(0.01)
+
+    parts[1].kill()
+    assert parts[0].exit_code() == 7
+    assert [(part.node, part.workers, list(part.ranks)) for part in (first, second)] == [
+        ("one", 2, [0, 1]),
+        ("two", 1, [2]),
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "output.txt").read_text().splitlines()]
+    found = next(line for line in lines if line["RANK"] == "1")
+    expected = {"LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    assert expected.items() | {("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "77")} <= found.items()
+
+
+def test_workers_keep_their_nodes():
+    kinds = [Kind("GPU", 5), Kind("CPU", 2)]
+    first = number_workers(kinds, {}, {"GPU": {"a": 1, "b": 2}, "CPU": {"a": 3}})
+    # Node a is gone, b has lost a device, and c has come with more than the file has.
+    second = number_workers(kinds, first, {"GPU": {"b": 1, "c": 9}, "CPU": {}})
+
+    assert first == {"GPU": ["a", "b", "b", "", ""], "CPU": ["a", "a"]}
+    assert second == {"GPU": ["c", "b", "c", "c", "c"], "CPU": ["", ""]}
 
 
 def has_mark(entry: Path, lease: str) -> bool:
@@ -251,8 +298,3 @@ def test_wrong_runs_are_refused(tmp_path):
     with pytest.raises(PlanError, match="expected a run of the jobs b, found a"):
         RunState.load(tmp_path / "state.json", ["b"])
     assert steps_done(tmp_path / "nothing") == 0
-
-
-def test_one_process_needs_no_torchrun():
-    assert training_words(["train.py"], 1) == (sys.executable, "train.py")
-    assert training_words(["train.py"], 2)[1:5] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

@@ -177,3 +177,18 @@ def test_only_running_jobs_get_leases():
     assert {lease.jobs for lease in scheduler.next_round(["job 1"])} == {("job 1",)}
     with pytest.raises(PlanError, match="expected the kinds of this scheduler"):
         RoundScheduler((Kind("other", 1),)).begin(max_min_fairness(THESIS))
+
+
+def test_workers_that_are_gone_get_no_lease():
+    """The lease of a gang ends with one of its workers; others stay where they are."""
+    problem = Problem((Job("a", 1), Job("gang", 1, workers=2)), (Kind("GPU", 4),), ((1.0,),) * 2)
+    scheduler, history = run(Allocation(problem, ((1.0,), (1.0,))), 1)
+    less = scheduler.next_round(absent={"GPU": {0}})
+    none = scheduler.next_round(absent={"GPU": {0, 1, 2}})
+
+    def places(leases):
+        return {(lease.jobs[0], lease.workers, lease.renewed) for lease in leases}
+
+    assert places(history[0]) == {("gang", (0, 1), False), ("a", (2,), False)}
+    assert places(less) == {("gang", (1, 3), False), ("a", (2,), True)}
+    assert places(none) == {("a", (3,), False)}

@@ -34,6 +34,7 @@ from penstock.fleet.policies import (
     water_filling,
 )
 from penstock.fleet.problems import Pair, Problem
+from penstock.fleet.ray_nodes import RayNodes
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.fleet.run_pictures import completion_svg, devices_svg, run_page
 from penstock.fleet.simulations import PriceHistory, simulate_fleet
@@ -70,6 +71,7 @@ __all__ = [
     "Policy",
     "PriceHistory",
     "Problem",
+    "RayNodes",
     "RoundScheduler",
     "ThroughputTable",
     "TrainingCommand",

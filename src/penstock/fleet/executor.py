@@ -1,16 +1,14 @@
-"""Runs the jobs of a fleet file on this machine, round by round, as real trainings.
+"""Runs the jobs of a fleet file, round by round, as real trainings: on this machine, or on the nodes of Ray.
 
-A kind is emulated by a number of processes. At the end of a round a job whose lease is renewed notices nothing. Others
-get SIGUSR1, save, and leave; when they get workers again they go on from their checkpoint, perhaps on another number of
-stages. The executor may be killed at any moment: its trainings run on, and the next executor takes them over.
-
-It knows one machine and no users, quotas or networks: it is not a cluster manager. `cluster_jobs.py` writes the leases
-of a round as jobs for one.
+At the end of a round a job whose lease is renewed notices nothing. Others get SIGUSR1, save, and leave; when they get
+workers again they go on from their checkpoint, perhaps on another number of stages. Nodes may come and go. The executor
+may be killed at any moment: its trainings run on, and the next executor takes them over.
 """
 
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,13 +19,13 @@ from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PenstockError, PlanError
 from penstock.fleet.fleet_files import FleetFile
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
-from penstock.fleet.lease_processes import LeaseProcess, find_left_behind, kill_all, training_words
+from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, Nodes, ThisNode, number_workers
 from penstock.fleet.policies import Policy, decide
 from penstock.fleet.problems import Problem, budget_left
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
 from penstock.values.documents import read_json
 
-_FORMAT = "penstock-fleet-run/2"
+_FORMAT = "penstock-fleet-run/3"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -60,6 +58,8 @@ class LeaseRecord:
     kind: str
     devices: str
     workers: tuple[int, ...]
+    nodes: tuple[str, ...]
+    """The node of each worker."""
     first_round: int
     start: float
     steps_before: int
@@ -82,6 +82,8 @@ class RunState:
     seconds: float = 0.0
     rounds: int = 0
     leases: list[LeaseRecord] = field(default_factory=list)
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    """The node of each worker by the name of the devices; empty where the worker is not there."""
 
     def save(self, path: Path) -> None:
         """Replaces the file at once, so that a reader finds the old state or the new one."""
@@ -106,8 +108,9 @@ class RunState:
                 "directory, or the fleet file that this run began with"
             )
         states = {name: JobState(**row) for name, row in found["jobs"].items()}
-        leases = [LeaseRecord(**{**row, "workers": tuple(row["workers"])}) for row in found["leases"]]
-        return cls(states, found["seconds"], found["rounds"], leases)
+        lists = ("workers", "nodes")
+        leases = [LeaseRecord(**{**row, **{key: tuple(row[key]) for key in lists}}) for row in found["leases"]]
+        return cls(states, found["seconds"], found["rounds"], leases, found["nodes"])
 
 
 def steps_done(checkpoints: Path) -> int:
@@ -119,6 +122,7 @@ def steps_done(checkpoints: Path) -> int:
 
 
 _POLL_SECONDS = 0.05
+_KILLED = -9
 _RULES = {
     "round_seconds": number(above=0, unit="seconds").but("give the length of a round"),
     "grace_seconds": number(0, unit="seconds").but("give the time that a training has to save"),
@@ -127,7 +131,7 @@ _RULES = {
 
 
 class FleetExecutor:
-    """Trains all jobs of a fleet file in processes of this machine."""
+    """Trains all jobs of a fleet file in processes of its nodes."""
 
     def __init__(
         self,
@@ -139,8 +143,11 @@ class FleetExecutor:
         grace_seconds: float = 60.0,
         most_failures: int = 3,
         report: Callable[[str], None] = lambda line: None,
+        nodes: Nodes | None = None,
     ) -> None:
-        """`directory`: has the state, and a folder for each job. `report`: takes a line for every event."""
+        """`directory`: has the state, and a folder for each job; all nodes see it. `report`: takes a line for every
+        event. `nodes`: by default this machine, which emulates every kind.
+        """
         check_arguments(
             "FleetExecutor",
             _RULES,
@@ -155,15 +162,17 @@ class FleetExecutor:
                     f"job {model.job.name!r}: command: expected the words that start it, found none: add it"
                 )
         self._fleet, self._policy, self._report = fleet, policy, report
+        self._nodes = ThisNode() if nodes is None else nodes
         self._table = fleet.table()
         self._commands = {
             model.job.name: command for model, command in zip(fleet.jobs, fleet.commands, strict=True) if command
         }
         self._directory = Path(directory).absolute()
         self._round_seconds, self._grace_seconds, self._most_failures = round_seconds, grace_seconds, most_failures
-        self._processes: dict[str, LeaseProcess] = {}
+        self._processes: dict[str, LeaseProcesses] = {}
         self._records: dict[str, LeaseRecord] = {}
-        self._known: tuple[str, ...] = ()
+        self._known: tuple[tuple[str, ...], dict[str, int]] = ((), {})
+        """The jobs and the workers that the last decision was about."""
         self._isolated: dict[str, float] = {}
         """The steps per second of each job of the last decision on 1/n of the fleet."""
 
@@ -172,9 +181,14 @@ class FleetExecutor:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._state = RunState.load(self._directory / "state.json", [model.job.name for model in self._fleet.jobs])
         self._began = time.monotonic() - self._state.seconds
-        taken_over = self._take_over()
-        self._scheduler = RoundScheduler(self._fleet.kinds, taken_over)
-        self._kept = {lease.jobs[0] for lease in taken_over}
+        self._take_over()
+        self._look_around()
+        found = [
+            Lease((name,), record.kind, record.devices, record.workers, renewed=True)
+            for name, record in self._records.items()
+        ]
+        self._scheduler = RoundScheduler(self._fleet.kinds, found)
+        self._kept = set(self._records)
         try:
             while self._unfinished():
                 self._round()
@@ -195,28 +209,57 @@ class FleetExecutor:
         The seconds of the first two are a part of the round.
         """
         begin = self._state.seconds = self._now()
+        self._look_around()
         active = self._active()
         if active:
-            if active != self._known:
+            if (active, self._counts()) != self._known:
                 begun = bool(self._state.leases)
                 self._scheduler.begin(decide(self._policy, self._problem(active), begun, self._report))
-                self._known = active
-            leases = self._scheduler.next_round(active, kept=[name for name in self._processes if self._is_young(name)])
+                self._known = active, self._counts()
+            absent = {
+                devices: {worker for worker, node in enumerate(names) if not node}
+                for devices, names in self._state.nodes.items()
+            }
+            young = [name for name in self._processes if self._is_young(name)]
+            leases = self._scheduler.next_round(active, kept=young, absent=absent)
             kept = {lease.jobs[0] for lease in leases if lease.renewed and lease.jobs[0] in self._processes}
             self._exchange([name for name in self._processes if name not in kept], leases)
             self._kept.clear()
         self._state.rounds += 1
         self._save()
         while self._now() < begin + self._round_seconds and self._unfinished():
-            self._notice()
-            if active and not self._processes:
+            if self._notice() or (active and not self._processes):
                 break
             time.sleep(_POLL_SECONDS)
         spent = self._now() - begin
         self._scheduler.end_round({lease.jobs: spent for lease in self._scheduler.leases})
 
+    def _look_around(self) -> None:
+        """Numbers the workers that are there now. Leases whose nodes are gone end."""
+        before, kinds = self._counts(), self._fleet.kinds
+        self._state.nodes = number_workers(kinds, self._state.nodes, self._nodes.there(kinds))
+        for devices, count in self._counts().items():
+            if count != before[devices]:
+                self._report(f"{devices}: {count} of {len(self._state.nodes[devices])} workers are there")
+        for name, record in list(self._records.items()):
+            if self._nodes_of(record.devices, record.workers) != record.nodes:
+                self._processes[name].kill()
+                self._close(name, LOST)
+
+    def _counts(self) -> dict[str, int]:
+        """The workers that are there, by the name of the devices: all, before the first look."""
+        pools = {kind.devices: kind.workers for kind in self._fleet.kinds}
+        absent = {devices: names.count("") for devices, names in self._state.nodes.items()}
+        return {devices: workers - absent.get(devices, 0) for devices, workers in pools.items()}
+
+    def _nodes_of(self, devices: str, workers: Sequence[int]) -> tuple[str, ...]:
+        names = self._state.nodes.get(devices, [])
+        return tuple(names[worker] for worker in workers if worker < len(names))
+
     def _problem(self, active: tuple[str, ...]) -> Problem:
-        """What the policy decides about now: the steps that are still to be made."""
+        """What the policy decides about now: the steps that are still to be made, on the workers that are there. No job
+        has a speed on a kind that is not.
+        """
         self._count_isolated()
         numbers = [index for index, model in enumerate(self._fleet.jobs) if model.job.name in active]
         jobs = []
@@ -227,10 +270,11 @@ class FleetExecutor:
             deadline = None if job.deadline_seconds is None else max(job.deadline_seconds - age, 1.0)
             now = replace(job, steps=left, elapsed_seconds=age, isolated_seconds=state.isolated_seconds)
             jobs.append(replace(now, deadline_seconds=deadline))
-        rows = self._table.throughputs()
+        rows, counts = self._table.throughputs(), [self._counts()[kind.devices] for kind in self._fleet.kinds]
         budget = budget_left(self._fleet.budget, self._cost(self._held(self._now())))
-        speeds = tuple(rows[i] for i in numbers)
-        problem = Problem(tuple(jobs), self._fleet.kinds, speeds, entities=self._fleet.entities, budget=budget)
+        speeds = tuple(tuple(s if n else 0.0 for s, n in zip(rows[i], counts, strict=True)) for i in numbers)
+        kinds = tuple(replace(kind, workers=max(n, 1)) for kind, n in zip(self._fleet.kinds, counts, strict=True))
+        problem = Problem(tuple(jobs), kinds, speeds, entities=self._fleet.entities, budget=budget)
         self._isolated = dict(zip(active, problem.isolated_speeds().tolist(), strict=True))
         return problem
 
@@ -255,35 +299,49 @@ class FleetExecutor:
 
     def _start(self, lease: Lease) -> None:
         name = lease.jobs[0]
-        job, command = self._state.jobs[name], self._commands[name]
-        processes = command.processes.get(lease.kind, len(lease.workers))
+        job = self._state.jobs[name]
         job.leases += 1
-        job.lease = f"{self._directory}/{name}/{job.leases}"
+        job.lease = f"{self._directory}/{name}/{job.leases}-{secrets.token_hex(4)}"
         job.status = "running"
         record = LeaseRecord(
             name,
             lease.kind,
             lease.devices,
             lease.workers,
+            self._nodes_of(lease.devices, lease.workers),
             first_round=self._state.rounds,
             start=self._now(),
             steps_before=steps_done(self._checkpoints(name)),
         )
         self._state.leases.append(record)
         self._records[name] = record
-        (self._folder(name) / "begun").unlink(missing_ok=True)
+        launch = self._launch(record)
+        launch.folder.mkdir(parents=True, exist_ok=True)
+        (launch.folder / "begun").unlink(missing_ok=True)
         # The name of the lease is on disk before the process is there.
+        launch.note.write_text(job.lease)
         self._save()
-        environment = {
-            "PENSTOCK_FLEET_KIND": lease.kind,
-            "PENSTOCK_FLEET_WORKERS": ",".join(map(str, lease.workers)),
-            "PENSTOCK_FLEET_BEGUN": str(self._folder(name) / "begun"),
-            "OMP_NUM_THREADS": "1",
-        }
-        steps = self._steps(name)
-        words = training_words(command.filled(self._checkpoints(name), steps, processes), processes)
-        self._processes[name] = LeaseProcess.start(words, job.lease, self._folder(name), environment)
-        self._report(f"{name}: lease {job.leases} on {lease.kind} {list(lease.workers)}, {processes} processes")
+        self._processes[name] = self._nodes.start(launch)
+        where = f"{lease.kind} {list(lease.workers)}"
+        self._report(f"{name}: lease {job.leases} on {where}, {launch.processes} processes")
+
+    def _launch(self, record: LeaseRecord) -> Launch:
+        folder, command = self._folder(record.job), self._commands[record.job]
+        processes = command.processes.get(record.kind, len(record.workers))
+        return Launch(
+            lease=self._state.jobs[record.job].lease,
+            words=command.filled(self._checkpoints(record.job), self._steps(record.job), processes),
+            folder=folder,
+            environment={
+                "PENSTOCK_FLEET_KIND": record.kind,
+                "PENSTOCK_FLEET_WORKERS": ",".join(map(str, record.workers)),
+                "PENSTOCK_FLEET_BEGUN": str(folder / "begun"),
+                "OMP_NUM_THREADS": "1",
+            },
+            processes=processes,
+            devices=record.devices,
+            nodes=record.nodes,
+        )
 
     def _exchange(self, ended: list[str], leases: Sequence[Lease]) -> None:
         """Ends the leases of some jobs: each training saves and leaves, and goes on with its next lease. One that has
@@ -291,7 +349,7 @@ class FleetExecutor:
         again. Each of the new `leases` starts when its job and its workers are free, while others may still save.
         """
         for name in ended:
-            if not self._has_all_steps(name):
+            if not self._has_all_steps(name) and self._records[name].asked is None:
                 self._records[name].asked = self._now()
                 self._processes[name].ask()
         deadline = time.monotonic() + self._grace_seconds
@@ -315,8 +373,10 @@ class FleetExecutor:
     def _end(self, name: str) -> None:
         """Takes note that a lease has ended, and kills what is left of it."""
         process, record, job = self._processes[name], self._records[name], self._state.jobs[name]
-        self._close(name, process.wait(0.0))
-        if job.status != "waiting" or not process.asked:
+        code = process.exit_code()
+        process.kill()
+        self._close(name, _KILLED if code is None else code)
+        if job.status != "waiting" or record.asked is None or code == LOST:
             return
         job.preemptions += 1
         if record.steps_after == record.steps_before:
@@ -336,12 +396,15 @@ class FleetExecutor:
     def _has_all_steps(self, name: str) -> bool:
         return steps_done(self._checkpoints(name)) >= self._steps(name)
 
-    def _notice(self) -> None:
+    def _notice(self) -> bool:
+        """Takes note of what has begun and ended; says whether a lease was lost."""
         self._notice_begins()
-        for name, process in list(self._processes.items()):
-            if (code := process.exit_code()) is not None:
-                process.kill()
+        codes = {name: process.exit_code() for name, process in self._processes.items()}
+        for name, code in codes.items():
+            if code is not None:
+                self._processes[name].kill()
                 self._close(name, code)
+        return LOST in codes.values()
 
     def _notice_begins(self) -> None:
         for name, record in self._records.items():
@@ -350,7 +413,8 @@ class FleetExecutor:
 
     def _close(self, name: str, code: int) -> None:
         """Takes note that the processes of a job have ended."""
-        process, record = self._processes.pop(name), self._records.pop(name)
+        record = self._records.pop(name)
+        del self._processes[name]
         job, record.stop = self._state.jobs[name], self._now()
         record.steps_after = steps_done(self._checkpoints(name))
         if code == 0:
@@ -358,38 +422,39 @@ class FleetExecutor:
             self._report(f"{name}: done after {job.leases} leases")
         elif record.asked is not None:
             job.status, job.failures = "waiting", 0
-        elif process.child is None and self._has_all_steps(name):
-            # Its exit code is not known. It starts once more, finds its steps done, and leaves.
+        elif code == LOST:
+            # It starts once more, and leaves if it finds its steps done.
             job.status = "waiting"
+            self._report(f"{name}: its end was not seen, as its node or the executor that started it is gone")
         else:
             job.failures += 1
             job.status = "failed" if job.failures >= self._most_failures else "waiting"
             self._report(f"{name}: ended with exit code {code}, failure {job.failures} of {self._most_failures}")
         self._save()
 
-    def _take_over(self) -> list[Lease]:
-        """The leases of an executor that was killed, whose trainings still run. They go on for a round at least."""
-        workers = {kind.name: kind.workers for kind in self._fleet.kinds}
-        leases = []
+    def _take_over(self) -> None:
+        """Finds the trainings of an executor that was killed. They go on for a round at least."""
         for name, job in self._state.jobs.items():
             if job.status != "running":
                 continue
             record = next(record for record in reversed(self._state.leases) if record.job == name)
-            process = find_left_behind(self._folder(name), job.lease)
+            process = self._nodes.find(self._launch(record))
             if process is None:
-                kill_all(job.lease)
                 job.status, record.stop = "waiting", self._now()
                 continue
             self._processes[name], self._records[name] = process, record
-            if max(record.workers) < workers.get(record.kind, 0):
-                leases.append(Lease((name,), record.kind, record.devices, record.workers, renewed=True))
             self._report(f"{name}: took over what an earlier executor had started")
-        return leases
 
     def _active(self) -> tuple[str, ...]:
-        """The jobs that have arrived and are not done."""
-        there = zip(self._fleet.jobs, self._fleet.arrivals, strict=True)
-        arrived = [model.job.name for model, seconds in there if seconds <= self._now()]
+        """The jobs that have arrived, are not done, and run on what is there."""
+        counts = [self._counts()[kind.devices] for kind in self._fleet.kinds]
+        there = zip(self._fleet.jobs, self._fleet.arrivals, self._table.throughputs(), strict=True)
+        arrived = [
+            model.job.name
+            for model, seconds, row in there
+            if seconds <= self._now()
+            and any(speed and n >= model.job.workers for speed, n in zip(row, counts, strict=True))
+        ]
         return tuple(name for name in arrived if self._state.jobs[name].status in ("waiting", "running"))
 
     def _unfinished(self) -> bool:

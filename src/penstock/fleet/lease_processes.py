@@ -1,99 +1,206 @@
-"""A training as processes of this machine: start it, ask it to save and leave, and find it again.
+"""A training as processes of one machine: start its ranks, ask them to save and leave, and find them again.
 
-A process writes its number into a file before it becomes the training, and carries the name of its lease in its
+Ranks have the variables that torchrun sets. Each leads a session of its own, and carries the name of its lease in its
 environment, as all do that it starts. So an executor that was killed finds the trainings that it left, and takes no
-other process for one. The workers of torchrun have sessions of their own: only their environment tells whose they are.
+other process for one.
 """
 
+import ctypes
 import os
-import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
+from penstock.fleet.jobs import Kind
+
+LOST = 256
+"""Instead of the exit code of a training whose end nobody saw: its node is gone, or another executor started it."""
+THIS_NODE = "this"
 _MARK = "PENSTOCK_FLEET_LEASE"
 _POLL_SECONDS = 0.05
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
 
 
-def training_words(words: Sequence[str], processes: int) -> tuple[str, ...]:
-    """The command line of a training on `processes` processes of this machine: plain Python for one, else torchrun,
-    which passes the executor's signal on.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A training that is to be started."""
+
+    lease: str
+    words: Sequence[str]
+    """The script and its arguments."""
+    folder: Path
+    """Gets its output. All nodes see it."""
+    environment: Mapping[str, str]
+    processes: int
+    devices: str
+    nodes: tuple[str, ...]
+    """The node of each worker."""
+
+    @property
+    def note(self) -> Path:
+        """The file that says which lease the training has now."""
+        return self.folder / "lease"
+
+    def parts(self) -> list["Part"]:
+        """The ranks of each node, in the order of the workers; none for a node without a rank."""
+        names, workers, before = list(dict.fromkeys(self.nodes)), len(self.nodes), 0
+        found: list[Part] = []
+        for name in names:
+            after = before + self.nodes.count(name)
+            ranks = range(self.processes * before // workers, self.processes * after // workers)
+            if ranks:
+                found.append(Part(name, after - before, len(found), ranks))
+            before = after
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The ranks of a training that one node has."""
+
+    node: str
+    workers: int
+    number: int
+    """Of the node in the training."""
+    ranks: range
+
+
+class LeaseProcesses(Protocol):
+    """The processes of a lease, wherever they are."""
+
+    def exit_code(self) -> int | None:
+        """None while they run; then the first code that is not 0, or 0, or `LOST`."""
+
+    def ask(self) -> None:
+        """Sends SIGUSR1 to every rank: save and leave."""
+
+    def kill(self) -> None:
+        """Kills what is left of them."""
+
+
+class Nodes(Protocol):
+    """The machines of a fleet."""
+
+    def there(self, kinds: Sequence[Kind]) -> Mapping[str, Mapping[str, int]]:
+        """How many devices each node has that is there now, by the name of the devices and by that of the node."""
+
+    def start(self, launch: Launch) -> LeaseProcesses:
+        """Starts a training; a failure of the start shows as an exit code."""
+
+    def find(self, launch: Launch) -> LeaseProcesses | None:
+        """What an earlier executor started, if it still runs; kills what is left of it otherwise."""
+
+
+class ThisNode:
+    """The machine of the executor, which emulates every kind."""
+
+    def there(self, kinds: Sequence[Kind]) -> Mapping[str, Mapping[str, int]]:
+        return {kind.devices: {THIS_NODE: kind.workers} for kind in kinds}
+
+    def start(self, launch: Launch) -> LeaseProcesses:
+        (part,) = launch.parts()
+        return NodeRanks.start(launch, part, ("127.0.0.1", free_port()))
+
+    def find(self, launch: Launch) -> LeaseProcesses | None:
+        numbers = [number for number in _numbers() if _is_lease(number, launch.lease) and _leads(number)]
+        if not numbers:
+            kill_all(launch.lease)
+        return NodeRanks(launch.lease, numbers) if numbers else None
+
+
+def number_workers(
+    kinds: Sequence[Kind], before: Mapping[str, Sequence[str]], there: Mapping[str, Mapping[str, int]]
+) -> dict[str, list[str]]:
+    """The node of each worker, by the name of the devices; empty for a worker that is not there. Workers keep the nodes
+    that they had `before`. `there`: how many devices each node has; it should be `workers_per_server` of the kind.
     """
-    if processes == 1:
-        return (sys.executable, *words)
-    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    return (sys.executable, *agent, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", *words)
+    found = {}
+    for kind in kinds:
+        left = Counter(there.get(kind.devices, {}))
+        names = [*before.get(kind.devices, ()), *[""] * kind.workers][: kind.workers]
+        for worker, name in enumerate(names):
+            left[name] -= 1
+            if left[name] < 0:
+                names[worker] = ""
+        new = left.elements()
+        found[kind.devices] = [name or next(new, "") for name in names]
+    return found
 
 
 @dataclass(slots=True)
-class LeaseProcess:
-    """The first process of a lease, which starts the others."""
+class NodeRanks:
+    """The ranks of a lease on one machine."""
 
-    number: int
     lease: str
-    child: "subprocess.Popen[bytes] | None" = None
-    """None if another executor started it."""
+    numbers: Sequence[int]
+    children: "Sequence[subprocess.Popen[bytes]]" = ()
+    """None of them if another executor started them."""
     asked: bool = False
-    """Whether it has had the signal to save and leave."""
 
     @classmethod
-    def start(cls, words: Sequence[str], lease: str, folder: Path, environment: Mapping[str, str]) -> "LeaseProcess":
-        """Starts `words` in a session of its own; its output is appended to ``output.txt`` in `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        note = shlex.quote(str(folder / "process"))
-        script = f"echo $$ > {note} && exec {shlex.join(words)}"
-        with (folder / "output.txt").open("ab") as output:
-            child = subprocess.Popen(
-                ["/bin/sh", "-c", script],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, _MARK: lease},
-                start_new_session=True,
-            )
-        return cls(child.pid, lease, child)
+    def start(
+        cls, launch: Launch, part: Part, master: tuple[str, int], cwd: str | None = None, bound: bool = False
+    ) -> "NodeRanks":
+        """Starts the ranks of `part`, which meet at the address and the port of `master`. `bound`: they die with the
+        process that started them.
+        """
+        die = partial(ctypes.CDLL(None).prctl, _DIE_WITH_PARENT, signal.SIGKILL)
+        name = f"output-{part.number}.txt" if part.number else "output.txt"
+        with (launch.folder / name).open("ab") as output:
+            children = [
+                subprocess.Popen(
+                    [sys.executable, *launch.words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=cwd,
+                    env={**os.environ, **launch.environment, **_variables(launch, part, rank, master)},
+                    start_new_session=True,
+                    preexec_fn=die if bound else None,
+                )
+                for rank in part.ranks
+            ]
+        return cls(launch.lease, [child.pid for child in children], children)
 
     def exit_code(self) -> int | None:
-        """None while it runs. A process that another executor started leaves no code: it counts as failed, -1."""
-        if self.child is not None:
-            return self.child.poll()
-        return None if _is_lease(self.number, self.lease) else -1
-
-    def wait(self, grace_seconds: float) -> int:
-        """Waits for its end, and kills all of its lease after `grace_seconds`. Its exit code."""
-        deadline = time.monotonic() + grace_seconds
-        while (code := self.exit_code()) is None:
-            if time.monotonic() > deadline:
-                self.kill()
-            time.sleep(_POLL_SECONDS)
-        # Its agent may have gone before its workers.
-        self.kill()
-        return code
+        """As of `LeaseProcesses`. If a rank fails, the others are killed, unless they have been asked to leave."""
+        if not self.children:
+            return None if any(_is_lease(number, self.lease) for number in self.numbers) else LOST
+        codes = [child.poll() for child in self.children]
+        # Those that were killed since another failed have -9.
+        failed = max((code for code in codes if code), default=0)
+        if None in codes and (not failed or self.asked):
+            return None
+        if None in codes:
+            self.kill()
+        return failed
 
     def ask(self) -> None:
-        """Sends SIGUSR1, once: save and leave."""
-        if not self.asked:
-            _send(self.number, signal.SIGUSR1)
         self.asked = True
+        for number in self.numbers:
+            if _is_lease(number, self.lease):
+                _send(number, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Kills what is left of the lease."""
         kill_all(self.lease)
-        if self.child is not None:
-            self.child.wait()
+        for child in self.children:
+            child.wait()
 
 
-def find_left_behind(folder: Path, lease: str) -> LeaseProcess | None:
-    """The process of `lease` that an earlier executor started in `folder`, if it still runs."""
-    try:
-        number = int((folder / "process").read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return LeaseProcess(number, lease) if _is_lease(number, lease) else None
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
 
 
 def kill_all(lease: str) -> None:
@@ -102,6 +209,19 @@ def kill_all(lease: str) -> None:
         for number in found:
             _send(number, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
+
+
+def _variables(launch: Launch, part: Part, rank: int, master: tuple[str, int]) -> dict[str, str]:
+    """What torchrun puts into the environment of a rank, and the name of the lease. One process alone is no group."""
+    if launch.processes == 1:
+        return {_MARK: launch.lease}
+    nodes, local = len(launch.parts()), rank - part.ranks.start
+    numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": part.number}
+    sizes = {"WORLD_SIZE": launch.processes, "ROLE_WORLD_SIZE": launch.processes, "GROUP_WORLD_SIZE": nodes}
+    sizes |= {"LOCAL_WORLD_SIZE": len(part.ranks), "MASTER_PORT": master[1]}
+    elastic = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": launch.lease}
+    texts = {name: str(value) for name, value in (numbers | sizes).items()}
+    return {**texts, **elastic, "MASTER_ADDR": master[0], "ROLE_NAME": "default", _MARK: launch.lease}
 
 
 def _numbers() -> list[int]:
@@ -114,6 +234,14 @@ def _is_lease(number: int, lease: str) -> bool:
     except OSError:
         return False
     return f"{_MARK}={lease}".encode() in environment.split(b"\0")
+
+
+def _leads(number: int) -> bool:
+    """Whether a process leads its session, as ranks do."""
+    try:
+        return os.getsid(number) == number
+    except ProcessLookupError:
+        return False
 
 
 def _send(number: int, sent: signal.Signals) -> None:

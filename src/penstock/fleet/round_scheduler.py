@@ -11,8 +11,9 @@ Rules of this file:
   3. A combination without a share of a kind gets no lease of it, though one that it has may be kept.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy
 
@@ -71,8 +72,8 @@ class RoundScheduler:
         """
         rule = instance(Allocation, "an Allocation", "give that of a policy")
         problem = rule.check("RoundScheduler.begin(allocation=)", allocation, PlanError).problem
-        # Prices may change while the machines stay.
-        if [(kind.name, kind.workers) for kind in problem.kinds] != [(kind.name, kind.workers) for kind in self._kinds]:
+        # Prices may change, and machines may come and go.
+        if [kind.name for kind in problem.kinds] != [kind.name for kind in self._kinds]:
             raise PlanError("RoundScheduler.begin(allocation=): expected the kinds of this scheduler: make a new one")
         owed = {
             (jobs, kind.name): lack
@@ -93,12 +94,20 @@ class RoundScheduler:
         """Seconds since `begin`, in the order of the allocation's shares."""
         return self._received.copy()
 
-    def next_round(self, running: Iterable[str] | None = None, kept: Iterable[str] = ()) -> tuple[Lease, ...]:
+    def next_round(
+        self,
+        running: Iterable[str] | None = None,
+        kept: Iterable[str] = (),
+        absent: Mapping[str, Collection[int]] = MappingProxyType({}),
+    ) -> tuple[Lease, ...]:
         """The leases of the next round. `running`: the jobs that may run; all of the allocation by default. `kept`: the
-        jobs whose leases go on whatever their priority, since they have not got anywhere yet.
+        jobs whose leases go on whatever their priority, since they have not got anywhere yet. `absent`: the workers
+        that are not there, by the name of the devices.
         """
         if self._allocation is None:
             return ()
+        self._absent = {name: frozenset(absent.get(name, ())) for name in self._pools}
+        self._leases = tuple(lease for lease in self._leases if self._absent[lease.devices].isdisjoint(lease.workers))
         jobs = {job.name for job in self._allocation.problem.jobs}
         may_run = jobs if running is None else jobs & set(running)
         held = may_run.intersection(kept)
@@ -142,7 +151,7 @@ class RoundScheduler:
         deficit = self._deficits()[rows, columns]
         # Ties go to the combination that lacks most time, then to the larger share, then to the earlier job.
         order = numpy.lexsort((columns, rows, -self._shares[rows, columns], -deficit, -first))
-        free = {name: kind.workers for name, kind in self._pools.items()}
+        free = {name: kind.workers - len(self._absent[name]) for name, kind in self._pools.items()}
         for lease in going:
             free[lease.devices] -= len(lease.workers)
         names = list(self._rows)
@@ -175,7 +184,7 @@ class RoundScheduler:
         """Leases for all of `chosen`. With `before` those that need one server and find none get no lease; without it
         there is no answer then.
         """
-        free = {name: set(range(kind.workers)) for name, kind in self._pools.items()}
+        free = {name: set(range(kind.workers)) - self._absent[name] for name, kind in self._pools.items()}
         leases, moved = [], []
         for choice in chosen:
             workers = kept.get((choice.jobs, choice.kind.name))

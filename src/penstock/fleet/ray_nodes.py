@@ -1,0 +1,177 @@
+"""A fleet on Ray: a placement group for each lease, and in it an actor for each node, which starts the ranks there.
+
+Ray knows which nodes are there, reserves their devices, starts actors, and finds nodes that die. A node has as many
+workers of a kind as it has of the resource of that name: ``ray start --resources '{"V100": 8}'``. Groups and actors
+outlive the executor; ranks die with their actor, and an actor with its node.
+"""
+
+import importlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.fleet.jobs import Kind
+from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, NodeRanks, Part, free_port
+
+_NAMESPACE = "penstock"
+_POLL_SECONDS = 0.2
+_KILL_SECONDS = 10.0
+
+
+class RayNodes:
+    """The nodes of a Ray cluster. `PenstockError` if Ray is not installed, or no head answers at `address`."""
+
+    def __init__(self, address: str = "auto") -> None:
+        """`address`: HOST:PORT of the head, or ``auto`` for that of this machine."""
+        self._ray = _ray_module()
+        if self._ray.is_initialized():
+            return
+        try:
+            self._ray.init(address, namespace=_NAMESPACE, log_to_driver=False, logging_level="error")
+        except (ConnectionError, ValueError) as error:
+            raise PenstockError(
+                f"RayNodes(address=): expected the head of a Ray cluster at {address!r}, found none: start it with "
+                f"`ray start --head`. {error}"
+            ) from error
+
+    def there(self, kinds: Sequence[Kind]) -> Mapping[str, Mapping[str, int]]:
+        nodes = self._resources()
+        return {
+            kind.devices: {node: int(has[kind.devices]) for node, has in nodes.items() if has.get(kind.devices)}
+            for kind in kinds
+        }
+
+    def start(self, launch: Launch) -> LeaseProcesses:
+        ray, parts, nodes = self._ray, launch.parts(), self._resources()
+        bundles = [_bundle(launch.devices, part, nodes.get(part.node, {})) for part in parts]
+        group = ray.util.placement_group(
+            bundles,
+            name=launch.lease,
+            lifetime="detached",
+            bundle_label_selector=[{"ray.io/node-id": part.node} for part in parts],
+        )
+        actors: list[Any] = []
+        for part, bundle in zip(parts, bundles, strict=True):
+            master = actors[0].master.remote() if actors else None
+            options = {
+                "name": _actor_name(launch, part),
+                "namespace": _NAMESPACE,
+                "lifetime": "detached",
+                "num_cpus": 0,
+                "num_gpus": bundle.get("GPU", 0),
+                "resources": {launch.devices: part.workers},
+                "max_concurrency": 8,
+                "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    group, part.number
+                ),
+            }
+            actors.append(ray.remote(NodeActor).options(**options).remote(launch, part, os.getcwd(), master))
+        return _RayLease(self, parts, group, actors)
+
+    def find(self, launch: Launch) -> LeaseProcesses | None:
+        ray, parts = self._ray, launch.parts()
+        with suppress(ValueError):
+            group = ray.util.get_placement_group(launch.lease)
+            try:
+                actors = [ray.get_actor(_actor_name(launch, part), namespace=_NAMESPACE) for part in parts]
+            except ValueError:
+                ray.util.remove_placement_group(group)
+                return None
+            return _RayLease(self, parts, group, actors)
+        return None
+
+    def _resources(self) -> dict[str, Mapping[str, float]]:
+        """The resources of each node that is alive."""
+        return {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
+
+
+class _RayLease:
+    """A placement group and its actors."""
+
+    def __init__(self, nodes: RayNodes, parts: Sequence[Part], group: Any, actors: Sequence[Any]) -> None:
+        self._nodes, self._ray, self._parts, self._group, self._actors = nodes, nodes._ray, parts, group, actors
+        self._ends = [actor.wait.remote() for actor in actors]
+        self._asked = False
+
+    def exit_code(self) -> int | None:
+        ended, running = self._ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
+        codes = [self._code(self._ends.index(end)) for end in ended]
+        failed = next((code for code in codes if code), None)
+        if failed == LOST or (failed is not None and not self._asked):
+            return failed
+        return None if running or None in codes else failed or 0
+
+    def _code(self, number: int) -> int | None:
+        """The exit code of one node. None if it does not answer, but may do so again."""
+        errors = self._ray.exceptions
+        try:
+            return int(self._ray.get(self._ends[number]))
+        except errors.ActorUnavailableError:
+            self._ends[number] = self._actors[number].wait.remote()
+            return None
+        except errors.RayError:
+            return -signal.SIGKILL if self._parts[number].node in self._nodes._resources() else LOST
+
+    def ask(self) -> None:
+        self._asked = True
+        for actor in self._actors:
+            actor.ask.remote()
+
+    def kill(self) -> None:
+        kills = [actor.kill.remote() for actor in self._actors]
+        self._ray.wait(kills, num_returns=len(kills), timeout=_KILL_SECONDS)
+        self._ray.util.remove_placement_group(self._group)
+
+
+class NodeActor:
+    """Has the ranks of a lease on one node. Ray runs it."""
+
+    def __init__(self, launch: Launch, part: Part, cwd: str, master: tuple[str, int] | None) -> None:
+        self._launch = launch
+        self._master = master or (_ray_module().util.get_node_ip_address(), free_port())
+        self._ranks = NodeRanks.start(launch, part, self._master, cwd, bound=True)
+
+    def master(self) -> tuple[str, int]:
+        """Where all ranks of the lease meet, if this node has rank 0."""
+        return self._master
+
+    def wait(self) -> int:
+        """The exit code of the ranks, when they have ended. A node that was cut off, and whose job has another lease by
+        now, ends them.
+        """
+        while (code := self._ranks.exit_code()) is None:
+            if self._launch.note.read_text() != self._launch.lease:
+                self._ranks.kill()
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def ask(self) -> None:
+        """As of `NodeRanks`."""
+        self._ranks.ask()
+
+    def kill(self) -> None:
+        """As of `NodeRanks`."""
+        self._ranks.kill()
+
+
+def _bundle(devices: str, part: Part, has: Mapping[str, float]) -> dict[str, float]:
+    """What a lease takes of a node: its devices, and the GPUs that these are."""
+    gpus = has.get("GPU", 0) / has.get(devices, 1) * part.workers
+    return {devices: part.workers, **({"GPU": gpus} if gpus else {})}
+
+
+def _actor_name(launch: Launch, part: Part) -> str:
+    return f"{launch.lease}/{part.number}"
+
+
+def _ray_module() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as missing:
+        raise PenstockError(
+            "RayNodes: expected ray, found none: install it with `pip install 'penstock[ray]'`"
+        ) from missing
