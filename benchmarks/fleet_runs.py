@@ -2,6 +2,8 @@
 
     python benchmarks/fleet_runs.py --save benchmarks/results/fleet-runs.txt
     python benchmarks/fleet_runs.py --kill-after 200
+    python benchmarks/fleet_runs.py --ray 3 --kill-after 200 --save benchmarks/results/fleet-ray.txt
+    python benchmarks/fleet_runs.py --shares 60 --save benchmarks/results/fleet-ray.txt
 
 Five trainings on two emulated kinds, of two processes and of one. Both kinds are this machine, so a kind also has a
 time that a step takes at least. With --kill-after the executor is killed in the midst of the run and started again. The
@@ -12,25 +14,31 @@ second and the seconds of a start and of an end, and the simulator does the rest
 and the simulator is asked again with what the leases of the run took: what that prediction still misses is not due to
 the three numbers. The program ends with an error if any training ends with other weights than one that nothing
 interrupted, to the bit, or if fewer than ten were preempted.
+
+With --ray that many nodes of Ray run on this machine: one of `single`, the others of `double`. Of three, two of the
+jobs have ranks on both nodes of `double`. One node of `double` is killed, and a new one comes. --shares compares the
+time that three jobs without a model have on each of two nodes, over that many rounds, with the simulation.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from measurement.reports import Report, conditions, option_parser
-from penstock.fleet import POLICIES, FleetFile, simulate_fleet
+from penstock.fleet import POLICIES, FleetFile, Held, simulate_fleet
 from penstock.fleet.executor import LeaseRecord, RunState
 from penstock.fleet.lease_processes import THIS_NODE, Launch, LeaseProcesses, ThisNode
 from penstock.values.quantities import table_lines
@@ -65,10 +73,16 @@ def main() -> None:
     parser.add_argument("--policy", choices=list(POLICIES), default="max-min-fairness")
     parser.add_argument("--steps", type=float, default=1.0, help="times those of the five jobs")
     parser.add_argument("--kill-after", type=float, default=0.0, help="seconds until the executor is killed; 0: never")
+    parser.add_argument("--ray", type=int, choices=(2, 3), help="nodes of Ray, of which one is killed")
+    parser.add_argument("--shares", type=int, metavar="ROUNDS", help="compare shares of time with the simulation")
     arguments = parser.parse_args()
     report = Report(arguments.save).add
     report(conditions("benchmarks/fleet_runs.py"))
     report(f"rounds of {arguments.round_seconds:g} s, {arguments.policy}")
+    if arguments.ray or arguments.shares:
+        with tempfile.TemporaryDirectory() as name:
+            wrong = _shares(Path(name), arguments, report) if arguments.shares else _ray(Path(name), arguments, report)
+        sys.exit(wrong)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         measured = _measure(folder)
@@ -203,11 +217,15 @@ def _fleet_file(folder: Path, factor: float, measured: dict[str, Measured]) -> P
     return path
 
 
-def _run(folder: Path, arguments: argparse.Namespace) -> float:
-    """Runs the fleet, with an executor that is killed and its successor; the seconds from the first to the end."""
+def _command(folder: Path, arguments: argparse.Namespace, *more: str) -> list[str]:
     options = ["--round-seconds", str(arguments.round_seconds), "--grace-seconds", str(arguments.grace_seconds)]
     words = ["fleet", "run", str(folder / "fleet.yaml"), "--policy", arguments.policy, "-d", str(folder / "run")]
-    command = [sys.executable, "-m", "penstock", *words, *options]
+    return [sys.executable, "-m", "penstock", *words, *options, *more]
+
+
+def _run(folder: Path, arguments: argparse.Namespace, *more: str) -> float:
+    """Runs the fleet, with an executor that is killed and its successor; the seconds from the first to the end."""
+    command = _command(folder, arguments, *more)
     began = time.monotonic()
     if arguments.kill_after:
         first = subprocess.Popen(command, cwd=ROOT)
@@ -236,6 +254,105 @@ def _compare(fleet: FleetFile, folder: Path) -> list[str]:
         print(f"{model.job.name}: {'the same bits' if same else 'OTHER BITS'}", flush=True)
         wrong += [] if same else [model.job.name]
     return wrong
+
+
+def _cluster(*kinds: str) -> tuple[Any, list[Any]]:
+    """A head of Ray on this machine, and a node with a device of each of `kinds`."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    return cluster, [cluster.add_node(num_cpus=0, resources={kind: 1}) for kind in kinds]
+
+
+def _ray(folder: Path, arguments: argparse.Namespace, report: Callable[..., None]) -> str | None:
+    """The five trainings on nodes of which one is killed. What is wrong, if anything is."""
+    doubles = arguments.ray - 1
+    path = _fleet_file(folder, arguments.steps, {kind: Measured(1 / pace, 0, 0) for kind, pace in PACES.items()})
+    document = yaml.safe_load(path.read_text())
+    document["kinds"][0]["workers"] = doubles
+    for job in document["jobs"][:2]:
+        job["workers"] = doubles
+    path.write_text(yaml.safe_dump(document))
+    cluster, nodes = _cluster("single", *["double"] * doubles)
+
+    def exchange() -> None:
+        time.sleep(1.5 * arguments.round_seconds)
+        cluster.remove_node(nodes[-1], allow_graceful=False)
+        print("killed a node of double", flush=True)
+        time.sleep(2 * arguments.round_seconds)
+        cluster.add_node(num_cpus=0, resources={"double": 1})
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(exchange)
+        seconds = _run(folder, arguments, "--ray", cluster.address)
+    cluster.shutdown()
+    fleet = FleetFile.load(path)
+    state = RunState.load(folder / "run" / "state.json", [model.job.name for model in fleet.jobs])
+    jobs = state.jobs.values()
+    lost = sum(lease.asked is None for lease in state.leases) - len(jobs)
+    report(
+        f"{arguments.ray} nodes, one killed, a new one later: {seconds:.0f} s, {len(state.leases)} leases, "
+        f"{sum(job.preemptions for job in jobs)} preempted, {lost} lost with the node; load {_load()}"
+    )
+    report(*_table_of_leases(state.leases))
+    wrong = _compare(fleet, folder)
+    report(f"other bits than without interruptions: {', '.join(wrong) or 'none'}")
+    return "expected the bits of uninterrupted trainings" if wrong else None
+
+
+def _shares(folder: Path, arguments: argparse.Namespace, report: Callable[..., None]) -> str | None:
+    """The example of three jobs in the thesis on two nodes. What is wrong, if anything is."""
+    kinds, speeds = ("V100", "K80"), {"a": (40, 10), "b": (12, 4), "c": (100, 50)}
+    seconds = arguments.shares * arguments.round_seconds
+    script = str(ROOT / "tests" / "support" / "scripts" / "plain_training.py")
+    jobs = [
+        {
+            "name": name,
+            "steps": max(row) * seconds * 10,
+            "throughputs": dict(zip(kinds, row, strict=True)),
+            "command": [script, "{directory}", "{steps}", "0.2"],
+        }
+        for name, row in speeds.items()
+    ]
+    path = folder / "fleet.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {"format": "penstock-fleet/1", "kinds": [{"name": kind, "workers": 1} for kind in kinds], "jobs": jobs}
+        )
+    )
+    fleet = FleetFile.load(path)
+    cluster, _ = _cluster(*kinds)
+    executor = subprocess.Popen(_command(folder, arguments, "--ray", cluster.address), cwd=ROOT)
+    time.sleep(seconds + 10)
+    executor.send_signal(signal.SIGINT)
+    executor.wait()
+    cluster.shutdown()
+    state = RunState.load(folder / "run" / "state.json", list(speeds))
+    began = min(lease.start for lease in state.leases)
+    held = [Held(each.job, each.kind, each.workers, each.start - began, each.stop - began) for each in state.leases]
+    simulated = simulate_fleet(
+        fleet.workload(fleet.table()),
+        fleet.kinds,
+        POLICIES[arguments.policy],
+        round_seconds=arguments.round_seconds,
+        record=True,
+    )
+    rows, worst = [("job", "kind", "simulated", "measured")], 0.0
+    for name in speeds:
+        for kind in kinds:
+            parts = [_part(each, name, kind, seconds) for each in (simulated.held, held)]
+            worst = max(worst, abs(parts[0] - parts[1]))
+            rows.append((name, kind, *(f"{part:.3f}" for part in parts)))
+    report(f"shares of {arguments.shares} rounds on two nodes of Ray; {len(held)} leases; load {_load()}")
+    report(*table_lines(rows, left={0, 1}))
+    report(f"the greatest difference: {worst:.3f} of the time")
+    return "expected shares within 0.02 of the simulation" if worst > 0.02 else None
+
+
+def _part(held: Sequence[Held], job: str, devices: str, seconds: float) -> float:
+    """The part of the first `seconds` for which a job had a device."""
+    own = [each for each in held if (each.job, each.devices) == (job, devices) and each.start < seconds]
+    return sum(min(each.stop, seconds) - each.start for each in own) / seconds
 
 
 if __name__ == "__main__":

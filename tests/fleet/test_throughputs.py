@@ -160,6 +160,7 @@ OPTIONS = {
     "--ideal": "simulate",
     "--directory run": "run emit",
     "--grace-seconds 60": "run",
+    "--ray auto": "run",
     "--most-failures 3": "run",
     "--cluster nonsense": "emit",
     "--image trainer": "emit",

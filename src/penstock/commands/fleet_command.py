@@ -26,6 +26,7 @@ _OPTIONS: Sequence[tuple[str, str, Any, Mapping[str, Any], str]] = (
     ("simulate", "--ideal", False, {"action": "store_true"}, "exact shares at any time, without rounds"),
     ("run emit", "--directory", None, {"metavar": "DIR"}, "of the run, or of the cluster jobs"),
     ("run", "--grace-seconds", 60.0, _NUMBER, "to save and leave (default: 60)"),
+    ("run", "--ray", "", {"metavar": "ADDRESS"}, "run on the nodes of this Ray cluster: auto, or HOST:PORT"),
     ("run", "--most-failures", 3, {"type": parse_count, "metavar": "N"}, "in a row (default: 3)"),
     ("emit", "--cluster", "slurm", _NAME, "slurm (default) or kubernetes"),
     ("emit", "--image", "", {"metavar": "IMAGE"}, "the container of Kubernetes jobs"),
@@ -108,7 +109,7 @@ def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy
 
 
 def _execute(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:
-    from penstock.fleet import FleetExecutor
+    from penstock.fleet import FleetExecutor, RayNodes
 
     executor = FleetExecutor(
         fleet,
@@ -118,6 +119,7 @@ def _execute(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy"
         grace_seconds=arguments.grace_seconds,
         most_failures=arguments.most_failures,
         report=(lambda line: None) if arguments.json else show,
+        nodes=RayNodes(arguments.ray) if arguments.ray else None,
     )
     _print_run(arguments, executor.run())
 
@@ -171,7 +173,7 @@ FLEET = Command(
     name="fleet",
     summary="divide unequal machines among jobs",
     description="Finds the throughput of every job on every kind of machine by planning it, and divides the machines "
-    "by a policy: prints the shares, simulates the jobs, runs them on this machine, or writes jobs for a cluster.",
+    "by a policy: prints the shares, simulates the jobs, runs them on this machine or on Ray, or writes cluster jobs.",
     example="penstock fleet simulate fleet.yaml --policy finish-time-fairness --html run.html",
     declare=_declare,
     run=_run,
