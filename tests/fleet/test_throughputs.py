@@ -11,10 +11,8 @@ from penstock.fleet import (
     FleetFile,
     Job,
     Kind,
-    Lease,
     Machines,
     ModelJob,
-    cluster_job,
     max_min_fairness,
     throughput_table,
 )
@@ -152,50 +150,24 @@ def test_commands_print_shares_and_runs(path, capsys):
 
 
 OPTIONS = {
-    "--round-seconds 5": "simulate run emit",
+    "--round-seconds 5": "simulate run",
     "--html page.html": "simulate run",
     "--restart-seconds 5": "simulate",
     "--prices /no/such.csv": "simulate",
     "--seed 0": "simulate",
     "--ideal": "simulate",
-    "--directory run": "run emit",
+    "--directory run": "run",
     "--grace-seconds 60": "run",
     "--ray auto": "run",
     "--most-failures 3": "run",
-    "--cluster nonsense": "emit",
-    "--image trainer": "emit",
 }
 """By option, the actions that read it."""
 
 
 def test_options_of_other_actions_are_refused(path, capsys):
     for option, read_by in OPTIONS.items():
-        for action in {"allocate", "simulate", "run", "emit"} - set(read_by.split()):
+        for action in {"allocate", "simulate", "run"} - set(read_by.split()):
             assert main(["fleet", action, str(path), *option.split()]) == 1
             expected = f"{option.split()[0]}: expected the action {read_by.replace(' ', ' or ')}, found {action}"
             assert expected in capsys.readouterr().err
     assert {option for _, option, *_ in _OPTIONS} == {option.split()[0] for option in OPTIONS}
-    assert main(["fleet", "emit", str(path), "-d", str(path.parent / "jobs"), "--image", "trainer"]) == 1
-    assert "--image: expected --cluster kubernetes, found slurm" in capsys.readouterr().err
-
-
-def test_leases_become_jobs_of_a_cluster(path, capsys):
-    text = FLEET.replace("  plan: {synchronous: true}", "  command: [big.py]").replace(
-        "arrives: 60", "command: [small.py]"
-    )
-    path.write_text(text.replace("pairs:\n- {jobs: [measured, other], throughputs: {V100: [20, 7.5]}}\n", ""))
-    options = ["--directory", str(path.parent / "jobs"), "--round-seconds", "3600"]
-    assert main(["fleet", "emit", str(path), "--policy", "strict-fifo", *options]) == 0
-    script = (path.parent / "jobs" / "planned.sh").read_text()
-    assert main(["fleet", "emit", str(path), "--cluster", "kubernetes", "--image", "me/train:1", *options]) == 0
-    pods = [json.loads(file.read_text()) for file in (path.parent / "jobs").glob("*.json")]
-
-    assert "#SBATCH --gpus-per-node=V100:2\n" in script and "#SBATCH --signal=USR1@120\n" in script
-    assert "#SBATCH --time=62\n" in script
-    assert script.endswith("--standalone --nproc-per-node 2 big.py\n")
-    assert {pod["spec"]["activeDeadlineSeconds"] for pod in pods} == {3600}
-    assert "wrote" in capsys.readouterr().out
-    lease = Lease(("a b; rm",), "V100", "V100", (0,), renewed=False)
-    assert "--job-name=a-b-rm\n" in cluster_job("slurm", lease, ["x.py", "a b"], 60)
-    with pytest.raises(PlanError, match="expected the container"):
-        cluster_job("kubernetes", lease, ["x.py"], 60)

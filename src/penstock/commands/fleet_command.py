@@ -15,27 +15,25 @@ from penstock.values.documents import write_text
 if TYPE_CHECKING:
     from penstock.fleet import FleetFile, FleetRun, Policy, ThroughputTable
 
-_ACTIONS = ("allocate", "simulate", "run", "emit")
-_NUMBER, _FILE, _NAME = {"type": float, "metavar": "S"}, {"metavar": "FILE"}, {"metavar": "NAME"}
+_ACTIONS = ("allocate", "simulate", "run")
+_NUMBER, _FILE = {"type": float, "metavar": "S"}, {"metavar": "FILE"}
 _OPTIONS: Sequence[tuple[str, str, Any, Mapping[str, Any], str]] = (
-    ("simulate run emit", "--round-seconds", None, _NUMBER, "default: 360 to simulate, 30 to run"),
+    ("simulate run", "--round-seconds", None, _NUMBER, "default: 360 to simulate, 30 to run"),
     ("simulate run", "--html", None, _FILE, "write a page with the run's figures and pictures"),
     ("simulate", "--restart-seconds", 5.0, _NUMBER, "lost by a lease that is new"),
     ("simulate", "--prices", None, _FILE, "prices over time (CSV: seconds,kind,price)"),
     ("simulate", "--seed", 0, {"type": int, "metavar": "N"}, "of the times at which spot devices are lost"),
     ("simulate", "--ideal", False, {"action": "store_true"}, "exact shares at any time, without rounds"),
-    ("run emit", "--directory", None, {"metavar": "DIR"}, "of the run, or of the cluster jobs"),
+    ("run", "--directory", None, {"metavar": "DIR"}, "of the run"),
     ("run", "--grace-seconds", 60.0, _NUMBER, "to save and leave (default: 60)"),
     ("run", "--ray", "", {"metavar": "ADDRESS"}, "run on the nodes of this Ray cluster: auto, or HOST:PORT"),
     ("run", "--most-failures", 3, {"type": parse_count, "metavar": "N"}, "in a row (default: 3)"),
-    ("emit", "--cluster", "slurm", _NAME, "slurm (default) or kubernetes"),
-    ("emit", "--image", "", {"metavar": "IMAGE"}, "the container of Kubernetes jobs"),
 )
 """The options that only some actions read: those, the option, its default, its form, and its help."""
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=_ACTIONS, help="shares of time; a simulation; real trainings; cluster jobs")
+    parser.add_argument("action", choices=_ACTIONS, help="shares of time; a simulation; real trainings")
     parser.add_argument("fleet", metavar="FLEET", help="a file with kinds of machines and jobs (YAML)")
     parser.add_argument("--policy", metavar="NAME", default="water-filling", help="default: water-filling")
     parser.add_argument("--plans", metavar="DIR", help="write the plan of each job on each kind into this directory")
@@ -69,10 +67,8 @@ def _run(arguments: argparse.Namespace) -> None:
                 show(f"{table.describe()}\n\n{found.explain()}")
         case "simulate":
             _simulate(arguments, fleet, policy, table)
-        case "run":
-            _execute(arguments, fleet, policy)
         case _:
-            _emit(arguments, fleet, policy, table)
+            _execute(arguments, fleet, policy)
 
 
 def _settle_options(arguments: argparse.Namespace) -> None:
@@ -83,8 +79,6 @@ def _settle_options(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, default)
         elif arguments.action not in actions.split():
             raise PlanError(f"{option}: expected the action {expected}, found {arguments.action}: leave it out")
-    if arguments.image and arguments.cluster == "slurm":
-        raise PlanError(f"--image: expected --cluster kubernetes, found {arguments.cluster}: leave it out")
 
 
 def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy", table: "ThroughputTable") -> None:
@@ -111,10 +105,12 @@ def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy
 def _execute(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:
     from penstock.fleet import FleetExecutor, RayNodes
 
+    if not arguments.directory:
+        raise PlanError("--directory: expected a place for what run makes, found none: give one")
     executor = FleetExecutor(
         fleet,
         policy,
-        _directory(arguments),
+        arguments.directory,
         round_seconds=30.0 if arguments.round_seconds is None else arguments.round_seconds,
         grace_seconds=arguments.grace_seconds,
         most_failures=arguments.most_failures,
@@ -122,38 +118,6 @@ def _execute(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy"
         nodes=RayNodes(arguments.ray) if arguments.ray else None,
     )
     _print_run(arguments, executor.run())
-
-
-def _emit(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy", table: "ThroughputTable") -> None:
-    """Writes a file for each lease of the first round."""
-    from penstock.fleet import RoundScheduler, cluster_job
-
-    folder = Path(_directory(arguments))
-    folder.mkdir(parents=True, exist_ok=True)
-    scheduler = RoundScheduler(fleet.kinds)
-    scheduler.begin(policy(fleet.problem(table)))
-    steps = {model.job.name: model.job.steps for model in fleet.jobs}
-    commands = {model.job.name: command for model, command in zip(fleet.jobs, fleet.commands, strict=True)}
-    seconds = 360.0 if arguments.round_seconds is None else arguments.round_seconds
-    written = []
-    for lease in scheduler.next_round():
-        command = commands[lease.jobs[0]]
-        if command is None or len(lease.jobs) > 1:
-            raise PlanError(f"job {lease.jobs[0]!r}: command: expected the words that start it, found none: add it")
-        words = command.filled(f"checkpoints/{lease.jobs[0]}", steps[lease.jobs[0]], len(lease.workers))
-        text = cluster_job(arguments.cluster, lease, words, seconds, arguments.image)
-        written.append(folder / f"{lease.jobs[0]}.{'sh' if arguments.cluster == 'slurm' else 'json'}")
-        write_text(written[-1], text, PlanError)
-    if arguments.json:
-        print_json([str(path) for path in written])
-    else:
-        show("\n".join(f"wrote {path}" for path in written))
-
-
-def _directory(arguments: argparse.Namespace) -> str:
-    if not arguments.directory:
-        raise PlanError(f"--directory: expected a place for what {arguments.action} makes, found none: give one")
-    return str(arguments.directory)
 
 
 def _print_run(arguments: argparse.Namespace, run: "FleetRun") -> None:
@@ -173,7 +137,7 @@ FLEET = Command(
     name="fleet",
     summary="divide unequal machines among jobs",
     description="Finds the throughput of every job on every kind of machine by planning it, and divides the machines "
-    "by a policy: prints the shares, simulates the jobs, runs them on this machine or on Ray, or writes cluster jobs.",
+    "by a policy: prints the shares, simulates the jobs, or runs them on this machine or on the nodes of Ray.",
     example="penstock fleet simulate fleet.yaml --policy finish-time-fairness --html run.html",
     declare=_declare,
     run=_run,

@@ -7,7 +7,6 @@ May import the planner and what it plans with; only ``commands`` imports this ro
 """
 
 from penstock.fleet.allocations import Allocation
-from penstock.fleet.cluster_jobs import CLUSTERS, cluster_job
 from penstock.fleet.executor import FleetExecutor
 from penstock.fleet.fleet_files import FleetFile, TrainingCommand
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
@@ -49,7 +48,6 @@ from penstock.fleet.workloads import (
 )
 
 __all__ = [
-    "CLUSTERS",
     "POLICIES",
     "THESIS_KINDS",
     "Allocation",
@@ -77,7 +75,6 @@ __all__ = [
     "TrainingCommand",
     "allox",
     "blind",
-    "cluster_job",
     "completion_svg",
     "devices_svg",
     "fifo",
