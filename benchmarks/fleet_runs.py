@@ -261,7 +261,17 @@ def _cluster(*kinds: str) -> tuple[Any, list[Any]]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    return cluster, [cluster.add_node(num_cpus=0, resources={kind: 1}) for kind in kinds]
+    return cluster, [_add_node(cluster, kind) for kind in kinds]
+
+
+def _add_node(cluster: Any, kind: str) -> Any:
+    """Ray gives a node 30 seconds to start, which is little on a busy machine."""
+    for _ in range(10):
+        try:
+            return cluster.add_node(num_cpus=0, resources={kind: 1})
+        except Exception as error:
+            print(f"a node did not start: {error}", flush=True)
+    sys.exit("expected a node of Ray, found none that starts in 30 s: try again on a quieter machine")
 
 
 def _ray(folder: Path, arguments: argparse.Namespace, report: Callable[..., None]) -> str | None:
@@ -280,7 +290,7 @@ def _ray(folder: Path, arguments: argparse.Namespace, report: Callable[..., None
         cluster.remove_node(nodes[-1], allow_graceful=False)
         print("killed a node of double", flush=True)
         time.sleep(2 * arguments.round_seconds)
-        cluster.add_node(num_cpus=0, resources={"double": 1})
+        _add_node(cluster, "double")
 
     with ThreadPoolExecutor() as pool:
         pool.submit(exchange)

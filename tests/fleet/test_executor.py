@@ -217,7 +217,7 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path):
     )
     wide = Launch("x", [str(script)], tmp_path, {}, 3, "GPU", ("one", "two", "one"))
     first, second = wide.parts()
-    parts = [NodeRanks.start(wide, part, ("10.0.0.1", 77)) for part in (first, second)]
+    parts = [NodeRanks(wide, part, ("10.0.0.1", 77)) for part in (first, second)]
     while parts[0].exit_code() is None:
         time.sleep(0.01)
 

@@ -14,10 +14,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.fleet.jobs import Kind
 
@@ -30,15 +31,22 @@ _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
+class Part(NamedTuple):
+    """The ranks of a training that one node has. `number`: that of the node in the training."""
+
+    node: str
+    workers: int
+    number: int
+    ranks: range
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A training that is to be started."""
+    """A training that is to be started: a script with its arguments, in a folder that all nodes see."""
 
     lease: str
     words: Sequence[str]
-    """The script and its arguments."""
     folder: Path
-    """Gets its output. All nodes see it."""
     environment: Mapping[str, str]
     processes: int
     devices: str
@@ -50,35 +58,23 @@ class Launch:
         """The file that says which lease the training has now."""
         return self.folder / "lease"
 
-    def parts(self) -> list["Part"]:
+    def parts(self) -> list[Part]:
         """The ranks of each node, in the order of the workers; none for a node without a rank."""
-        names, workers, before = list(dict.fromkeys(self.nodes)), len(self.nodes), 0
         found: list[Part] = []
-        for name in names:
-            after = before + self.nodes.count(name)
+        before, workers = 0, len(self.nodes)
+        for node, count in Counter(self.nodes).items():
+            after = before + count
             ranks = range(self.processes * before // workers, self.processes * after // workers)
-            if ranks:
-                found.append(Part(name, after - before, len(found), ranks))
+            found += [Part(node, count, len(found), ranks)] if ranks else []
             before = after
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The ranks of a training that one node has."""
-
-    node: str
-    workers: int
-    number: int
-    """Of the node in the training."""
-    ranks: range
 
 
 class LeaseProcesses(Protocol):
     """The processes of a lease, wherever they are."""
 
     def exit_code(self) -> int | None:
-        """None while they run; then the first code that is not 0, or 0, or `LOST`."""
+        """None while they run; then a code that is not 0, if there is one, or `LOST`."""
 
     def ask(self) -> None:
         """Sends SIGUSR1 to every rank: save and leave."""
@@ -91,7 +87,7 @@ class Nodes(Protocol):
     """The machines of a fleet."""
 
     def there(self, kinds: Sequence[Kind]) -> Mapping[str, Mapping[str, int]]:
-        """How many devices each node has that is there now, by the name of the devices and by that of the node."""
+        """How many devices each node has now, by the name of the devices and by that of the node."""
 
     def start(self, launch: Launch) -> LeaseProcesses:
         """Starts a training; a failure of the start shows as an exit code."""
@@ -108,13 +104,13 @@ class ThisNode:
 
     def start(self, launch: Launch) -> LeaseProcesses:
         (part,) = launch.parts()
-        return NodeRanks.start(launch, part, ("127.0.0.1", free_port()))
+        return NodeRanks(launch, part)
 
     def find(self, launch: Launch) -> LeaseProcesses | None:
-        numbers = [number for number in _numbers() if _is_lease(number, launch.lease) and _leads(number)]
-        if not numbers:
-            kill_all(launch.lease)
-        return NodeRanks(launch.lease, numbers) if numbers else None
+        leaders = [number for number in _processes(launch.lease) if _leads(number)]
+        if not leaders:
+            _kill_all(launch.lease)
+        return _FoundRanks(launch.lease, leaders) if leaders else None
 
 
 def number_workers(
@@ -136,116 +132,128 @@ def number_workers(
     return found
 
 
-@dataclass(slots=True)
 class NodeRanks:
-    """The ranks of a lease on one machine."""
+    """The ranks of a lease on one node."""
 
-    lease: str
-    numbers: Sequence[int]
-    children: "Sequence[subprocess.Popen[bytes]]" = ()
-    """None of them if another executor started them."""
-    asked: bool = False
-
-    @classmethod
-    def start(
-        cls, launch: Launch, part: Part, master: tuple[str, int], cwd: str | None = None, bound: bool = False
-    ) -> "NodeRanks":
-        """Starts the ranks of `part`, which meet at the address and the port of `master`. `bound`: they die with the
-        process that started them.
+    def __init__(
+        self,
+        launch: Launch,
+        part: Part,
+        master: tuple[str, int] = ("127.0.0.1", 0),
+        cwd: str | None = None,
+        bound: bool = False,
+    ) -> None:
+        """Starts them. `master`: where all ranks of the training meet; port 0 for any that is free. `bound`: they die
+        with this process.
         """
-        die = partial(ctypes.CDLL(None).prctl, _DIE_WITH_PARENT, signal.SIGKILL)
+        self._launch, self._lease, self._asked = launch, launch.lease, False
+        self._master = master if master[1] else (master[0], _free_port())
         name = f"output-{part.number}.txt" if part.number else "output.txt"
         with (launch.folder / name).open("ab") as output:
-            children = [
+            self._children = [
                 subprocess.Popen(
                     [sys.executable, *launch.words],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     cwd=cwd,
-                    env={**os.environ, **launch.environment, **_variables(launch, part, rank, master)},
+                    env={**os.environ, **launch.environment, **_variables(launch, part, rank, self._master)},
                     start_new_session=True,
-                    preexec_fn=die if bound else None,
+                    preexec_fn=partial(ctypes.CDLL(None).prctl, _DIE_WITH_PARENT, signal.SIGKILL) if bound else None,
                 )
                 for rank in part.ranks
             ]
-        return cls(launch.lease, [child.pid for child in children], children)
+        self._numbers: Sequence[int] = [child.pid for child in self._children]
+
+    def master(self) -> tuple[str, int]:
+        """Where all ranks of the training meet."""
+        return self._master
+
+    def wait(self) -> int:
+        """The exit code, when there is one. Ranks whose training has another lease by now, since their node was cut
+        off, are killed.
+        """
+        while (code := self.exit_code()) is None:
+            if self._launch.note.read_text() != self._lease:
+                self.kill()
+            time.sleep(_POLL_SECONDS)
+        return code
 
     def exit_code(self) -> int | None:
         """As of `LeaseProcesses`. If a rank fails, the others are killed, unless they have been asked to leave."""
-        if not self.children:
-            return None if any(_is_lease(number, self.lease) for number in self.numbers) else LOST
-        codes = [child.poll() for child in self.children]
+        codes = [child.poll() for child in self._children]
         # Those that were killed since another failed have -9.
         failed = max((code for code in codes if code), default=0)
-        if None in codes and (not failed or self.asked):
+        if None in codes and (not failed or self._asked):
             return None
         if None in codes:
             self.kill()
         return failed
 
     def ask(self) -> None:
-        self.asked = True
-        for number in self.numbers:
-            if _is_lease(number, self.lease):
-                _send(number, signal.SIGUSR1)
+        self._asked = True
+        for number in {*_processes(self._lease)} & {*self._numbers}:
+            _send(number, signal.SIGUSR1)
 
     def kill(self) -> None:
-        kill_all(self.lease)
-        for child in self.children:
+        _kill_all(self._lease)
+        for child in self._children:
             child.wait()
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+class _FoundRanks(NodeRanks):
+    """Ranks that another executor started, which leave no code."""
+
+    def __init__(self, lease: str, numbers: Sequence[int]) -> None:
+        self._lease, self._numbers, self._children = lease, numbers, []
+
+    def exit_code(self) -> int | None:
+        return None if {*_processes(self._lease)} & {*self._numbers} else LOST
+
+
+def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])
-
-
-def kill_all(lease: str) -> None:
-    """Kills every process of `lease`, and those that they start meanwhile."""
-    while found := [number for number in _numbers() if _is_lease(number, lease)]:
-        for number in found:
-            _send(number, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
 
 
 def _variables(launch: Launch, part: Part, rank: int, master: tuple[str, int]) -> dict[str, str]:
     """What torchrun puts into the environment of a rank, and the name of the lease. One process alone is no group."""
     if launch.processes == 1:
         return {_MARK: launch.lease}
-    nodes, local = len(launch.parts()), rank - part.ranks.start
-    numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": part.number}
-    sizes = {"WORLD_SIZE": launch.processes, "ROLE_WORLD_SIZE": launch.processes, "GROUP_WORLD_SIZE": nodes}
-    sizes |= {"LOCAL_WORLD_SIZE": len(part.ranks), "MASTER_PORT": master[1]}
-    elastic = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": launch.lease}
-    texts = {name: str(value) for name, value in (numbers | sizes).items()}
-    return {**texts, **elastic, "MASTER_ADDR": master[0], "ROLE_NAME": "default", _MARK: launch.lease}
+    numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank - part.ranks.start, "GROUP_RANK": part.number}
+    sizes = {"WORLD_SIZE": launch.processes, "LOCAL_WORLD_SIZE": len(part.ranks)}
+    sizes |= {"ROLE_WORLD_SIZE": launch.processes, "GROUP_WORLD_SIZE": len(launch.parts())}
+    others = {"MASTER_ADDR": master[0], "MASTER_PORT": master[1], "TORCHELASTIC_RUN_ID": launch.lease}
+    others |= {"ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    return {name: str(value) for name, value in {**numbers, **sizes, **others, _MARK: launch.lease}.items()}
 
 
-def _numbers() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+def _processes(lease: str) -> list[int]:
+    """The numbers of all processes of a lease on this machine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and f"{_MARK}={lease}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
-def _is_lease(number: int, lease: str) -> bool:
-    try:
-        environment = Path(f"/proc/{number}/environ").read_bytes()
-    except OSError:
-        return False
-    return f"{_MARK}={lease}".encode() in environment.split(b"\0")
+def _kill_all(lease: str) -> None:
+    """Kills every process of `lease`, and those that they start meanwhile."""
+    while found := _processes(lease):
+        for number in found:
+            _send(number, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
 
 
 def _leads(number: int) -> bool:
     """Whether a process leads its session, as ranks do."""
-    try:
+    with suppress(ProcessLookupError):
         return os.getsid(number) == number
-    except ProcessLookupError:
-        return False
+    return False
 
 
 def _send(number: int, sent: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(number, sent)
-    except ProcessLookupError:
-        return

@@ -1,4 +1,4 @@
-"""A fleet on Ray: a placement group for each lease, and in it an actor for each node, which starts the ranks there.
+"""A fleet on Ray: a placement group for each lease, and in it an actor on each node, which starts the ranks there.
 
 Ray knows which nodes are there, reserves their devices, starts actors, and finds nodes that die. A node has as many
 workers of a kind as it has of the resource of that name: ``ray start --resources '{"V100": 8}'``. Groups and actors
@@ -8,17 +8,15 @@ outlive the executor; ranks die with their actor, and an actor with its node.
 import importlib
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.fleet.jobs import Kind
-from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, NodeRanks, Part, free_port
+from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, NodeRanks, Part
 
 _NAMESPACE = "penstock"
-_POLL_SECONDS = 0.2
 _KILL_SECONDS = 10.0
 
 
@@ -39,37 +37,37 @@ class RayNodes:
             ) from error
 
     def there(self, kinds: Sequence[Kind]) -> Mapping[str, Mapping[str, int]]:
-        nodes = self._resources()
-        return {
-            kind.devices: {node: int(has[kind.devices]) for node, has in nodes.items() if has.get(kind.devices)}
-            for kind in kinds
-        }
+        found: dict[str, dict[str, int]] = {kind.devices: {} for kind in kinds}
+        for name, node in self.alive().items():
+            for devices, nodes in found.items():
+                nodes[name] = int(node["Resources"].get(devices, 0))
+        return found
 
     def start(self, launch: Launch) -> LeaseProcesses:
-        ray, parts, nodes = self._ray, launch.parts(), self._resources()
-        bundles = [_bundle(launch.devices, part, nodes.get(part.node, {})) for part in parts]
+        ray, nodes, parts = self._ray, self.alive(), launch.parts()
+        # A node that has died meanwhile never gives what the group waits for, and the next look at the nodes ends it.
         group = ray.util.placement_group(
-            bundles,
+            [{launch.devices: part.workers, "GPU": _gpus(launch.devices, part, nodes)} for part in parts],
             name=launch.lease,
             lifetime="detached",
             bundle_label_selector=[{"ray.io/node-id": part.node} for part in parts],
         )
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actors: list[Any] = []
-        for part, bundle in zip(parts, bundles, strict=True):
-            master = actors[0].master.remote() if actors else None
-            options = {
-                "name": _actor_name(launch, part),
-                "namespace": _NAMESPACE,
-                "lifetime": "detached",
-                "num_cpus": 0,
-                "num_gpus": bundle.get("GPU", 0),
-                "resources": {launch.devices: part.workers},
-                "max_concurrency": 8,
-                "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    group, part.number
-                ),
-            }
-            actors.append(ray.remote(NodeActor).options(**options).remote(launch, part, os.getcwd(), master))
+        for part in parts:
+            address = nodes.get(part.node, {}).get("NodeManagerAddress", "")
+            actor = ray.remote(NodeRanks).options(
+                name=_actor_name(launch, part),
+                namespace=_NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                num_gpus=_gpus(launch.devices, part, nodes),
+                resources={launch.devices: part.workers},
+                max_concurrency=8,
+                scheduling_strategy=strategy(group, part.number),
+            )
+            master = actors[0].master.remote() if actors else (address, 0)
+            actors.append(actor.remote(launch, part, master, cwd=os.getcwd(), bound=True))
         return _RayLease(self, parts, group, actors)
 
     def find(self, launch: Launch) -> LeaseProcesses | None:
@@ -84,9 +82,9 @@ class RayNodes:
             return _RayLease(self, parts, group, actors)
         return None
 
-    def _resources(self) -> dict[str, Mapping[str, float]]:
-        """The resources of each node that is alive."""
-        return {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
+    def alive(self) -> dict[str, dict[str, Any]]:
+        """What Ray knows of each node that is there."""
+        return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
 
 
 class _RayLease:
@@ -114,7 +112,7 @@ class _RayLease:
             self._ends[number] = self._actors[number].wait.remote()
             return None
         except errors.RayError:
-            return -signal.SIGKILL if self._parts[number].node in self._nodes._resources() else LOST
+            return -signal.SIGKILL if self._parts[number].node in self._nodes.alive() else LOST
 
     def ask(self) -> None:
         self._asked = True
@@ -127,41 +125,10 @@ class _RayLease:
         self._ray.util.remove_placement_group(self._group)
 
 
-class NodeActor:
-    """Has the ranks of a lease on one node. Ray runs it."""
-
-    def __init__(self, launch: Launch, part: Part, cwd: str, master: tuple[str, int] | None) -> None:
-        self._launch = launch
-        self._master = master or (_ray_module().util.get_node_ip_address(), free_port())
-        self._ranks = NodeRanks.start(launch, part, self._master, cwd, bound=True)
-
-    def master(self) -> tuple[str, int]:
-        """Where all ranks of the lease meet, if this node has rank 0."""
-        return self._master
-
-    def wait(self) -> int:
-        """The exit code of the ranks, when they have ended. A node that was cut off, and whose job has another lease by
-        now, ends them.
-        """
-        while (code := self._ranks.exit_code()) is None:
-            if self._launch.note.read_text() != self._launch.lease:
-                self._ranks.kill()
-            time.sleep(_POLL_SECONDS)
-        return code
-
-    def ask(self) -> None:
-        """As of `NodeRanks`."""
-        self._ranks.ask()
-
-    def kill(self) -> None:
-        """As of `NodeRanks`."""
-        self._ranks.kill()
-
-
-def _bundle(devices: str, part: Part, has: Mapping[str, float]) -> dict[str, float]:
-    """What a lease takes of a node: its devices, and the GPUs that these are."""
-    gpus = has.get("GPU", 0) / has.get(devices, 1) * part.workers
-    return {devices: part.workers, **({"GPU": gpus} if gpus else {})}
+def _gpus(devices: str, part: Part, nodes: Mapping[str, Mapping[str, Any]]) -> float:
+    """The GPUs of a node that these workers of it are."""
+    has = nodes.get(part.node, {}).get("Resources", {})
+    return float(has.get("GPU", 0) / has.get(devices, 1) * part.workers)
 
 
 def _actor_name(launch: Launch, part: Part) -> str:
