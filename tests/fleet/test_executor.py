@@ -294,6 +294,9 @@ def test_wrong_runs_are_refused(tmp_path):
     fleet = fleet_file(tmp_path, "- {name: a, steps: 1, throughputs: {CPU: 1}}\n")
     with pytest.raises(PlanError, match="job 'a': command: expected the words that start it"):
         FleetExecutor(fleet, fifo, tmp_path)
+    fleet = fleet_file(tmp_path, job("a", 1, 1.0).replace("{name", "{workers: 2, name"))
+    with pytest.raises(PlanError, match="'a': expected a kind that it runs on"):
+        FleetExecutor(fleet, fifo, tmp_path)
     RunState({"a": JobState()}).save(tmp_path / "state.json")
     with pytest.raises(PlanError, match="expected a run of the jobs b, found a"):
         RunState.load(tmp_path / "state.json", ["b"])

@@ -164,6 +164,8 @@ class FleetExecutor:
         self._fleet, self._policy, self._report = fleet, policy, report
         self._nodes = ThisNode() if nodes is None else nodes
         self._table = fleet.table()
+        # A job that runs on no kind is refused, and not taken for one whose machines are not there.
+        fleet.problem(self._table)
         self._commands = {
             model.job.name: command for model, command in zip(fleet.jobs, fleet.commands, strict=True) if command
         }
