@@ -24,7 +24,7 @@ from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES, Reducer
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
-from penstock.runtime.transport.transport import LoopbackTransport, PendingMessage, SumKinds, Transport
+from penstock.runtime.transport.transport import LoopbackTransport, PendingMessage, SumKind, SumKinds, Transport
 from penstock.runtime.transport.worlds import join_world
 from support.jobs.staging_jobs import members
 from support.live_tensors import forget_what_is_there, live_tensors
@@ -53,11 +53,23 @@ ROWS = [
 ]
 
 
-def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
-    """Sums all rows over a communicator, in this order of the ranks."""
+def shares_of(count: int, ranks: int) -> tuple[int, ...]:
+    """One of them is empty, if there are three or more."""
+    return (count // 3, count - count // 3, *(0,) * (ranks - 2))
+
+
+def add_rows(order: tuple[int, ...], backend: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Sums all rows over a communicator, in this order of the ranks: whole, this rank's share, and the shares that the
+    ranks gather.
+    """
     group = {"gloo": connect_gloo, "tardy": tardy_backend.connect}[backend](members(order))
-    add = OrderedSum(order, group, dist.get_rank())
-    sums = [add(summand_of(dist.get_rank(), *row)) for row in ROWS]
+    rank = dist.get_rank()
+    add, sums = OrderedSum(order, group, rank), []
+    for count, dtype in ROWS:
+        own, shares = summand_of(rank, count, dtype), shares_of(count, len(order))
+        share = add.of_kind(SumKind(count, dtype, shares), own)
+        gathered = add.of_kind(SumKind(share.numel(), dtype, shares, gathers=True), share)
+        sums.append((add(own), share, gathered))
     dist.barrier()
     return sums
 
@@ -328,8 +340,10 @@ def test_live_tensors_are_constant_from_sum_to_sum() -> None:
 @pytest.mark.parametrize("order", [(1, 0), (0, 1, 2), (2, 0, 1), (3, 0, 2, 1)], ids=str)
 def test_backends_add_in_the_order_that_is_given(pool: Pool, order: tuple[int, ...], backend: str) -> None:
     expected = [reduce(torch.add, [summand_of(rank, *row) for rank in order]) for row in ROWS]
-    for found in pool.run(len(order), add_rows, order, backend):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for rank, found in enumerate(pool.run(len(order), add_rows, order, backend)):
+        for (whole, share, gathered), total in zip(found, expected, strict=True):
+            assert torch.equal(whole, total) and torch.equal(gathered, total)
+            assert torch.equal(share, total.split(shares_of(len(total), len(order)))[order.index(rank)])
 
 
 @pytest.mark.parametrize("backend", ["gloo", "tardy"])
@@ -472,7 +486,11 @@ def test_what_has_not_been_agreed_on_is_not_added() -> None:
         end.add("another form", torch.zeros(3))
 
 
-FORMS = {"small": (3, torch.float32), "large": (99_999, torch.float32), "of another type": (30_000, torch.float64)}
+FORMS: dict[str, tuple[int, torch.dtype] | SumKind] = {
+    "small": (3, torch.float32),
+    "large": (99_999, torch.float32),
+    "of another type": (30_000, torch.float64),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -494,7 +512,7 @@ def test_training_asks_nccl_for_nothing_that_it_has_not_done_before(ranks: int) 
         ends = list(threads.map(prepare, range(ranks)))
     for end, group in zip(ends, groups, strict=True):
         before = list(group.reported)
-        for form, (numbers, dtype) in FORMS.items():
+        for form, (numbers, dtype, *_) in FORMS.items():
             end.add(form, torch.zeros(numbers, dtype=dtype))
         now = group.reported[len(before) :]
 
@@ -506,7 +524,7 @@ class Listening(LoopbackTransport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forms: list[tuple[int, torch.dtype]] = []
+        self.forms: list[tuple[int, torch.dtype] | SumKind] = []
 
     def agree(self, group: tuple[int, ...], rank: int, forms: SumKinds) -> None:
         self.forms = list(forms.values())

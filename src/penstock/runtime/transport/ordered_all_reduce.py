@@ -4,12 +4,15 @@ Each tensor is cut into as many slices as there are ranks. Each rank receives on
 these in the order of the group, and sends the sum to all. That moves 2 (r - 1) / r of the bytes, as a ring all-reduce
 does, but a ring adds each slice in another order. Two ranks swap whole tensors, which moves the same number of bytes in
 one round instead of two. Small tensors of more than two ranks are sent whole to all. Over Gloo a thread does all that.
+
+Where each rank needs its share of a sum alone, or has made a share of something, that is one round of messages between
+every two ranks.
 """
 
 import queue
 import threading
 from collections.abc import Hashable, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import zip_longest
 
 import torch
@@ -21,7 +24,7 @@ from penstock.runtime.collectives.timeouts import Timeout
 from penstock.runtime.devices.communicators import Communicator, coalesce
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.pending_receives import PendingResult
-from penstock.runtime.transport.transport import PendingMessage, SumKinds
+from penstock.runtime.transport.transport import PendingMessage, SumKind, SumKinds
 from penstock.torch_internals.distributed import gather_into
 
 WHOLE_BYTES = 2**16
@@ -36,6 +39,7 @@ class OrderedSum:
     def __init__(self, order: Sequence[int], group: Communicator, rank: int) -> None:
         self._group_ranks = [sorted(order).index(member) for member in order]
         self._own = sorted(order).index(rank)
+        self._place = list(order).index(rank)
         self._group = group
 
     def __call__(self, own: Tensor) -> Tensor:
@@ -58,6 +62,33 @@ class OrderedSum:
         mine = self._add(slices)
         # The slices that have been added are overwritten by the sums.
         return self._gather(mine, slices)[: own.numel()]
+
+    def of_kind(self, kind: SumKind, own: Tensor) -> Tensor:
+        """The sum of the tensors `own`, or what `kind` has a rank receive instead. Collective."""
+        if not kind.shares:
+            return self(own)
+        if own.is_complex():
+            doubled = kind._replace(shares=tuple(2 * share for share in kind.shares))
+            return torch.view_as_complex(self.of_kind(doubled, torch.view_as_real(own).reshape(-1)).view(-1, 2))
+        if kind.gathers:
+            gathered = own.new_empty(sum(kind.shares))
+            received = gathered.split(kind.shares)
+            received[self._place].copy_(own)
+            self._exchange([own] * len(received), received)
+            return gathered
+        parts = own.split(kind.shares)
+        summands = [torch.empty_like(parts[self._place]) for _ in parts]
+        summands[self._place] = parts[self._place]
+        self._exchange(parts, summands)
+        return reduce(torch.add, summands)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Sends each other rank its tensor of `sent`, and receives that of it into `received`; both in the order."""
+        others = [(place, peer) for place, peer in enumerate(self._group_ranks) if place != self._place]
+        posted = [partial(self._group.recv, [received[at]], peer, 0) for at, peer in others if received[at].numel()]
+        begun = [partial(self._group.send, [sent[at]], peer, 0) for at, peer in others if sent[at].numel()]
+        for work in coalesce(self._group, [*posted, *begun]) if posted or begun else ():
+            work.wait()
 
     def _gather(self, own: Tensor, gathered: Tensor) -> Tensor:
         """Gathers the `own` of all ranks into the memory of `gathered`, by group rank."""
@@ -93,7 +124,7 @@ class Agreement:
         self._gather, self.peers = gather, gather.others
         self.context = f"the sum over ranks {list(gather.ranks)}"
         """Names the sum in errors."""
-        self._sizes: dict[Hashable, tuple[int, torch.dtype]] = {}
+        self._kinds: dict[Hashable, SumKind] = {}
 
     def agree(self, kinds: SumKinds) -> None:
         """Allows this rank to add tensors of `kinds` from now on. Collective, and blocks until all ranks have called
@@ -101,21 +132,27 @@ class Agreement:
 
         `TransportError` if the ranks differ.
         """
-        mine = [(repr(kind), numbers, str(dtype)) for kind, (numbers, dtype) in kinds.items()]
+        own = {kind: SumKind(*given) for kind, given in kinds.items()}
+        # Of what is gathered, ranks add different numbers.
+        mine = [
+            (repr(kind), 0 if each.gathers else each.numbers, str(each.dtype), *each.shares)
+            for kind, each in own.items()
+        ]
         added = self._gather(mine, self.context)
         if any(summands != mine for summands in added):
             raise self._difference([summands if isinstance(summands, list) else [summands] for summands in added])
-        self._sizes.update(kinds)
+        self._kinds.update(own)
 
-    def check(self, kind: Hashable, tensor: Tensor) -> None:
-        """Raises `TransportError` if `tensor` differs from what has been agreed on for `kind`. Does not block."""
-        expected, found = self._sizes.get(kind), (tensor.numel(), tensor.dtype)
-        if expected != found:
+    def check(self, kind: Hashable, tensor: Tensor) -> SumKind:
+        """What has been agreed on for `kind`. Raises `TransportError` if `tensor` differs from it. Does not block."""
+        expected, found = self._kinds.get(kind), (tensor.numel(), tensor.dtype)
+        if expected is None or expected[:2] != found:
             agreed = "nothing" if expected is None else f"{expected[0]} numbers of {expected[1]}"
             raise TransportError(
                 f"{self.context}, {kind!r}: rank {self._gather.rank} adds {found[0]} numbers of {found[1]}, and the "
                 f"ranks have agreed on {agreed}. Call agree() with what is to be added before it is, on all of them"
             )
+        return expected
 
     def _difference(self, added: Sequence[Sequence[object]]) -> TransportError:
         """The error for ranks that differ in what they have `added`."""
@@ -165,8 +202,9 @@ class GlooSum:
             kind, ((own,), ready), result = summand
             try:
                 ready.synchronize()
-                self._agreement.check(kind, own)
-                result.complete(self._staging.to_device([self._sum(own)]))
+                total = self._sum.of_kind(self._agreement.check(kind, own), own)
+                result.complete(self._staging.to_device([total]))
+                del total
             except Exception as error:
                 result.complete(error=error)
             del summand, own, result

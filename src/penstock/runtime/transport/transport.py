@@ -27,8 +27,20 @@ Message: TypeAlias = tuple[Tensor | None, ...]
 a tensor on the meta device instead, for one that other messages of the same kind have.
 """
 
-SumKinds: TypeAlias = Mapping[Hashable, tuple[int, torch.dtype]]
-"""The kinds of tensors that ranks sum: the number of elements and the dtype of each."""
+
+class SumKind(NamedTuple):
+    """What a rank adds to a sum."""
+
+    numbers: int
+    dtype: torch.dtype
+    shares: tuple[int, ...] = ()
+    """With them a rank receives its share of the sum alone: the numbers of each rank's, in the order of the group."""
+    gathers: bool = False
+    """Each rank adds its share, and receives the shares of all, one after the other, in place of a sum."""
+
+
+SumKinds: TypeAlias = Mapping[Hashable, tuple[int, torch.dtype] | SumKind]
+"""The kinds of tensors that ranks sum: the number of elements and the dtype of each, and how they are shared out."""
 
 
 class Channel(StrEnum):
@@ -202,7 +214,7 @@ class LoopbackTransport:
         return _LoopbackReceive(queue.arrived, queue.posted - 1, self._staging)
 
     def agree(self, group: tuple[int, ...], rank: int, kinds: SumKinds) -> None:
-        """Does nothing: the ranks of one process have one model."""
+        """Does nothing: the ranks of one process have one model, and share nothing out."""
 
     def reduce(self, group: tuple[int, ...], rank: int, kind: Hashable, tensor: Tensor) -> PendingMessage:
         sums = self._sums[group]

@@ -16,7 +16,7 @@ from penstock.runtime.devices.accelerators import Accelerator
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.nccl.watchdog import PendingWork
 from penstock.runtime.transport.ordered_all_reduce import WHOLE_BYTES, Agreement, OrderedSum
-from penstock.runtime.transport.transport import Message, PendingMessage, SumKinds
+from penstock.runtime.transport.transport import Message, PendingMessage, SumKind, SumKinds
 
 
 class _PendingSum:
@@ -67,37 +67,36 @@ class NcclSum:
 
     def rehearse(self) -> None:
         """Connects this rank with the others, for small tensors and for large ones. Collective, and blocks."""
-        self._sum_zeros(1, torch.float32)
-        self._sum_zeros(WHOLE_BYTES // torch.float32.itemsize + len(self.peers) + 1, torch.float32)
+        self._sum_zeros(SumKind(1, torch.float32))
+        self._sum_zeros(SumKind(WHOLE_BYTES // torch.float32.itemsize + len(self.peers) + 1, torch.float32))
 
     def agree(self, kinds: SumKinds) -> None:
         """Agrees with the other ranks on the tensors that will be added. Blocks until all ranks have called it."""
         self._agreement.agree(kinds)
-        for numbers, dtype in dict.fromkeys(kinds.values()):
-            self._sum_zeros(numbers, dtype)
+        for given in dict.fromkeys(kinds.values()):
+            self._sum_zeros(SumKind(*given))
 
     def add(self, kind: Hashable, tensor: Tensor) -> PendingMessage:
         """Adds this rank's summand. Returns the pending sum at once."""
         own = tensor.detach().contiguous()
-        self._agreement.check(kind, own)
-        return _PendingSum(self._start(own), self._staging, self._hold)
+        return _PendingSum(self._start(self._agreement.check(kind, own), own), self._staging, self._hold)
 
     def join(self, seconds: float) -> bool:
         """Blocks until all sums are done, or for `seconds`. Returns whether they are done."""
         return self.pending.wait(seconds)
 
-    def _start(self, own: Tensor) -> Staged:
+    def _start(self, kind: SumKind, own: Tensor) -> Staged:
         accelerator = self._accelerator
         accelerator.wait(self._stream, accelerator.record_event(accelerator.current()))
         with accelerator.on(self._stream):
             # The tensor was made on this thread's stream.
             accelerator.record_stream(own, self._stream)
-            staged = self._staging.in_place((self._sum(own),))
+            staged = self._staging.in_place((self._sum.of_kind(kind, own),))
         self.pending.add(staged[1].query)
         return staged
 
-    def _sum_zeros(self, numbers: int, dtype: torch.dtype) -> None:
+    def _sum_zeros(self, kind: SumKind) -> None:
         """Sums zeros, and waits for the result: many such sums at once would take much memory."""
-        _, ready = self._start(torch.zeros(numbers, dtype=dtype, device=self._device))
+        _, ready = self._start(kind, torch.zeros(kind.numbers, dtype=kind.dtype, device=self._device))
         ready.synchronize()
         self._check()
