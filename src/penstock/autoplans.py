@@ -186,6 +186,7 @@ def fastest_plan(
         vertical_sync=wanted.vertical_sync,
         whole_backwards=whole_backwards and wanted.schedule is None,
         state_on_host=wanted.state_on_host,
+        shard_optimizer=wanted.shard_optimizer,
     )
     per_rank = wanted.definition.layout.default_stages_per_rank(wanted.stages, cluster.devices)
     whole = any(takes_statistics(layer.module) for layer in chain.layers)

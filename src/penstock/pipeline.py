@@ -97,7 +97,7 @@ class Pipeline:
         loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples. It may also return a dict
             of other means (accuracy, terms of the loss), which become ``result.metrics``. `model_loss` takes the loss
             that the model computes from labels among its inputs: docs/huggingface.md.
-        optimizer: called once with the trained parameters of this process, a list with their names
+        optimizer: called once with the parameters that this process updates, a list with their names
             (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``v-half``,
             ``v-min``, ``pipedream`` or ``2bw``; or your own `ScheduleDefinition`.
@@ -156,6 +156,8 @@ class Pipeline:
             or on a CPU a directory: docs/memory.md.
         state_on_host: the optimizer's state and all weight versions but the one in use are in `offload_to`, and on the
             device while they are used: docs/memory.md.
+        shard_optimizer: of the replicas of a stage each steps a part of the parameters and has the optimizer's state of
+            that part alone (ZeRO-1): docs/memory.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
@@ -211,6 +213,7 @@ class Pipeline:
         save_frozen: bool = True,
         offload_to: str | Path = "host",
         state_on_host: bool = False,
+        shard_optimizer: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
         self._build(
@@ -239,6 +242,7 @@ class Pipeline:
                     tensor_parallel=tensor_parallel,
                     recompute=recompute,
                     state_on_host=state_on_host,
+                    shard_optimizer=shard_optimizer,
                 ),
                 RunOptions(
                     compile=compile,

@@ -63,13 +63,14 @@ def test_each_variant_takes_as_long_as_its_simulation(profile: Profile, data: st
     recompute = method != "zb-h1" and data.draw(st.booleans() | st.just((0,)))
     drawn = data.draw(st.lists(cuts_of(len(replicas)), min_size=3, max_size=3))
     plans = [arrange(cuts, replicas, method, recompute) for cuts in drawn]
-    cluster = data.draw(st.sampled_from(CLUSTERS))
+    cluster, shares = data.draw(st.sampled_from(CLUSTERS)), data.draw(st.booleans())
 
-    timed = PlanVariants(plans[0], cluster, Assumptions()).minibatch_seconds(
+    timed = PlanVariants(plans[0], cluster, Assumptions(shard_optimizer=shares)).minibatch_seconds(
         {0: LayerSums.of(profile)}, np.array(drawn)
     )
+    simulated = [evaluate(plan, profile, cluster, shard_optimizer=shares).minibatch_seconds for plan in plans]
 
-    assert timed == pytest.approx([evaluate(plan, profile, cluster).minibatch_seconds for plan in plans], rel=1e-9)
+    assert timed == pytest.approx(simulated, rel=1e-9)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -62,6 +62,7 @@ CHOICES: dict[str, dict[Any, Sequence[str]]] = {
     "recompute": {None: EVERYWHERE, True: EVERYWHERE, "layers": IN_PARTS},
     "offloads": {None: EVERYWHERE, "host": EVERYWHERE, "files": EVERYWHERE},
     "state": {"device": EVERYWHERE, "host": EVERYWHERE, "files": EVERYWHERE},
+    "shares": {False: EVERYWHERE, True: EVERYWHERE},
     "saves": {0: EVERYWHERE, 1: EVERYWHERE, 3: EVERYWHERE},
 }
 """The values of each field, the plain one first, and the schedules that do not allow a value."""
@@ -218,6 +219,8 @@ class Training:
     recompute: Any = None
     offloads: str | None = None
     state: str = "device"
+    shares: bool = False
+    """Whether replicas share the optimizer's state."""
     saves: int = 0
     """The step behind which a checkpoint is written beside the training, and resumed; 0 for never."""
     late: bool = False
@@ -233,7 +236,7 @@ class Training:
         if replicas:
             made = replace(made, ranks=len(replicas))
         else:
-            made = replace(made, split=False)
+            made = replace(made, split=False, shares=False)
         if replicas and any(
             len({replicas[made.stage_of(layer) % len(replicas)] for layer in tie}) > 1 for tie in made.ties
         ):
@@ -385,6 +388,7 @@ class Training:
             **given,
             recompute=self.recompute,
             state_on_host=self.state != "device",
+            shard_optimizer=self.shares,
             check="warn" if plain else "off",
         )
 
@@ -443,7 +447,7 @@ def expected_of(training: Training) -> list[Outcome]:
     rounds = training.wire != "as it is" or training.ties or training.varies
     if training.schedule in FLUSHING and not (training.drains or training.replicas or rounds):
         training = replace(training, schedule="gpipe", ranks=1, placement="straight")
-    whole = ask_oracle(replace(training, recompute=None, offloads=None, state="device"))
+    whole = ask_oracle(replace(training, recompute=None, offloads=None, state="device", shares=False))
     return [whole, replace(whole, losses=whole.losses[training.saves :])][: 2 if training.saves else 1]
 
 
@@ -464,7 +468,7 @@ def covering() -> Iterator[Training]:
             chosen: set[tuple[str, Any]] = set()
             # Each from another place of the list, so that other values meet under other schedules.
             for name, value in left[turn % len(left) :] + left[: turn % len(left)]:
-                shared = {"placement": made.replicas or (2, 2)} if name == "split" else {}
+                shared = {"placement": made.replicas or (2, 2)} if name in ("split", "shares") else {}
                 more = replace(made, **{**shared, name: value}).fitted()
                 if more.on >= {*chosen, (name, value)} and len(chosen) < MOST:
                     made, chosen = more, {*chosen, (name, value)}

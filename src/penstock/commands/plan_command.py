@@ -82,6 +82,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--whole-backwards", "only schedules that do not split backwards"),
         ("--every-device", "only plans that use all devices"),
         ("--state-on-host", "the optimizer's state and older weight versions are on the host"),
+        ("--shard-optimizer", "each replica of a stage has a share of the optimizer's state"),
         ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)

@@ -1,7 +1,8 @@
 """The bytes that a rank needs at its peak.
 
 The papers take memory into account, but their formulas leave out the gradients and the optimizer [Narayanan 2021,
-chapter 3], so they accept plans that do not fit. Our formula has terms for both:
+chapter 3], so they accept plans that do not fit. Our formula has terms for both, of which the copies are divided by the
+number of replicas where these share the optimizer's state:
 
     in flight x saved + working + (weight versions + 1 gradient + optimizer copies) x trained parameters + frozen
 
@@ -93,9 +94,11 @@ def interval_bytes(
     return kept + (versions + 1 + optimizer_copies) * costs.parameter_bytes[rows] + costs.frozen_bytes[rows]
 
 
-def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
-    """The peak bytes of each rank."""
-    peaks = peaks_of_cuts(plan, np.array([cuts_of(plan)]), costs, optimizer_copies)[0].tolist()
+def peak_bytes(
+    plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES, *, shared: bool = False
+) -> tuple[float, ...]:
+    """The peak bytes of each rank. `shared`: whether replicas share the optimizer's state."""
+    peaks = peaks_of_cuts(plan, np.array([cuts_of(plan)]), costs, optimizer_copies, shared=shared)[0].tolist()
     groups = dict.fromkeys(stage.ranks for stage in plan.stages)
     by_rank = {rank: peak for ranks, peak in zip(groups, peaks, strict=True) for rank in ranks}
     return tuple(by_rank[rank] for rank in range(plan.ranks))
@@ -106,7 +109,9 @@ def cuts_of(plan: Plan) -> tuple[int, ...]:
     return (0, *(stage.stop for stage in plan.stages))
 
 
-def peaks_of_cuts(plan: Plan, cuts: Counts, costs: ChainCosts, optimizer_copies: float) -> Matrix:
+def peaks_of_cuts(
+    plan: Plan, cuts: Counts, costs: ChainCosts, optimizer_copies: float, *, shared: bool = False
+) -> Matrix:
     """(K, groups): the peak bytes of a rank of each group of replicas of `plan`, with each row of `cuts` as its cuts.
 
     If a rank holds several stages it is an upper bound, the lesser of two: every microbatch in flight counts as one of
@@ -121,12 +126,14 @@ def peaks_of_cuts(plan: Plan, cuts: Counts, costs: ChainCosts, optimizer_copies:
         # Counted as in `live_counts`, since planners also try unequal replicas, which cannot run.
         versions = np.array([placement.full_depth(stage) for stage in held[:, 0].tolist()])
     starts, stops = cuts[:, held], cuts[:, held + 1]
-    sharers = np.array(plan.replicas)[held[:, 0]] if placement.split else 1
+    replicas = np.array(plan.replicas)[held[:, 0]]
+    sharers = replicas if placement.split else 1
     saved = costs.saved_bytes[starts, stops] / np.reshape(sharers, (-1, 1))
     working = costs.working_bytes[starts, stops].max(axis=2) / sharers
     weights, frozen = (size[starts, stops].sum(axis=2) for size in (costs.parameter_bytes, costs.frozen_bytes))
     kept = kept_bytes(saved, np.array(guarantees.in_flight_of_rank)[firsts], np.array(guarantees.in_flight)[held])
-    peaks: Matrix = kept + working + (versions + 1 + optimizer_copies) * weights + frozen
+    copies = optimizer_copies / replicas if shared else optimizer_copies
+    peaks: Matrix = kept + working + (versions + 1 + copies) * weights + frozen
     return peaks
 
 
@@ -156,5 +163,6 @@ def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:
         raise PlanError(
             f"stage {stage} ({plan.stages[stage]}) does not fit: expected at most {memory / 1e9:.4g} GB "
             f"on rank {worst}, found {peaks[worst] / 1e9:.4g} GB under {plan.schedule}. Use more devices, smaller "
-            f"microbatches, recompute=True, state_on_host=True, or a schedule that keeps less ({DEFAULT_SCHEDULE})"
+            "microbatches, recompute=True, state_on_host=True, shard_optimizer=True with replicas, or a schedule that "
+            f"keeps less ({DEFAULT_SCHEDULE})"
         )

@@ -60,6 +60,7 @@ def plan(
     whole_backwards: bool = False,
     every_device: bool = False,
     state_on_host: bool = False,
+    shard_optimizer: bool = False,
     epoch_samples: float | None = None,
     deadline_seconds: float | None = None,
     progress: bool | None = None,
@@ -84,9 +85,9 @@ def plan(
     optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server (the innermost level of the
     cluster) share one link to each other server; by default every two ranks have their own. `whole_backwards` excludes
     split backwards. `every_device`: only plans that use all devices, as under torchrun, where each process is a rank.
-    `state_on_host`: as in `Pipeline`. `epoch_samples`: the table says what an epoch costs, where the cluster has
-    prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least of those that take no longer;
-    it may leave devices out. `progress` shows a line on stderr; None shows it on a terminal.
+    `state_on_host`, `shard_optimizer`: as in `Pipeline`. `epoch_samples`: the table says what an epoch costs, where the
+    cluster has prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least of those that take
+    no longer; it may leave devices out. `progress` shows a line on stderr; None shows it on a terminal.
 
     Profiles that were measured with several `tensor_parallel` devices are planned for groups of neighbours, and
     ranked with those of single devices.
@@ -130,6 +131,7 @@ def plan(
         whole_backwards=whole_backwards,
         every_device=every_device,
         state_on_host=state_on_host,
+        shard_optimizer=shard_optimizer,
     )
     if isinstance(profile, Transformer):
         if epoch_samples is not None or deadline_seconds is not None:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from math import ceil, inf
 
 from penstock.errors import PlanError
-from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
+from penstock.planning.memory import peak_bytes
 from penstock.planning.requests import Request
 from penstock.planning.stage_costs import AllReduce, ChainCosts, replicated_seconds
 from penstock.simulating.transfer_times import slowest_link
@@ -35,7 +35,7 @@ def predict(
     profile: Profile,
     costs: ChainCosts,
     bottleneck_seconds: float,
-    optimizer_copies: float = OPTIMIZER_COPIES,
+    request: Request | None = None,
     *,
     limit: str = "",
 ) -> Prediction:
@@ -51,7 +51,7 @@ def predict(
         minibatch_seconds=seconds,
         samples_per_second=samples / seconds if seconds else inf,
         bottleneck_seconds=bottleneck_seconds,
-        peak_bytes=peak_bytes(plan, costs, optimizer_copies),
+        peak_bytes=peak_bytes(plan, costs) if request is None else request.peaks(plan, costs),
         bubble=max(0.0, 1 - work / (plan.ranks * seconds)) if seconds else 0.0,
         limit=limit,
     )
@@ -61,7 +61,7 @@ def foresee(stages: tuple[Stage, ...], profile: Profile, costs: ChainCosts, clus
     """The plan of `request` with these stages, and its prediction."""
     plan = request.arrange(stages, profile)
     slowest = slowest_seconds(stages, costs, cluster, request.allreduce)
-    return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
+    return replace(plan, predicted=predict(plan, profile, costs, slowest, request))
 
 
 def prediction_of(plan: Plan) -> Prediction:

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.arguments import FLAG, Rule, check_fields, integer, number
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.memory import OPTIMIZER_COPIES, interval_bytes, live_counts
+from penstock.planning.memory import OPTIMIZER_COPIES, interval_bytes, live_counts, peak_bytes
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Flags, chain_costs
 from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -28,6 +28,7 @@ _RULES: dict[str, Rule[Any]] = {
     "vertical_sync": FLAG,
     "recompute": FLAG,
     "optimizer_copies": number(0),
+    "shard_optimizer": FLAG,
     "full_duplex": FLAG,
     "buffers": integer(0),
 }
@@ -48,6 +49,7 @@ class Request:
     vertical_sync: bool = False
     recompute: bool = False
     optimizer_copies: float = OPTIMIZER_COPIES
+    shard_optimizer: bool = False
     full_duplex: bool = False
     """Whether a link carries activations and gradients at the same time; [PipeDream 2019] adds their times."""
     buffers: int = 0
@@ -79,6 +81,14 @@ class Request:
     def definition(self) -> ScheduleDefinition:
         """The definition of the schedule."""
         return require_schedule(self.schedule)
+
+    def copies(self, replicas: int) -> float:
+        """The optimizer's state of each of so many replicas, in units of the weights."""
+        return self.optimizer_copies / replicas if self.shard_optimizer else self.optimizer_copies
+
+    def peaks(self, plan: Plan, costs: ChainCosts) -> tuple[float, ...]:
+        """The peak bytes of each rank."""
+        return peak_bytes(plan, costs, self.optimizer_copies, shared=self.shard_optimizer)
 
     def costs(self, profile: Profile, cluster: Cluster) -> ChainCosts:
         """The costs of `profile` on the devices of `cluster` under the options of this request."""
@@ -130,9 +140,11 @@ class Room:
             asked.schedule, asked.microbatches, replicas, behind, self.workers, vertical_sync=asked.vertical_sync
         )
 
-    def fitting(self, costs: ChainCosts, counts: tuple[int, int], starts: Counts | None = None) -> Flags:
+    def fitting(
+        self, costs: ChainCosts, counts: tuple[int, int], starts: Counts | None = None, *, replicas: int = 1
+    ) -> Flags:
         """[i, j]: whether layers i up to and without j fit as a stage with these `counts`; `starts`: only these i."""
-        fits: Flags = interval_bytes(costs, *counts, self.request.optimizer_copies, starts) <= self.size_bytes
+        fits: Flags = interval_bytes(costs, *counts, self.request.copies(replicas), starts) <= self.size_bytes
         return fits
 
 

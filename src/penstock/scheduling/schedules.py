@@ -76,8 +76,8 @@ _RULES = {
     "microbatches": _COUNT,
     "stages_per_rank": _COUNT,
     "vertical_sync": FLAG,
-    "norms": FLAG,
     "places": _COUNT,
+    **dict.fromkeys(("norms", "gathers"), FLAG),
     "replicated": instance(Placement, "a Placement", "use penstock.schedule(plan), which makes one").optional,
 }
 
@@ -93,6 +93,7 @@ class Schedule:
     `replicated`: the ranks of the stages, if they differ from the schedule's layout; see `Schedule.placed`.
     `norms`: whether every update has the norms of the gradients of all stages, which they send each other; schedules in
     which each stage updates at its own time accept none.
+    `gathers`: whether replicas update a part of the weights each and gather them, so that an update waits for all.
     `skips`: pairs of stages that are not adjacent and send each other values directly; see `choose_skips`.
     `recomputed`: the stages that compute their forwards again before their backwards, as a whole.
     `streamed`: the stages whose weights are on the host between their visits; see `residence`. `places`: how many of
@@ -115,6 +116,7 @@ class Schedule:
     streamed: frozenset[int] = frozenset()
     places: int = 2
     continued: bool = False
+    gathers: bool = False
     definition: ScheduleDefinition = field(init=False, repr=False)
     shape: PipelineShape = field(init=False, repr=False)
     guarantees: Guarantees = field(init=False, repr=False, compare=False)

@@ -43,7 +43,9 @@ class Costs:
 
     `forward_seconds`, `backward_seconds`, `saved_bytes` and `workspace_bytes` are those of one microbatch.
     `weight_seconds` is the share of `backward_seconds` that the weight backward takes, half of it by default;
-    `split_seconds`, and `split_share` of the whole backward, are added to every weight backward. `update_seconds` and
+    `split_seconds`, and `split_share` of the whole backward, are added to every weight backward. Where replicas share
+    the optimizer's state, an all-reduce is the half that sums, and the half that gathers the weights is in the update,
+    whose other part each replica does for its share. `update_seconds` and
     `reduce_seconds` are those of one update and of its all-reduce, `reduce_handling_seconds` what the all-reduce takes
     from the computation of each replica, and `reduce_blocking` the share of it that no backward hides. `cut_bytes[s]`
     is what a whole microbatch sends each way between stages s and s + 1; cuts within a rank are not used. A backward of
@@ -185,24 +187,26 @@ def plan_costs(
     )
     skipped = [sum(size for (_, to), size in traffic.direct.items() if to == stage) for stage in range(len(layers))]
     staying = zip(saved, (0.0, *cuts), skipped, sharers, strict=True)
+    groups = list(zip(parameters, rings, strict=True))
+    reducing = [max(reduce_seconds(size, each, cluster, assumptions.allreduce) for each in own) for size, own in groups]
+    handling = [max(reduce_handling_seconds(size, ring, cluster) for ring in own) for size, own in groups]
+    updating = [
+        _sum(own, "update_seconds") + assumptions.update_seconds_per_byte * size
+        for own, size in zip(layers, parameters, strict=True)
+    ]
+    if assumptions.shard_optimizer:
+        reducing, handling = [seconds / 2 for seconds in reducing], [seconds / 2 for seconds in handling]
+        parts = zip(updating, plan.replicas, reducing, handling, strict=True)
+        updating = [seconds / count + gathering + more for seconds, count, gathering, more in parts]
     return Costs(
         forward_seconds=longest.forward_seconds,
         backward_seconds=longest.backward_seconds,
         weight_seconds=longest.weight_seconds,
         split_seconds=assumptions.split_seconds if profile.split_share is None else 0.0,
         split_share=profile.split_share or 0.0,
-        update_seconds=tuple(
-            _sum(own, "update_seconds") + assumptions.update_seconds_per_byte * size
-            for own, size in zip(layers, parameters, strict=True)
-        ),
-        reduce_seconds=tuple(
-            max(reduce_seconds(size, ring, cluster, assumptions.allreduce) for ring in own)
-            for size, own in zip(parameters, rings, strict=True)
-        ),
-        reduce_handling_seconds=tuple(
-            max(reduce_handling_seconds(size, ring, cluster) for ring in own)
-            for size, own in zip(parameters, rings, strict=True)
-        ),
+        update_seconds=tuple(updating),
+        reduce_seconds=tuple(reducing),
+        reduce_handling_seconds=tuple(handling),
         reduce_blocking=tuple(
             max((cost.blocking for ring in own for cost in _ring_costs(ring, cluster)), default=0.0) for own in rings
         ),

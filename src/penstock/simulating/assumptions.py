@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     master_copies: float
     version_copies: float
     state_on_host: bool
+    shard_optimizer: bool
     slowdowns: tuple[float, ...]
     split_seconds: float
 
@@ -50,6 +51,8 @@ class Assumptions:
     weights (`Pipeline(version_dtype=...)`), beside 1 of `master_copies`."""
     state_on_host: bool = False
     """Whether the optimizer's state and the versions that are not in use are on the host."""
+    shard_optimizer: bool = False
+    """Whether each replica of a stage steps a part of its parameters, and has the optimizer's state of that part."""
     slowdowns: tuple[float, ...] = ()
     """How ranks that share the cores of one host slow each other down: while k of them compute, each takes
     ``slowdowns[k - 1]`` times as long as alone. Empty: every rank has a device of its own."""

@@ -152,12 +152,15 @@ class PlanVariants:
         )
         self._rows: dict[_Row, int] = {}
         self._action_seconds, self._step_seconds = cluster.action_seconds, cluster.step_seconds
+        # Of an all-reduce, or of each of its halves.
+        share = 0.5 if assumptions.shard_optimizer else 1.0
         self._reduces = [
-            [reduce_seconds(size, stage.ranks, cluster, assumptions.allreduce) for size in (0.0, _GB)]
+            [share * reduce_seconds(size, stage.ranks, cluster, assumptions.allreduce) for size in (0.0, _GB)]
             for stage in plan.stages
         ]
         self._handling = [
-            [reduce_handling_seconds(size, stage.ranks, cluster) for size in (0.0, _GB)] for stage in plan.stages
+            [share * reduce_handling_seconds(size, stage.ranks, cluster) for size in (0.0, _GB)]
+            for stage in plan.stages
         ]
         # Replicas on devices of different kinds are not alike, though their times are all one here.
         differ = tuple(StageTimes((kind,), (kind,), (kind,)) for kind in kinds) if len(set(kinds)) > 1 else ()
@@ -253,8 +256,8 @@ class PlanVariants:
             elif row[0] == "fixed":
                 table[index] = row[1]
             elif row[0] in ("reduce", "reduce handling"):
-                fixed, much = (self._reduces if row[0] == "reduce" else self._handling)[row[1]]
-                table[index] = fixed + parameters[row[1]] * ((much - fixed) / _GB)
+                ends = self._reduces if row[0] == "reduce" else self._handling
+                table[index] = _of_sizes(ends[row[1]], parameters[row[1]])
             else:
                 if row[3] not in by_kinds:
                     by_kinds[row[3]] = self._seconds_by_effect([sums[kind] for kind in row[3]], cuts)
@@ -271,6 +274,12 @@ class PlanVariants:
         inputs = backward - weight
         share = sums[0].split_share
         split = self._assumptions.split_seconds if share is None else share * backward
+        parameters = _between(sums[0].parameters, cuts)
+        update = _between(sums[0].update, cuts) + parameters * self._assumptions.update_seconds_per_byte
+        if self._assumptions.shard_optimizer:
+            update /= np.array(self._plan.replicas)[:, None]
+            for ends in (self._reduces, self._handling):
+                update += np.array([_of_sizes(each, own) for each, own in zip(ends, parameters, strict=True)])
         return {
             MemoryEffect.FORWARD: forward,
             MemoryEffect.FORWARD_KEPT: forward,
@@ -280,9 +289,14 @@ class PlanVariants:
             MemoryEffect.BACKWARD_INPUT: inputs + again,
             MemoryEffect.BACKWARD_INPUT_KEPT: inputs,
             MemoryEffect.BACKWARD_WEIGHT: weight + split,
-            MemoryEffect.UPDATE: _between(sums[0].update, cuts)
-            + _between(sums[0].parameters, cuts) * self._assumptions.update_seconds_per_byte,
+            MemoryEffect.UPDATE: update,
         }
+
+
+def _of_sizes(ends: Sequence[float], sizes: _Matrix) -> _Matrix:
+    """The seconds for `sizes` of what takes the first of `ends` for nothing and the second for a gigabyte."""
+    fixed, much = ends
+    return fixed + sizes * ((much - fixed) / _GB)
 
 
 def _between(sums: _Matrix, cuts: Cuts) -> _Matrix:

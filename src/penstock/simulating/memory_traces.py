@@ -4,7 +4,7 @@ It follows the runtime. A rank holds:
 
 - trained parameters, one slot per version (an update copies one slot to another and needs nothing else);
 - frozen parameters, with their scales, and buffers, once;
-- the optimizer's state;
+- the optimizer's state, or its share of it, where replicas share it;
 - what libraries keep, as the profile measured it;
 - gradients, from the end of the first backward that produces them (what that backward frees makes room for them) to
   the end of their update; those of two updates at once where one update waits for other stages;
@@ -155,9 +155,11 @@ def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, f
     weights = sum(costs.parameter_bytes[stage] for stage in stages)
     versions = sum(schedule.versions(stage) * costs.parameter_bytes[stage] for stage in stages)
     frozen = sum(costs.frozen_bytes[stage] for stage in stages)
+    sharers = [schedule.placement.replicas(stage) if assumed.shard_optimizer else 1 for stage in stages]
+    stepped = sum(costs.parameter_bytes[stage] / count for stage, count in zip(stages, sharers, strict=True))
     return (
         (weights if assumed.state_on_host else versions) * assumed.version_copies + frozen,
-        assumed.kept_copies * weights,
+        assumed.kept_copies * stepped,
         assumed.master_copies * weights,
     )
 

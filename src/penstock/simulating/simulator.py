@@ -62,7 +62,7 @@ def simulate(
 
     Keywords are those of `Assumptions`: update_seconds_per_byte (0), overlap (True), overlap_reduce (True), allreduce
     ("ring"), shared_nic (False), optimizer_copies (2), master_copies (0), version_copies (1), state_on_host
-    (False), slowdowns (none), split_seconds (3e-4).
+    (False), shard_optimizer (False), slowdowns (none), split_seconds (3e-4).
 
     Raises `PlanError` if plan, profile and cluster do not match, and `ScheduleError` if the schedule cannot run.
     """

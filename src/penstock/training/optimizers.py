@@ -96,8 +96,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: Collection[int]) -
         # Its processes would wait for each other in step(), each for weights of other shapes.
         raise PenstockError(
             f"optimizer=: expected an optimizer that steps the parameters of this process alone, found {kind}, which "
-            "shares those of all processes out. Use the optimizer_class that it wraps, and parallelize= with "
-            "fully_shard for optimizer states that replicas share"
+            "shares those of all processes out. Use the optimizer_class that it wraps, and shard_optimizer=True for "
+            "optimizer states that replicas share"
         )
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if foreign:

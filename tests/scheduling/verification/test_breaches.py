@@ -33,6 +33,9 @@ H1 = Schedule("zb-h1", 2, 2)
 H1_EARLY = promising(Schedule("zb-h1", 2, 1), in_flight=(1, 2), versions=(1, 2))
 H1_TIED = Schedule("zb-h1", 2, 1, ties=((0, 1),))
 H1_REPLICAS = Schedule.placed("zb-h1", Placement(((0,), (1, 2))), 2)
+SHARING = replace(Schedule.placed("2bw", Placement(((0, 1), (2,))), 4, norms=True), gathers=True)
+# rank 0: ... 0A1 0N1<1 0F6@0 0S6>1 0R4<1 0B4@0 0R6<1 0B6@0 0A2 0N2<1 0N1>1 0N2>1 0U1<0 0U2<0
+# rank 1: ... 0A1 0N1<1 0F7@0 0S7>1 0R5<1 0B5@0 0R7<1 0B7@0 0A2 0N2<1 0N1>1 0N2>1 0U1<0 0U2<0
 OFFLOADS = Schedule(define_by_programs("alone", "0F0@0 0H0 0F1@0 0H1 0D0 0B0@0 0D1 0B1@0 0U1<0"), 1, 2)
 TURNS = Schedule.placed(offloading(EAGER), Placement(((0, 1),)), 2)
 # rank 0: 0F0@0 0H0 0D0 0B0@0 0A1 0U1<0
@@ -255,6 +258,15 @@ BREACHES = [
     ("sum before the backward", REPLICAS, 1, "0B0@0 0A1 0U1<0 -> 0A1 0B0@0 0U1<0", "data", "0U1<0", "the all-reduce"),
     ("sum without replicas", REPLICAS, 1, "1S1>0 1U1<0 -> 1S1>0 1A1 1U1<0", "neighbors", "1A1", "none: stage"),
     ("microbatch of the other replica", REPLICAS, 1, "0F0@0 0S0>1 -> 0F1@0 0S0>1", "once", "0F1@0", "it on rank 1"),
+    (
+        "an update that others reach behind the next sum",
+        SHARING,
+        2,
+        "0N1<1 0F7@0 -> 0N1<1 0N1>1 0U1<0 0F7@0; 0B7@0 0A2 0N2<1 0N1>1 0N2>1 0U1<0 -> 0B7@0 0A2 0N2<1 0N2>1",
+        "waits",
+        "0A2",
+        "rank 0 waits for rank 1 to reduce, rank 1 waits for rank 0 to update",
+    ),
     ("sum for a version", REPLICAS, 1, "0A1 0U1<0\nrank 2: -> 0A2 0U1<0\nrank 2:", "data", "0U1<0", "the all-reduce"),
     ("version of a replica", REPLICAS, 1, "0U1<0\nrank 2: -> 0U1<1\nrank 2:", "update", "0U1<1", "gradients at"),
 ]

@@ -11,14 +11,23 @@ out, since no other rank sees them. Both transports have a queue for each edge, 
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Message, Receive, Receiving, Reduce, Send, Sending, parse_programs
+from penstock.scheduling.actions import (
+    Message,
+    Receive,
+    Receiving,
+    Reduce,
+    Send,
+    Sending,
+    Update,
+    parse_programs,
+)
 from penstock.scheduling.lowering import counterpart, peers
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
@@ -35,7 +44,7 @@ WINDOW = 2
 class Stop(NamedTuple):
     """What a rank does with others: sends on all `edges`, receives from `edges`, or meets the ranks of `group`."""
 
-    action: Message | Reduce | None
+    action: Message | Reduce | Update | None
     edges: tuple[Edge, ...] = ()
     group: tuple[int, ...] = ()
     begun: int = 0
@@ -62,7 +71,7 @@ def stops_of(schedule: Schedule, segments: list[Programs]) -> list[list[Stop]]:
                     rows[rank].append(Stop(action, tuple((rank, to) for to in others(action, rank, placement))))
                 elif isinstance(action, Receiving):
                     rows[rank].append(Stop(action, tuple((to, rank) for to in others(action, rank, placement))))
-                elif isinstance(action, Reduce):
+                elif isinstance(action, Reduce) or (schedule.gathers and isinstance(action, Update)):
                     rows[rank].append(Stop(action, group=placement.stages[action.stage]))
     return [[*row, Stop(None, begun=-1)] for row in rows]
 
@@ -173,6 +182,7 @@ NAMED = {
     "ties": Schedule("2bw", 3, 3, ties=((0, 2),), norms=True),
     "skips": Schedule("1f1b-flush", 3, 3, skips=((0, 2),)),
     "turns": Schedule.placed("1f1b-flush", Placement(((0, 1), (2,))), 3),
+    "updates in parts": replace(Schedule.placed("2bw", Placement(((0, 1), (2,))), 4, norms=True), gathers=True),
     "shares": Schedule.placed("zb-h1", Placement(((0,), (1, 2)), split=True), 2),
     "offloads": Schedule(offloading(OWN["late"]), 2, 1),
 }

@@ -103,6 +103,8 @@ class Training:
     ranks: int = 2
     away: str | None = None
     """Where the optimizer's state and older versions are, if they are on the host."""
+    shares: bool | None = None
+    """Whether all ranks are replicas of one stage that share the optimizer's state; None: each rank has a stage."""
 
     def __str__(self) -> str:
         recompute = {None: "", True: "-recompute", "layers": "-layers"}[self.recompute]
@@ -123,6 +125,14 @@ class Training:
         options: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "autocast": self.autocast}
         return penstock.profile(model, (tokens,), iterations=1, warmup=1, progress=False, **options)
 
+    @property
+    def _placement(self) -> dict[str, Any]:
+        if self.shares is None:
+            stages = self.ranks * stages_on_a_rank(self.schedule)
+            return {"schedule": self.schedule, "microbatches": MICROBATCHES, "stages": stages}
+        stage = penstock.Stage(0, self.form.blocks + 3, tuple(range(self.ranks)))
+        return {"plan": penstock.Plan((stage,), self.schedule, MICROBATCHES)}
+
     def pipeline(self, loss: Callable[[Tensor, Tensor], Tensor] = loss_fn) -> penstock.Pipeline:
         """Over a model on the meta device: a process has the weights of its own stages and no others."""
         with torch.device("meta"):
@@ -132,14 +142,13 @@ class Training:
             sample=(self.batch(1)[0],),
             loss_fn=loss,
             optimizer=fused,
-            schedule=self.schedule,
-            microbatches=MICROBATCHES,
-            stages=self.ranks * stages_on_a_rank(self.schedule),
+            **self._placement,
             recompute=self.recompute,
             autocast=self.autocast,
             init_fn=penstock.reset_parameters(model),
             state_on_host=self.away is not None,
             offload_to=self.away or "host",
+            shard_optimizer=bool(self.shares),
             timeout_seconds=60.0,
         )
 
@@ -175,7 +184,8 @@ def measure_peak(training: Training) -> Peak:
     if training.recompute == "layers":
         plan, profile = replace(plan, recompute=False), recomputed_alone(profile, plan, pipe.schedule)
     cluster, away = penstock.Cluster.uniform(training.ranks, 1e10), training.away is not None
-    timeline = penstock.simulate(plan, profile, cluster, optimizer_copies=2.0, state_on_host=away)
+    options: dict[str, Any] = {"state_on_host": away, "shard_optimizer": bool(training.shares)}
+    timeline = penstock.simulate(plan, profile, cluster, optimizer_copies=2.0, **options)
     predicted = timeline.memory[pipe.rank].peak_bytes
     pipe.close()
     return Peak(predicted, {name: peak - before[name] for name, peak in peaks.items()})

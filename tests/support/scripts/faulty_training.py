@@ -50,7 +50,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--device", default="cpu", help='"tardy": a CPU that sends as GPUs do by NCCL; "own": a GPU each'
     )
-    for flag in ("with", "hook", "resume", "saving", "skips"):
+    for flag in ("with", "hook", "resume", "saving", "skips", "shard"):
         parser.add_argument(f"--{flag}", action="store_true")
     return parser.parse_args()
 
@@ -142,6 +142,7 @@ def build(counts: list[int], device: torch.device) -> penstock.Pipeline:
         loss_fn=nn.functional.mse_loss,
         optimizer=torch.optim.AdamW,
         timeout_seconds=OPTIONS.seconds,
+        shard_optimizer=OPTIONS.shard,
         resume=OPTIONS.directory if OPTIONS.resume else None,
         **options,
     )

@@ -21,7 +21,7 @@ from math import inf
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.memory import chunks_in_flight, overfull_rank, peak_bytes
+from penstock.planning.memory import chunks_in_flight, overfull_rank
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.recurrence import Hierarchy, MachineLevel
 from penstock.planning.pipedream.unequal_machines import fastest_unequal
@@ -51,14 +51,14 @@ def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
     for seconds, stages in candidates:
         if seconds < inf:
             plan = request.arrange(stages, profile)
-            peaks = peak_bytes(plan, costs, request.optimizer_copies)
+            peaks = request.peaks(plan, costs)
             if overfull_rank(peaks, cluster) is None:
                 fitting.append((seconds, plan))
     if not fitting:
         return None
     seconds, plan = min(fitting, key=lambda candidate: candidate[0])
     _, limit = slowest_part(plan.stages, costs, cluster, request.allreduce)
-    return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies, limit=limit))
+    return replace(plan, predicted=predict(plan, profile, costs, seconds, request, limit=limit))
 
 
 def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[Plan, ...]:
@@ -80,9 +80,9 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
         plan = request.arrange(stages, profile, cluster)
         part = plan.used(cluster)
         own = request.costs(profile, part)
-        if overfull_rank(peak_bytes(plan, own, request.optimizer_copies), part) is None:
+        if overfull_rank(request.peaks(plan, own), part) is None:
             _, limit = slowest_part(plan.stages, own, part, request.allreduce)
-            predicted = predict(plan, profile, own, seconds, request.optimizer_copies, limit=limit)
+            predicted = predict(plan, profile, own, seconds, request, limit=limit)
             found.append(replace(plan, predicted=predicted))
     return tuple(sorted(found, key=lambda plan: prediction_of(plan).minibatch_seconds))
 

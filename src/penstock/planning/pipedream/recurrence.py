@@ -85,7 +85,7 @@ class Hierarchy:
             elif self._room is None:
                 self._tables[key] = self._costs.seconds
             else:
-                fits = self._room.fitting(self._costs, self._room.counts(copies, copies + behind))
+                fits = self._room.fitting(self._costs, self._room.counts(copies, copies + behind), replicas=copies)
                 self._tables[key] = np.where(fits, self._costs.seconds, np.inf)
         return self._tables[key]
 

@@ -270,7 +270,8 @@ class _Recurrence:
             size = self._machine.room_of(group)
             if self._room is not None and size < inf:
                 room = replace(self._room, size_bytes=size, workers=self._workers)
-                fits = room.fitting(self._machine.costs, room.counts(sum(group), behind + sum(group)))
+                count = sum(group)
+                fits = room.fitting(self._machine.costs, room.counts(count, behind + count), replicas=count)
                 seconds = np.where(fits, seconds, inf)
             self._seconds[key] = seconds
         return self._seconds[key]

@@ -75,6 +75,7 @@ class PlanConstraints:
     whole_backwards: bool = False
     every_device: bool = False
     state_on_host: bool = False
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         planners = tuple(map(str, PlannerName))
@@ -87,7 +88,7 @@ class PlanConstraints:
             object.__setattr__(self, "schedule", identify(definition))
         counts = dict.fromkeys(("batch_size", "stages", "stages_per_rank"), integer(1).optional)
         names = ("straight", "vertical_sync", "shared_nic", "whole_backwards", "every_device")
-        flags = dict.fromkeys((*names, "state_on_host"), FLAG)
+        flags = dict.fromkeys((*names, "state_on_host", "shard_optimizer"), FLAG)
         choices = dict.fromkeys(("recompute", "synchronous"), FLAG.optional)
         more = {**choices, "optimizer_copies": number(0), "allreduce": choice(get_args(AllReduce))}
         check_fields(self, {"microbatches": MICROBATCHES.optional, **counts, **flags, **more}, PlanError)
@@ -112,7 +113,7 @@ class PlanConstraints:
     def simulator_options(self) -> Options:
         """The options with which plans are simulated."""
         options = simulator_options(self.allreduce, self.optimizer_copies, shared_nic=self.shared_nic)
-        return {**options, "state_on_host": self.state_on_host}
+        return {**options, "state_on_host": self.state_on_host, "shard_optimizer": self.shard_optimizer}
 
     @property
     def _definitions(self) -> tuple[ScheduleDefinition, ...]:
@@ -249,6 +250,7 @@ class PlanConstraints:
                         vertical_sync=self.vertical_sync,
                         recompute=recompute,
                         optimizer_copies=self.optimizer_copies,
+                        shard_optimizer=self.shard_optimizer,
                     )
 
     def _depths(

@@ -323,7 +323,8 @@ def _changes(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanCon
 def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanConstraints) -> float:
     """The memory with which the search accepts `plan`: planners count the gradients as if they were permanent."""
     profile = profile_of_plan(plan, profiles)
-    counted = peak_bytes(plan, chain_costs(profile, recompute=bool(plan.recompute)), constraints.optimizer_copies)
+    costs = chain_costs(profile, recompute=bool(plan.recompute))
+    counted = peak_bytes(plan, costs, constraints.optimizer_copies, shared=constraints.shard_optimizer)
     return max(*counted, *(plan.predicted.peak_bytes if plan.predicted else ()))
 
 

@@ -184,7 +184,9 @@ class LowerBounds:
             fixed, much = (
                 reduce_seconds(size, ranks, self._cluster, self._assumptions.allreduce) for size in (0.0, _GB)
             )
-            self._rings[ranks] = fixed, (much - fixed) / _GB
+            # The half that gathers the weights is in the update.
+            share = 0.5 if self._assumptions.shard_optimizer else 1.0
+            self._rings[ranks] = share * fixed, share * (much - fixed) / _GB
         return self._rings[ranks]
 
     def _slowest_link(self, one: tuple[int, ...], other: tuple[int, ...], *, split: bool) -> float:

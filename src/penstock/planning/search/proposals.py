@@ -20,7 +20,7 @@ from functools import partial
 from itertools import chain
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.memory import peak_bytes, require_fit
+from penstock.planning.memory import require_fit
 from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
@@ -213,7 +213,7 @@ class Proposer:
         (found,) = _require(self._unlimited[key])
         costs = self._costs_of(profile, request)
         plan = foresee(found.stages, profile, costs, self._cluster, request)
-        if self._limit is not None and max(peak_bytes(plan, costs, request.optimizer_copies)) > self._limit:
+        if self._limit is not None and max(request.peaks(plan, costs)) > self._limit:
             return find_pipedream(profile, self._cluster, request)
         return plan
 
@@ -233,7 +233,7 @@ class Proposer:
         yield plan
         if self._limit is not None:
             buffered = chain_costs(profile, recompute=bool(plan.recompute), buffers=_BUFFERS)
-            if max(peak_bytes(plan, buffered, request.optimizer_copies)) > self._limit:
+            if max(request.peaks(plan, buffered)) > self._limit:
                 other = find(replace(request, buffers=_BUFFERS))
                 yield from () if other is None else (other,)
 
@@ -287,7 +287,7 @@ def plan_uniform(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     )
     costs = chain_costs(profile, cluster, recompute=request.recompute)
     uniform = foresee(cut.stages, profile, costs, cluster, request)
-    require_fit(uniform, peak_bytes(uniform, costs, request.optimizer_copies), cluster)
+    require_fit(uniform, request.peaks(uniform, costs), cluster)
     return uniform
 
 

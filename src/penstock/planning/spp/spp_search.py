@@ -96,6 +96,7 @@ def _least_seconds(plan: Plan, costs: ChainCosts, cluster: Cluster) -> float:
 def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluster) -> Outcome:
     """The outcome of `plan` by the simulator, with the all-reduce and the optimizer of `request`."""
     options = simulator_options(request.allreduce, request.optimizer_copies)
+    options["shard_optimizer"] = request.shard_optimizer
     return evaluate(plan, profile, cluster, **options)
 
 
@@ -191,7 +192,6 @@ def _fitting(
     Replicas share every microbatch, so that each keeps its share of all that are in flight; weights are whole. `last`
     has the costs of the last stage.
     """
-    weights = (2 + request.optimizer_copies) * costs.parameter_bytes + costs.frozen_bytes
     crossing = costs.exchanged_bytes / 2
     crossing[-1] = 0.0
     waiting = min(request.microbatches, buffers) * (crossing[:, None] + crossing)
@@ -200,6 +200,7 @@ def _fitting(
         in_flight = min(request.microbatches, 4 * behind + 1)
         own = costs if behind else last
         kept = (in_flight * own.saved_bytes + own.working_bytes + waiting) / replicas
+        weights = (2 + request.copies(replicas)) * costs.parameter_bytes + costs.frozen_bytes
         fitting: Flags = kept + weights <= memory_bytes
         return fitting
 

@@ -61,16 +61,17 @@ class PipelineChain:
         *,
         recompute: bool,
         optimizer_copies: float,
+        shard_optimizer: bool = False,
         cluster: Cluster,
         buffers: int = 0,
     ) -> None:
         self.profile = profile
         self.recompute = recompute
         self._positions = positions
-        self._optimizer_copies = optimizer_copies
+        self._optimizer_copies, self._shared, self._devices = optimizer_copies, shard_optimizer, cluster.devices
         least = cluster.least_memory_bytes
         self._memory_bytes = np.inf if least is None else least
-        self._bytes: dict[tuple[int, int], Matrix] = {}
+        self._bytes: dict[tuple[int, int, int], Matrix] = {}
         self._least: dict[StageCounts, float] = {}
         """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
         self._balanced: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
@@ -94,12 +95,13 @@ class PipelineChain:
 
     def stage_bytes(self, cuts: Sequence[int], counts: StageCounts) -> tuple[float, ...]:
         """The peak memory of a rank of each stage."""
-        return tuple(float(self._interval_bytes(*held)[cut]) for cut, held in zip(pairwise(cuts), counts, strict=True))
+        own = self._stages_bytes(counts)
+        return tuple(float(size[cut]) for cut, size in zip(pairwise(cuts), own, strict=True))
 
     def can_fit(self, counts: StageCounts) -> bool:
         """Whether every stage fits in a device's memory with some cuts."""
         if self._memory_bytes < np.inf and counts not in self._least:
-            own = [self._interval_bytes(*held) for held in counts]
+            own = self._stages_bytes(counts)
             self._least[counts] = least_bottleneck(lambda stage, starts: own[stage][starts], _nothing_between(own))
         return self._memory_bytes == np.inf or self._least[counts] <= self._memory_bytes
 
@@ -149,15 +151,20 @@ class PipelineChain:
             works = [different[id(work)] for work in every]
             found = _cut_evenly(works)
             if found[1] and max(self.stage_bytes(found[1], counts)) > self._memory_bytes:
-                fits = [self._interval_bytes(*held) <= self._memory_bytes for held in counts]
+                fits = [own <= self._memory_bytes for own in self._stages_bytes(counts)]
                 found = _cut_evenly([np.where(fit, work, np.inf) for fit, work in zip(fits, works, strict=True)])
             self._balanced[key] = found
         return self._balanced[key]
 
-    def _interval_bytes(self, in_flight: int, versions: int) -> Matrix:
-        key = in_flight, versions
+    def _stages_bytes(self, counts: StageCounts) -> list[Matrix]:
+        # As many pipelines as there are devices for.
+        replicas = max(1, self._devices // len(counts)) if self._shared else 1
+        return [self._interval_bytes(*held, replicas) for held in counts]
+
+    def _interval_bytes(self, in_flight: int, versions: int, replicas: int) -> Matrix:
+        key = in_flight, versions, replicas
         if key not in self._bytes:
-            size_bytes = interval_bytes(self.costs, in_flight, versions, self._optimizer_copies)
+            size_bytes = interval_bytes(self.costs, in_flight, versions, self._optimizer_copies / replicas)
             # A stage has a layer at least.
             self._bytes[key] = np.where(np.tri(self.units + 1, dtype=bool), np.inf, size_bytes)
         return self._bytes[key]

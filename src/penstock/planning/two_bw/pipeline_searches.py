@@ -156,6 +156,7 @@ def rank_pipelines(profile: Profile, cluster: Cluster, request: Request) -> tupl
         depth,
         recompute=request.recompute,
         optimizer_copies=request.optimizer_copies,
+        shard_optimizer=request.shard_optimizer,
         buffers=request.buffers,
     )
     most = min(cluster.devices, chain.units)
@@ -247,7 +248,14 @@ def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
 
 @lru_cache(maxsize=8)
 def _chain(
-    profile: Profile, cluster: Cluster, depth: int, *, recompute: bool, optimizer_copies: float, buffers: int
+    profile: Profile,
+    cluster: Cluster,
+    depth: int,
+    *,
+    recompute: bool,
+    optimizer_copies: float,
+    shard_optimizer: bool,
+    buffers: int,
 ) -> PipelineChain:
     """Kept, since all schedules are planned with the same chains."""
     return PipelineChain(
@@ -255,6 +263,7 @@ def _chain(
         cut_positions(profile, max(3 * depth, _EFFORT // depth)),
         recompute=recompute,
         optimizer_copies=optimizer_copies,
+        shard_optimizer=shard_optimizer,
         cluster=cluster,
         buffers=buffers,
     )

@@ -61,7 +61,7 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "tensor_parallel": integer(1).optional,
     "vertical_sync": FLAG,
     "balance": choice(get_args(Balance)),
-    "state_on_host": FLAG,
+    **dict.fromkeys(("state_on_host", "shard_optimizer"), FLAG),
 }
 OFFLOAD_TO = PATH.but(f"pass {HOST!r} for the memory of the host", f"{HOST!r} or a directory")
 _RUN_RULES: Mapping[str, Rule[Any]] = {
@@ -94,7 +94,7 @@ OPTIONS: Mapping[str, OptionRule] = {
         (
             *("loss_fn", "loss_weight", "loss_scale", "lr_scheduler", "clip_grad_norm"),
             *("update_hooks", "on_nonfinite", "autocast", "version_dtype", "wire_dtype", "init_fn", "parallelize"),
-            *("recompute", "state_on_host", "compile", "seed", "check", "resume", "save_frozen"),
+            *("recompute", "state_on_host", "shard_optimizer", "compile", "seed", "check", "resume", "save_frozen"),
             "timeout_seconds",
         ),
         OptionRule("value"),
@@ -134,6 +134,7 @@ class PlanOptions:
     tensor_parallel: int | None = None
     recompute: RecomputeChoice = None
     state_on_host: bool = False
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _PLAN_RULES, PlanError, function="Pipeline")

@@ -173,7 +173,7 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     schedule = make_schedule(plan, chain, options.recipe.needs_norms)
     # Layers that are computed again one by one keep no weights either.
     whole = frozenset(s for s, granularity in granularities.items() if granularity == "stage" or s in plan.streaming)
-    schedule = replace(schedule, recomputed=whole)
+    schedule = replace(schedule, recomputed=whole, gathers=options.plan.shard_optimizer)
     verify(schedule)
     _check_split_backwards(schedule, bool(options.run.compile), granularities)
     _check_offloads(schedule, granularities)

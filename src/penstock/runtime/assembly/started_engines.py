@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain, StageModule, crossings_of
 from penstock.capturing.module_copies import Copies
+from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
@@ -35,10 +36,11 @@ from penstock.runtime.engine.worker import Worker
 from penstock.runtime.execution.offloading import Offloads
 from penstock.runtime.parameters.gradient_buckets import Reducer, ShardedReducer
 from penstock.runtime.parameters.gradient_norms import GradientNorms
-from penstock.runtime.parameters.host_states import HostStates
+from penstock.runtime.parameters.host_states import HostStates, check_steps_apart
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.residence import Residence, StreamedWeights
 from penstock.runtime.parameters.shards import dimensions_of
+from penstock.runtime.parameters.weight_shares import WeightShares, assign_owners
 from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
 from penstock.runtime.transport.tensor_parallel_transport import connect_tensor_parallel
 from penstock.runtime.transport.transport import Channel, Edge, Transport
@@ -94,8 +96,14 @@ def start_engine(
         compute_weights=[ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays],
         context=context,
         host=host if planned.state_on_host else None,
+        # An update divides by the scale of the loss before it takes norms, and learns it behind the sums.
+        whole_sums=bool(recipe.scaling),
     )
-    optimizers = make_optimizers(recipe.optimizer, parameters_of(stages))
+    shares = {i: stage.shares for own in stages.values() for i, stage in own.items() if stage.shares is not None}
+    updated = {name: parameter for each in shares.values() for name, parameter in each.updated.items()}
+    optimizers = make_optimizers(recipe.optimizer, updated if shares else parameters_of(stages))
+    for optimizer in optimizers if schedule.gathers else ():
+        check_steps_apart(optimizer, of_replicas=True)
     together = schedule.definition.updates_at_once
     held = {index for each in stages.values() for index in each}
     updater = Updater(
@@ -106,6 +114,7 @@ def start_engine(
         delays,
         together=together,
         host=host if planned.state_on_host else None,
+        shares=shares,
     )
     workers = make_workers(
         recipe,
@@ -269,10 +278,12 @@ def build_stages(
     compute_weights: Sequence[ComputeWeights],
     context: DeviceContext,
     host: HostStates | None = None,
+    whole_sums: bool = False,
 ) -> dict[int, dict[int, LocalStage]]:
     """The stages of this process by its ranks, both ascending. `modules`: those that a hook has changed.
     `compute_weights`: by stage, the weights that its forwards read. `host`: has what is on the host: versions, and the
-    weights of streamed stages, which move there.
+    weights of streamed stages, which move there. `whole_sums`: each replica receives the sums of all gradients,
+    whatever it updates.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -314,13 +325,24 @@ def build_stages(
             },
         )
     stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in ranks}
+    counted = counted_parameters(plan, chain) if schedule.gathers else {}
     for rank, own in stages.items():
+        loads = [0] * max(map(schedule.placement.replicas, schedule.stages_of(rank)))
         for index in schedule.stages_of(rank):
             first, group = firsts[index], schedule.placement.stages[index]
             owner = next(member for member in group if member in stages)
             weights = first.weights if rank == owner else first.weights.replica()
             late = {name for names in first.ties.values() for name in names}
-            reducer = None
+            reducer = shares = owners = None
+            # Replicas in one process have one set of weights, and one optimizer.
+            if schedule.gathers and len(group) > 1 and not any(other in ranks for other in group if other != rank):
+                owners = assign_owners(weights.trained, loads)
+                shares = WeightShares(
+                    *(transport, group, rank, index),
+                    owners=owners,
+                    stepped=weights.stepped,
+                    norms=len(counted[index]),
+                )
             if len(group) > 1:
                 reducer = _reducer(
                     weights,
@@ -330,6 +352,7 @@ def build_stages(
                     stage=index,
                     late=late,
                     now=context.timer.now,
+                    owners=None if whole_sums else owners,
                 )
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
             own[index] = LocalStage(
@@ -337,6 +360,7 @@ def build_stages(
                 evaluation=first.evaluation,
                 ties=first.ties,
                 reducer=reducer,
+                shares=shares,
                 recomputes=planned.granularities.get(index),
                 order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
                 residence=Residence(streamed, weights.parameters) if streamed and index in schedule.streamed else None,
@@ -375,11 +399,19 @@ def _reducer(
     stage: int,
     late: Collection[str],
     now: Callable[[], Timestamp],
+    owners: Mapping[str, int] | None,
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.stage):
+        if owners is not None:
+            raise PlanError(
+                "shard_optimizer= and fully_shard are both given: expected one of them, since fully_shard spreads the "
+                "optimizer's state over the replicas with the weights. Leave shard_optimizer= out"
+            )
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
         return ShardedReducer(
             transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
         )
-    return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
+    return Reducer(
+        transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now, owners=owners
+    )

@@ -39,7 +39,8 @@ Write: TypeAlias = Callable[[Callable[[], Mapping[str, Any]]], Path]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageStates:
-    """Collects the states of the `stages` of this process. Of replicas the first one is saved.
+    """Collects the states of the `stages` of this process. Of replicas the first one is saved, and of those that share
+    the optimizer's state also the parts of the others.
 
     `parallelized`: a hook may have spread tensors over processes, so that all of them collect together. `predicted`:
     forwards may read other weights than the optimizer steps.
@@ -58,7 +59,7 @@ class StageStates:
             index: stage.weights
             for rank, own in self.stages.items()
             for index, stage in own.items()
-            if self.parallelized or self._replica(index, rank) == 0
+            if stage.shares is not None or self._is_saved(index, rank)
         }
         object.__setattr__(self, "weights", weights)
 
@@ -86,12 +87,13 @@ class StageStates:
         engine, updater = training.engine, training.updater
         own = {id(parameter) for parameter in weights.stepped.values()}
         updater.choose(stage)
+        saved = any(stage in stages and self._is_saved(stage, rank) for rank, stages in self.stages.items())
         state = {
-            "model": {name: kept(t) for name, t in training.held.items() if id(t) in own},
+            "model": {name: kept(t) for name, t in training.held.items() if saved and id(t) in own},
             "optimizer": training.named(whole, weights.stepped.keys()),
             "pipeline": {**updater.state(stage), **engine.scales.state(stage)},
         }
-        if engine.in_run and (self.predicted or not self.schedule.flushes):
+        if saved and engine.in_run and (self.predicted or not self.schedule.flushes):
             history = engine.history_of(stage)
             history["stages"][str(stage)]["updates"] = updater.updates_of(stage)
             state["history"] = history
@@ -100,8 +102,9 @@ class StageStates:
     def _rest(self) -> dict[str, Any]:
         training = self.training
         stepped = {id(p) for own in self.stages.values() for s in own.values() for p in s.weights.stepped.values()}
-        own = {id(b) for weights in self.weights.values() for b in weights.buffers}
-        later = {id(b) for stages in self.stages.values() for s in stages.values() for b in s.weights.buffers} - own
+        every = [(self._is_saved(index, r), s) for r, stages in self.stages.items() for index, s in stages.items()]
+        own = {id(buffer) for saved, held in every for buffer in held.weights.buffers if saved}
+        later = {id(buffer) for _, held in every for buffer in held.weights.buffers} - own
         later |= set() if training.saves_frozen else set(map(id, training.frozen.values()))
         rest = {name: t for name, t in training.held.items() if id(t) not in stepped and id(t) not in later}
         buffers = training.chain.buffers
@@ -118,6 +121,10 @@ class StageStates:
         if replicas and training.engine.in_run:
             state["history"] = {"buffers": replicas}
         return state
+
+    def _is_saved(self, stage: int, rank: int) -> bool:
+        """Whether what all replicas of `stage` have is saved by `rank`."""
+        return self.parallelized or self._replica(stage, rank) == 0
 
     def _replica(self, stage: int, rank: int) -> int:
         return self.schedule.placement.stages[stage].index(rank)

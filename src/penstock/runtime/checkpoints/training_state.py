@@ -404,7 +404,7 @@ class TrainingState:
     def _restore_hooks(self, saved: State) -> None:
         hooks = self.updater.hooks
         hooks.states = [{} for _ in hooks.hooks]
-        for name in self.trained().keys() & saved.keys():
+        for name in filter(self.updater.owns, self.trained().keys() & saved.keys()):
             for place, value in saved[name].items():
                 number, _, key = place.partition(".")
                 kept = _copied(value, self.trained()[name], key)

@@ -5,6 +5,10 @@ then the sums over the replicas of the stage. These are divided by the number of
 one, and by the loss scale; and last they are clipped by their global norm. Where stages exchange norms, an update whose
 gradients overflowed is skipped.
 
+Replicas that share the optimizer's state receive the sums of the parameters that they own, and tell each other their
+norms. Where the loss is scaled they receive all sums: its scale, by which gradients are divided before their norm is
+taken, comes with the norms of another stage.
+
 Laws of this file:
   1. Sums are taken in the order of the stages and of the replicas: the same bits everywhere.
   2. Gradients of several updates may be alive at once. With the weights are those of one update only: they are taken
@@ -181,6 +185,9 @@ class Gradients:
 
     def reduce(self, stage: int, update: int) -> None:
         self._sums[stage, update] = self.start_reduce(stage, update).finish(update)
+        shares = self._stages[stage].shares
+        if shares is not None and self.norms is not None and self.scaler is None:
+            self.norms.add_shares(stage, update, self._average(stage, update), shares)
 
     def norm_vectors(self, stage: int, version: int, target: int) -> tuple[Tensor, ...]:
         return self._local_norms(version).vectors_for(stage, version, target)

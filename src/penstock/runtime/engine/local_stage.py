@@ -21,6 +21,7 @@ from penstock.runtime.execution.executor import StageExecutor
 from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.residence import Residence
+from penstock.runtime.parameters.weight_shares import WeightShares
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.scheduling.placements import Placement
@@ -40,6 +41,8 @@ class LocalStage:
     """For every stage that shares weights with this one, the names of these weights."""
     reducer: Reducer | None = None
     """Sums gradients over the replicas of the stage; None if it has no other replica."""
+    shares: WeightShares | None = None
+    """Where replicas in other processes update a part of the parameters each."""
     recomputes: Granularity | None = None
     """Whether a backward recomputes what it needs, and for how many layers at a time."""
     order: UpdateOrder | None = None

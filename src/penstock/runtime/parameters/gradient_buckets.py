@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like
-from penstock.runtime.transport.transport import PendingMessage, Transport
+from penstock.runtime.transport.transport import PendingMessage, SumKind, Transport
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -52,14 +52,14 @@ class _Bucket:
     """
 
     @property
-    def layout(self) -> tuple[int, torch.dtype]:
+    def kind(self) -> SumKind:
         """The length and the type of the row."""
         # A parameter may be pointed at a version of another type than its gradients.
-        return sum(self.counts), self.parameters[0].grad_dtype or self.parameters[0].dtype
+        return SumKind(sum(self.counts), self.parameters[0].grad_dtype or self.parameters[0].dtype)
 
     def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """All gradients in a row, with zeros for absent ones; then a one or zero for each, whether it is present."""
-        _, dtype = self.layout
+        dtype = self.kind.dtype
         filled = partial(torch.full, dtype=dtype, device=local_shard(self.parameters[0]).device)
         pieces = [
             local_shard(redistributed_like(gradients[name], parameter)).reshape(-1)
@@ -87,6 +87,37 @@ class _Bucket:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _SharedBucket:
+    """Holds the parameters of a bucket by the replica that updates them, in replica order. Each receives the sums of
+    its own.
+    """
+
+    parts: tuple[_Bucket, ...]
+    """Some may be empty."""
+    own: int
+    """The place of this replica."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.names)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return tuple(parameter for part in self.parts for parameter in part.parameters)
+
+    @property
+    def kind(self) -> SumKind:
+        shares = tuple(sum(part.counts) for part in self.parts)
+        return SumKind(sum(shares), next(part.kind.dtype for part in self.parts if part.names), shares)
+
+    def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([part.pack(gradients) for part in self.parts if part.names])
+
+    def unpack(self, flat: Tensor, complete: bool) -> dict[str, Tensor]:
+        return self.parts[self.own].unpack(flat, complete)
+
+
 @dataclass(slots=True, eq=False)
 class _PendingUpdate:
     made: set[str] = field(default_factory=set)
@@ -101,7 +132,7 @@ class Reducer:
     """Sums the gradients of `parameters` of `stage` over the ranks `group`; this one is `rank`. Collective over them.
 
     `late`: parameters whose gradients are not final after the backward. `bucket_bytes`: None for the default of the
-    device. `now`: reads the clock.
+    device. `now`: reads the clock. `owners`: by parameter, the place in `group` of the only rank that receives its sum.
     """
 
     def __init__(
@@ -114,6 +145,7 @@ class Reducer:
         late: Collection[str] = (),
         bucket_bytes: int | None = None,
         now: Callable[[], Timestamp] = time.perf_counter,
+        owners: Mapping[str, int] | None = None,
     ) -> None:
         self._transport = transport
         self._group = group
@@ -124,11 +156,23 @@ class Reducer:
         early = [name for name in reversed(list(parameters)) if name not in late]
         ordered = {name: parameters[name] for name in (*early, *(name for name in parameters if name in late))}
         # Three ranks or more each sum a share of a bucket, so it is padded. Two ranks exchange whole buckets.
-        self._buckets = _pack(ordered, frozenset(late), bucket_bytes, len(group) if len(group) > 2 else 1)
+        packed = _pack(ordered, frozenset(late), bucket_bytes, len(group) if len(group) > 2 and not owners else 1)
+        self._buckets: Sequence[_Bucket | _SharedBucket] = packed
+        if owners is not None:
+            self._buckets = [
+                _SharedBucket(
+                    tuple(
+                        _bucket([name for name in bucket.names if owners[name] == place], ordered, 1)
+                        for place in range(len(group))
+                    ),
+                    group.index(rank),
+                )
+                for bucket in packed
+            ]
         self._early = {name: parameters[name] for name in early}
         self._hooks: list[RemovableHandle] = []
         self._updates: dict[int, _PendingUpdate] = {}
-        transport.agree(group, rank, {self._kind(index): bucket.layout for index, bucket in enumerate(self._buckets)})
+        transport.agree(group, rank, {self._kind(index): bucket.kind for index, bucket in enumerate(self._buckets)})
 
     def arm(self, version: int) -> None:
         """Registers hooks so that each bucket of gradients is sent as soon as the next backward, the last one before
@@ -184,7 +228,7 @@ class Reducer:
                 each.grad = None
             self._send(current, bucket, gradients)
 
-    def _send(self, current: _PendingUpdate, bucket: _Bucket, gradients: Mapping[str, Tensor]) -> None:
+    def _send(self, current: _PendingUpdate, bucket: _Bucket | _SharedBucket, gradients: Mapping[str, Tensor]) -> None:
         if current.began is None:
             current.began = self._now()
         kind = self._kind(len(current.pending))

@@ -10,13 +10,14 @@ grouped by the properties that one kernel needs alike: device, type and layout. 
 divided; PyTorch has no norm of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from penstock.runtime.parameters.shards import local_shard, whole
+from penstock.runtime.parameters.weight_shares import WeightShares
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.norms import carried_norms
 from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
@@ -120,8 +121,22 @@ class GradientNorms:
         """Whether the vector of `stage` for the update to `version` is here."""
         return (stage, version) in self._vectors
 
-    def add(self, stage: int, version: int, gradients: Mapping[str, Tensor], scale: float) -> None:
-        """Adds the vector of this rank's `stage`, made from its final `gradients`. `scale`: of the losses."""
+    def add_shares(self, stage: int, version: int, gradients: Mapping[str, Tensor], shares: WeightShares) -> None:
+        """Adds the vector of this rank's `stage`, made from the final `gradients` of what each replica owns. Blocks."""
+        self.add(stage, version, gradients, float(shares.is_first), shares.own)
+        self._vectors[stage, version] = shares.sum_norms(self._vectors[stage, version])
+
+    def add(
+        self,
+        stage: int,
+        version: int,
+        gradients: Mapping[str, Tensor],
+        scale: float,
+        of: Collection[str] | None = None,
+    ) -> None:
+        """Adds the vector of this rank's `stage`, made from its final `gradients`. `scale`: of the losses. `of`: the
+        parameters that are not zero in it, by default all.
+        """
         own = {name: gradients[name] for name in self._counted[stage] if name in gradients}
         plain = {name: gradient for name, gradient in own.items() if not is_dtensor(gradient)}
         norms = dict(zip(plain, norms_of(list(plain.values())), strict=True))
@@ -131,6 +146,8 @@ class GradientNorms:
                 norms[name] = whole(torch.linalg.vector_norm(gradient)).double()
         absent = torch.full((), ABSENT, dtype=torch.float64, device=self._device)
         scaled = torch.full((), scale, dtype=torch.float64, device=self._device)
+        if of is not None:
+            norms.update(dict.fromkeys(self._counted[stage].keys() - of, torch.zeros_like(absent)))
         vector = torch.stack([scaled, *(norms.get(name, absent) for name in self._counted[stage])])
         self._vectors[stage, version] = vector
 

@@ -214,40 +214,56 @@ def _tensors_of(states: Mapping[Tensor, Any], part: _Part) -> list[Any]:
     return tree_leaves([states.get(parameter) for parameter in part.values()])
 
 
-def check_steps_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `PenstockError` if small parameters have other numbers where `optimizer` steps them in halves."""
-    found = "hooks on its steps" if step_hooks(optimizer) else ""
-    if any(is_dtensor(p) and p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+def check_steps_apart(optimizer: torch.optim.Optimizer, *, of_replicas: bool = False) -> None:
+    """Raises `PenstockError` if small parameters have other numbers where `optimizer` steps them in halves, or where
+    two like it do, as those `of_replicas`.
+    """
+    found = "hooks on its steps" if step_hooks(optimizer) and not of_replicas else ""
+    if not of_replicas and any(
+        is_dtensor(p) and p.is_cuda for group in optimizer.param_groups for p in group["params"]
+    ):
         found = "DTensors of a GPU, which cannot be put together on the host"
     try:
-        if not found and not all(map(torch.equal, _small_steps(optimizer, 1), _small_steps(optimizer, 2))):
+        apart = _small_steps(optimizer, 2, of_replicas) if not found else []
+        if not found and not all(map(torch.equal, _small_steps(optimizer, 1, of_replicas), apart)):
             found = "other numbers where small ones are stepped in halves: it counts its steps, or sums over all"
     except Exception as error:
         found = f"a failure where small ones are stepped: {type(error).__name__}: {error}"
     if found:
+        option, reason = "state_on_host=", "an update has a step for each part of them"
+        if of_replicas:
+            option, reason = "shard_optimizer=", "each replica steps a part of them"
         raise PenstockError(
-            "state_on_host=: expected an optimizer that steps each parameter by itself, since an update has a step for "
-            f"each part of them, found {type(optimizer).__qualname__} with {found}. Use another one, or leave "
-            "state_on_host= out"
+            f"{option}: expected an optimizer that steps each parameter by itself, since {reason}, found "
+            f"{type(optimizer).__qualname__} with {found}. Use another one, or leave {option} out"
         )
 
 
-def _small_steps(optimizer: torch.optim.Optimizer, parts: int) -> list[Tensor]:
-    """Small parameters in the place of those of `optimizer`, after some steps in `parts`."""
+def _small_steps(optimizer: torch.optim.Optimizer, parts: int, of_replicas: bool = False) -> list[Tensor]:
+    """Small parameters in the place of those of `optimizer`, after some steps in `parts`, or `of_replicas`."""
     groups: list[dict[str, Any]] = [{**options, "params": []} for options in options_of(optimizer)]
     for group, own in zip(optimizer.param_groups, groups, strict=True):
         shards = map(local_shard, group["params"])
-        own["params"] = [nn.Parameter(shard.new_ones([min(size, 2) for size in shard.shape])) for shard in shards]
+        shapes = [shard.new_ones([min(size, 2) for size in shard.shape]) for shard in shards]
+        # A replica may own a single parameter.
+        own["params"] = [nn.Parameter(shape.clone()) for shape in shapes for _ in range(1 + of_replicas)]
     small: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+    homes = {id(parameter): place * parts // len(small) for place, parameter in enumerate(small)}
     takes, defaults = inspect.signature(type(optimizer)).parameters, optimizer.defaults
-    made = type(optimizer)(groups, **{key: value for key, value in defaults.items() if key in takes})
-    with torch.random.fork_rng({parameter.device for parameter in small if parameter.is_cuda}):
-        for step in range(1, 4):
-            begun = [dict(group) for group in made.param_groups]
-            for part in range(parts):
-                set_options(made, begun)
-                for place, parameter in enumerate(small):
-                    present = place * parts // len(small) == part
-                    parameter.grad = torch.full_like(parameter, step + place) if present else None
-                made.step()
+    replicas, parts = (parts, 1) if of_replicas else (1, parts)
+    for replica in range(replicas):
+        chosen = [[p for p in own["params"] if replicas == 1 or homes[id(p)] == replica] for own in groups]
+        made = type(optimizer)(
+            [{**own, "params": some} for own, some in zip(groups, chosen, strict=True) if some or replicas == 1],
+            **{key: value for key, value in defaults.items() if key in takes},
+        )
+        with torch.random.fork_rng({parameter.device for parameter in small if parameter.is_cuda}):
+            for step in range(1, 4):
+                begun = [dict(group) for group in made.param_groups]
+                for part in range(parts):
+                    set_options(made, begun)
+                    for place, parameter in enumerate(small):
+                        present = parts == 1 or homes[id(parameter)] == part
+                        parameter.grad = torch.full_like(parameter, step + place) if present else None
+                    made.step()
     return [parameter.detach() for parameter in small]

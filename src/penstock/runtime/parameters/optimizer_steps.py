@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.errors import PenstockError
 from penstock.runtime.parameters.group_options import GroupOptions, own_copy
 from penstock.runtime.parameters.host_states import HostStates, check_steps_apart
+from penstock.runtime.parameters.weight_shares import WeightShares
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.torch_internals.modules import step_hooks
 from penstock.training.optimizers import MakeScheduler, make_scheduler, needs_closure
@@ -29,7 +30,8 @@ class Updater:
 
     `stages`: those of the process. `lr_scheduler`: called with each optimizer; the scheduler that it returns steps once
     with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients are. `host`: keeps the
-    state on the host; `PenstockError` if a step in parts has other numbers.
+    state on the host; `PenstockError` if a step in parts has other numbers. `shares`: by stage, where replicas update a
+    part of the parameters each.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Updater:
         *,
         together: bool,
         host: HostStates | None = None,
+        shares: Mapping[int, WeightShares] | None = None,
     ) -> None:
-        self.hooks, self.host = HookStates(hooks), host
+        self.hooks, self.host, self._shares = HookStates(hooks), host, shares or {}
         self._delays = delays
         self.optimizers = tuple(optimizers)
         self.together = together
@@ -84,9 +87,9 @@ class Updater:
             return ()
         waiting, self._waiting = dict(sorted(self._waiting.items())), {}
         stepped: dict[str, nn.Parameter] = {}
-        for held, number, own in waiting.values():
+        for each, (held, number, own) in waiting.items():
             held.begin_update(number, own or {})
-            stepped.update(held.stepped)
+            stepped.update(self._shares[each].updated if each in self._shares else held.stepped)
         published: dict[str, Tensor] = {}
         if gradients is not None:
             before = _copies(stepped) if self.hooks.hooks else {}
@@ -109,11 +112,28 @@ class Updater:
             torch.clear_autocast_cache()
             if self.hooks.hooks:
                 published = self.hooks.after_step(before, stepped, self._delays[min(waiting)])
+            if self._shares:
+                self._gather(waiting, published)
         for held, *_ in waiting.values():
             held.end_update(published)
         if self.host is not None:
             self.host.settle()
         return list(waiting)
+
+    def owns(self, name: str) -> bool:
+        """Whether this process updates the parameter, of those that it holds."""
+        return not self._shares or any(name in shares.own for shares in self._shares.values())
+
+    def _gather(self, stages: Iterable[int], published: dict[str, Tensor]) -> None:
+        """Takes the parameters of `stages` that other replicas own as these have stepped them, and adds to `published`
+        what forwards read instead. Blocks.
+        """
+        for stage in stages:
+            shares = self._shares[stage]
+            shares.gather(shares.parameters)
+            if any(hook.predicts(self._delays[stage]) for hook in self.hooks.hooks):
+                own = {name: published.get(name, p.detach()) for name, p in shares.updated.items()}
+                published.update(shares.gathered(own))
 
     @contextmanager
     def _alone(self, stage: int) -> Iterator[None]:
@@ -144,7 +164,10 @@ class Updater:
         for hook, states in zip(self.hooks.hooks, self.hooks.states, strict=True):
             if isinstance(hook, WeightAverage):
                 trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
-                return {name: states.get(name, {}).get("average", weights) for name, weights in trained.items()}
+                found = {name: states.get(name, {}).get("average", weights) for name, weights in trained.items()}
+                for shares in self._shares.values():
+                    found.update(shares.gathered(found))
+                return found
         raise PenstockError(
             "no averages are kept: expected a penstock.WeightAverage among update_hooks=, such as "
             "update_hooks=[penstock.WeightAverage(0.999)]"

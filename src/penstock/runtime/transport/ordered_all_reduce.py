@@ -68,15 +68,15 @@ class OrderedSum:
         if not kind.shares:
             return self(own)
         if own.is_complex():
-            doubled = kind._replace(shares=tuple(2 * share for share in kind.shares))
+            doubled = SumKind(0, kind.dtype, tuple(2 * share for share in kind.shares), kind.gathers)
             return torch.view_as_complex(self.of_kind(doubled, torch.view_as_real(own).reshape(-1)).view(-1, 2))
         if kind.gathers:
             gathered = own.new_empty(sum(kind.shares))
-            received = gathered.split(kind.shares)
+            received = torch.split(gathered, list(kind.shares))
             received[self._place].copy_(own)
             self._exchange([own] * len(received), received)
             return gathered
-        parts = own.split(kind.shares)
+        parts = torch.split(own, list(kind.shares))
         summands = [torch.empty_like(parts[self._place]) for _ in parts]
         summands[self._place] = parts[self._place]
         self._exchange(parts, summands)

@@ -258,8 +258,10 @@ def _last_backward(stage: int, version: int, row: Row) -> Iterator[Need]:
 
 
 _Edge: TypeAlias = tuple[int, int]
-_Stops: TypeAlias = list[list[tuple[int, Message | Reduce, tuple[_Edge, ...]]]]
-"""By rank: the messages and all-reduces of its row, each with its place and the edges that it passes."""
+_Meeting: TypeAlias = Reduce | Update
+"""What all replicas of a stage come to before one of them goes on."""
+_Stops: TypeAlias = list[list[tuple[int, Message | _Meeting, tuple[_Edge, ...]]]]
+"""By rank: the messages and meetings of its row, each with its place and the edges that it passes."""
 _Queues: TypeAlias = defaultdict[_Edge, list[tuple[int, Message]]]
 """By edge: messages with their places in the row, in its order."""
 
@@ -269,16 +271,19 @@ def _find_stops(staged: StagedPrograms, rows: Sequence[Row]) -> _Stops:
     stops: _Stops = [[] for _ in staged.programs]
     # Replicas take microbatches in turn, so that this number of them have all the edges that there are.
     rounds = lcm(*(placement.stride(stage) for stage in range(len(placement.stages))))
+    # Replicas that gather what each has updated.
+    gathering = range(len(placement.stages) if staged.schedule.gathers else 0)
+    meetings = {(KINDS[Update], stage) for stage in gathering if staged.schedule.placement.replicas(stage) > 1}
     for row in rows:
         known: dict[tuple[int, int, int, int], tuple[_Edge, ...]] = {}
         ways = zip(
             row.kinds.tolist(), row.stages.tolist(), (row.numbers % rounds).tolist(), row.others.tolist(), strict=True
         )
         for index, way in enumerate(ways):
-            if way[0] <= _OWN or way[0] in _SILENT:
+            if way[0] <= _OWN or (way[0] in _SILENT and way[:2] not in meetings):
                 continue
             action = row.actions[index]
-            assert isinstance(action, Message | Reduce)
+            assert isinstance(action, Message | _Meeting)
             edges = known.get(way)
             if edges is None:
                 if isinstance(action, Sending):
@@ -295,7 +300,7 @@ def _find_queues(stops: _Stops) -> tuple[_Queues, _Queues]:
     receives: _Queues = defaultdict(list)
     for own in stops:
         for index, action, edges in own:
-            if not isinstance(action, Reduce):
+            if not isinstance(action, _Meeting):
                 for edge in edges:
                     (sends if isinstance(action, Sending) else receives)[edge].append((index, action))
     return sends, receives
@@ -342,14 +347,14 @@ def _find_waiting(staged: StagedPrograms, stops: _Stops) -> Iterator[tuple[int, 
     """The messages of each edge that are sent and not received."""
     for segment, ends in enumerate(staged.ends):
         waiting: dict[_Edge, int] = {}
-        meeting: defaultdict[Reduce, list[int]] = defaultdict(list)
+        meeting: defaultdict[_Meeting, list[int]] = defaultdict(list)
         ready = list(range(len(stops)))
         while ready:
             rank = ready.pop()
             own, end = stops[rank], ends[rank]
             while position[rank] < len(own) and own[position[rank]][0] < end:
                 _, action, edges = own[position[rank]]
-                if isinstance(action, Reduce):
+                if isinstance(action, _Meeting):
                     meeting[action].append(rank)
                     if len(meeting[action]) < staged.placement.replicas(action.stage):
                         break
@@ -380,9 +385,10 @@ def _report_deadlock(staged: StagedPrograms, segment: int, position: dict[int, i
     reasons: list[str] = []
     for rank, place in position.items():
         action = staged.programs[rank][place]
-        if isinstance(action, Reduce):
+        if isinstance(action, _Meeting):
             others = [str(other) for other in staged.placement.stages[action.stage] if other != rank]
-            reasons.append(f"rank {rank} waits for rank {' and '.join(others)} to reduce")
+            purpose = "reduce" if isinstance(action, Reduce) else "update"
+            reasons.append(f"rank {rank} waits for rank {' and '.join(others)} to {purpose}")
         else:
             assert isinstance(action, Receiving)
             reasons.append(f"rank {rank} waits for rank {peer(action, rank, staged.placement)}")
