@@ -8,7 +8,7 @@ from penstock.scheduling.verification.continuations import continue_run, resize_
 from support.own_schedules import LATE, ROLLING
 
 EVERY = frozenset(range(4))
-STREAMED = Schedule("breadth-first", 2, 4, 2, recomputed=EVERY, streamed=EVERY)
+STREAMED = Schedule("breadth-first", 2, 4, 2, recomputed=EVERY, streamed=EVERY, places=1)
 SCHEDULES = {
     "pipedream": Schedule("pipedream", 4, 1),
     "several microbatches": Schedule("pipedream", 3, 5),
