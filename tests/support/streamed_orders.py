@@ -194,7 +194,7 @@ class Clock:
     def peak(self, rank: int) -> int:
         """The most bytes that the rank holds at once."""
         held = most = sum(
-            (1 + OPTIMIZER) * self._sizes.trained[stage] + self._sizes.frozen[stage]
+            (1 + (0 if self._made.streamed else OPTIMIZER)) * self._sizes.trained[stage] + self._sizes.frozen[stage]
             for stage in self._made.stages_of(rank)
             if stage not in self._made.streamed
         )
@@ -248,11 +248,12 @@ class Clock:
             if here:
                 gradients[stage] = "away"
                 changes.append((stop, -trained))
-        elif streamed:
+        elif self._made.streamed:
             start = max(now, self._in[rank], self._home[rank].get(stage, 0))
-            back = max(start, self._out[rank]) + (OPTIMIZER + 1) * trained
-            self._in[rank], self._out[rank] = start + (OPTIMIZER + 2) * trained, back
-            self.now[rank] = max(start + sizes.update[stage], self._in[rank], back)
+            back = max(start, self._out[rank]) + (OPTIMIZER + streamed) * trained
+            self._in[rank], self._out[rank] = start + (OPTIMIZER + 2 * streamed) * trained, back
+            stop = self.now[rank] = max(start + sizes.update[stage], self._in[rank], back)
+            changes.append((stop, -trained if not streamed and gradients.get(stage) == "here" else 0))
         else:
             stop = self.now[rank] = now + sizes.update[stage]
             changes.append((stop, -trained if gradients.get(stage) == "here" else 0))

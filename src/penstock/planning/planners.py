@@ -19,6 +19,7 @@ from penstock.planning.predictions import cost_of, speed_of
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
 from penstock.planning.search.explanations import explain_infeasibility, explain_search, wire_note
+from penstock.planning.search.streamed_plans import explain_streams, stream_plans
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import AllReduce
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -61,6 +62,7 @@ def plan(
     every_device: bool = False,
     state_on_host: bool = False,
     shard_optimizer: bool = False,
+    streamed: bool | None = None,
     epoch_samples: float | None = None,
     deadline_seconds: float | None = None,
     progress: bool | None = None,
@@ -85,9 +87,11 @@ def plan(
     optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server (the innermost level of the
     cluster) share one link to each other server; by default every two ranks have their own. `whole_backwards` excludes
     split backwards. `every_device`: only plans that use all devices, as under torchrun, where each process is a rank.
-    `state_on_host`, `shard_optimizer`: as in `Pipeline`. `epoch_samples`: the table says what an epoch costs, where the
-    cluster has prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least of those that take
-    no longer; it may leave devices out. `progress` shows a line on stderr; None shows it on a terminal.
+    `state_on_host`, `shard_optimizer`: as in `Pipeline`. `streamed`: whether weights live on the host between the
+    visits of their stage, with the optimizer's state; if it is not given, where nothing fits otherwise and
+    `host_bandwidth` of the cluster is known. `epoch_samples`: the table says what an epoch costs, where the cluster has
+    prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least of those that take no longer;
+    it may leave devices out. `progress` shows a line on stderr; None shows it on a terminal.
 
     Profiles that were measured with several `tensor_parallel` devices are planned for groups of neighbours, and
     ranked with those of single devices.
@@ -132,6 +136,7 @@ def plan(
         every_device=every_device,
         state_on_host=state_on_host,
         shard_optimizer=shard_optimizer,
+        streamed=streamed,
     )
     if isinstance(profile, Transformer):
         if epoch_samples is not None or deadline_seconds is not None:
@@ -166,12 +171,18 @@ def _plan_fastest(
 ) -> Plan:
     if constraints.planner == PlannerName.ORDER:
         return plan_order(profiles, cluster, constraints, progress=progress)
-    found = compare_plans(profiles, cluster, constraints, progress=progress)
+    if constraints.streamed:
+        found = stream_plans(profiles, cluster, constraints)
+    else:
+        found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
-        limited = plan_limited(profiles, cluster, constraints, progress=progress)
-        if limited is None:
+        limited = plan_limited(profiles, cluster, constraints, progress=progress) if not constraints.streamed else None
+        if limited is not None:
+            return limited
+        if not constraints.streamed and cluster.host_bandwidth is not None:
+            found = stream_plans(profiles, cluster, constraints)
+        if not found.ranked:
             raise explain_infeasibility(profiles, cluster, constraints, found)
-        return limited
     best = found.ranked[0]
     measured = profile_of_plan(best, profiles)
     options = constraints.simulator_options
@@ -181,9 +192,11 @@ def _plan_fastest(
         losses,
         cluster,
         next((profile for profile in profiles if profile.tensor_parallel == 1), None),
-        optimizer_copies=constraints.optimizer_copies,
+        optimizer_copies=constraints.kept_copies,
         epoch_samples=epoch_samples,
     )
+    if best.streamed:
+        explanation = f"{explain_streams(best, measured, cluster, constraints)}\n\n{explanation}"
     explanation += wire_note(best, measured, cluster, losses, **options)
     return replace(best, explanation=explanation, layer_names=tuple(layer.name for layer in measured.layers))
 

@@ -126,12 +126,12 @@ class Costs:
         return tuple(size * copies + more for size, more in zip(self.parameter_bytes, self.frozen_bytes, strict=True))
 
     def update_bytes(self, stage: int) -> tuple[float, float]:
-        """What an update of a streamed stage moves to the device, and back: the state, the weights as they are trained,
-        and the gradients, which do not come back.
+        """What an update moves to the device, and back, where any stage is streamed: the state. Of a streamed stage
+        these are also the weights as they are trained, and the gradients, which do not come back.
         """
         assumed, size = self.assumptions, self.parameter_bytes[stage]
-        weights = assumed.master_copies + assumed.version_copies
-        return (assumed.optimizer_copies + weights + 1) * size, (assumed.optimizer_copies + weights) * size
+        back = assumed.optimizer_copies + (assumed.master_copies + assumed.version_copies) * (stage in self.streamed)
+        return (back + (stage in self.streamed)) * size, back * size
 
     @property
     def on_wire(self) -> "Costs":

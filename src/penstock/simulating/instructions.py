@@ -238,7 +238,7 @@ class Writer:
                     effect = backward_weight
                 elif isinstance(action, Update):
                     effect = update
-                    if stage in costs.streamed:
+                    if costs.streamed:
                         kinds.append(HOST_UPDATE)
                         details.append(self._host_update(action, seconds[effect + stage]))
                         effects.append(effect + stage)

@@ -1,11 +1,11 @@
 """Where the time of a minibatch goes: what each kind of wait costs, by simulating the plan without it.
 
 The parts are found one after the other, each with what came before it taken away, too: what a step takes before its
-first and after its last action, the time of ranks for messages,
-the latency of links, the transfer of messages, and all-reduces. A part says how much faster a minibatch would be
-without it, and can be less than nothing where a wait happens to order the messages better. What remains is computation,
-the mean over the ranks; the imbalance, by which the busiest rank has more to compute than the mean; and the bubble, in
-which that rank waits even without any communication. So the parts add up to the whole.
+first and after its last action, the time of ranks for messages, the latency of links, the transfer of messages,
+all-reduces, and copies of streamed weights. A part says how much faster a minibatch would be without it, and can be
+less than nothing where a wait happens to order the messages better. What remains is computation, the mean over the
+ranks; the imbalance, by which the busiest rank has more to compute than the mean; and the bubble, in which that rank
+waits even without any communication. So the parts add up to the whole.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -44,6 +44,8 @@ class Losses:
     """Waits for the latency of links."""
     handling: float
     """Time of the ranks for messages, which they hand over, take in and copy, and which keep them from computing."""
+    host: float = 0.0
+    """Waits for the weights and the state of streamed stages, which pass between device and host."""
     start: float = 0.0
     """What a step takes before its first and after its last action (`Cluster.step_seconds`)."""
 
@@ -80,7 +82,9 @@ def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpac
     none = {"latency_seconds": ()} if isinstance(links, LinkLevels) else {"latency_rows": ()}
     prompt = replace(free, links=replace(links, **none))
     instant = replace(prompt, links=Cluster.uniform(cluster.devices, inf).links)
-    alone = evaluate(plan, silent, instant, **options)
+    hosted = evaluate(plan, silent, instant, **options)
+    at_once = replace(instant, host_bandwidth=inf)
+    alone = evaluate(plan, silent, at_once, **options) if plan.streamed else hosted
     computation = alone.minibatch_seconds * (1 - alone.bubble)
     busiest = alone.bottleneck_seconds * plan.microbatches
     # Many clusters have no costs of messages and no latencies: then one simulation is enough.
@@ -91,7 +95,8 @@ def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpac
         computation=computation,
         bubble=alone.minibatch_seconds - busiest,
         imbalance=busiest - computation,
-        all_reduce=without_transfer - alone.minibatch_seconds,
+        host=hosted.minibatch_seconds - alone.minibatch_seconds,
+        all_reduce=without_transfer - hosted.minibatch_seconds,
         transfer=without_latency - without_transfer,
         latency=without_handling - without_latency,
         handling=whole - without_handling,

@@ -159,7 +159,8 @@ def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, f
     stepped = sum(costs.parameter_bytes[stage] / count for stage, count in zip(stages, sharers, strict=True))
     return (
         (weights if assumed.state_on_host else versions) * assumed.version_copies + frozen,
-        assumed.kept_copies * stepped,
+        # What streams has all state on the host.
+        0.0 if schedule.streamed else assumed.kept_copies * stepped,
         assumed.master_copies * weights,
     )
 

@@ -130,6 +130,10 @@ _LONGEST_PERIOD = 64
 """In minibatches; a longer period of unequal replicas is cut to this for the steady state."""
 
 
+_SHOWN = 8
+"""The most stages of a rank whose numbers a text has."""
+
+
 Outcome: TypeAlias = Prediction
 """The performance of a plan in its steady state, without fill and drain of an asynchronous schedule."""
 
@@ -231,7 +235,8 @@ def _rank_text(made: Schedule, rank: int) -> str:
     stages = made.stages_of(rank)
     if len(stages) == 1:
         return f"stage {stages[0]}"
-    return f"rank {rank} with stages {', '.join(map(str, stages))}"
+    shown = ", ".join(map(str, stages)) if len(stages) <= _SHOWN else f"{stages[0]}, ..., {stages[-1]}"
+    return f"rank {rank} with stages {shown}"
 
 
 def _link_text(run: SimulatedRun, pair: RankPair) -> str:

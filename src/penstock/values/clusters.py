@@ -43,7 +43,9 @@ _RULES: FieldRules = {
     "memory_bytes": number(above=0, most=MOST)
     .but("give the memory of one device in bytes, or leave it out if it is no limit")
     .optional,
-    "host_bandwidth": number(above=0).but("give the bytes per second between a device and its host").optional,
+    "host_bandwidth": number(above=0, infinite=True)
+    .but("give the bytes per second between a device and its host")
+    .optional,
     "host_bytes": number(0, infinite=True).but("give the bytes of the host for what a rank offloads"),
     "action_seconds": number(0, most=MOST).but("give the seconds of an action beside its layers (`penstock probe`)"),
     "step_seconds": number(0, most=MOST).but("give the seconds of a step beside its actions (`penstock probe`)"),

@@ -76,6 +76,8 @@ class PlanConstraints:
     every_device: bool = False
     state_on_host: bool = False
     shard_optimizer: bool = False
+    streamed: bool | None = None
+    """Whether stages are streamed; by default where nothing fits otherwise."""
 
     def __post_init__(self) -> None:
         planners = tuple(map(str, PlannerName))
@@ -89,13 +91,11 @@ class PlanConstraints:
         counts = dict.fromkeys(("batch_size", "stages", "stages_per_rank"), integer(1).optional)
         names = ("straight", "vertical_sync", "shared_nic", "whole_backwards", "every_device")
         flags = dict.fromkeys((*names, "state_on_host", "shard_optimizer"), FLAG)
-        choices = dict.fromkeys(("recompute", "synchronous"), FLAG.optional)
+        choices = dict.fromkeys(("recompute", "synchronous", "streamed"), FLAG.optional)
         more = {**choices, "optimizer_copies": number(0), "allreduce": choice(get_args(AllReduce))}
         check_fields(self, {"microbatches": MICROBATCHES.optional, **counts, **flags, **more}, PlanError)
         if self.synchronous is None:
             object.__setattr__(self, "synchronous", not (self.schedule or self.planner or self.vertical_sync))
-        if self.state_on_host:
-            object.__setattr__(self, "optimizer_copies", 0.0)
         if self.microbatches is not None and self.batch_size is not None:
             raise PlanError(
                 f"microbatches and batch_size: expected one of them, found {self.microbatches} and {self.batch_size}: "
@@ -114,6 +114,11 @@ class PlanConstraints:
         """The options with which plans are simulated."""
         options = simulator_options(self.allreduce, self.optimizer_copies, shared_nic=self.shared_nic)
         return {**options, "state_on_host": self.state_on_host, "shard_optimizer": self.shard_optimizer}
+
+    @property
+    def kept_copies(self) -> float:
+        """`optimizer_copies` on the device."""
+        return 0.0 if self.state_on_host else self.optimizer_copies
 
     @property
     def _definitions(self) -> tuple[ScheduleDefinition, ...]:
@@ -249,7 +254,7 @@ class PlanConstraints:
                         allreduce=self.allreduce,
                         vertical_sync=self.vertical_sync,
                         recompute=recompute,
-                        optimizer_copies=self.optimizer_copies,
+                        optimizer_copies=self.kept_copies,
                         shard_optimizer=self.shard_optimizer,
                     )
 

@@ -324,7 +324,7 @@ def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanCons
     """The memory with which the search accepts `plan`: planners count the gradients as if they were permanent."""
     profile = profile_of_plan(plan, profiles)
     costs = chain_costs(profile, recompute=bool(plan.recompute))
-    counted = peak_bytes(plan, costs, constraints.optimizer_copies, shared=constraints.shard_optimizer)
+    counted = peak_bytes(plan, costs, constraints.kept_copies, shared=constraints.shard_optimizer)
     return max(*counted, *(plan.predicted.peak_bytes if plan.predicted else ()))
 
 

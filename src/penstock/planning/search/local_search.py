@@ -233,7 +233,7 @@ class LocalSearch:
         table = cuts
         if self._cluster.least_memory_bytes is not None:
             assumed = self._assumptions
-            peaks = peaks_of_cuts(plan, cuts, self._costs, assumed.optimizer_copies, shared=assumed.shard_optimizer)
+            peaks = peaks_of_cuts(plan, cuts, self._costs, assumed.kept_copies, shared=assumed.shard_optimizer)
             rooms = [min(self._cluster.memory_of(each) or inf for each in devices) for devices in shape_of(plan)]
             table = cuts[(peaks <= rooms).all(axis=1)]
         samples = plan.microbatches * self._profile.microbatch_size

@@ -198,6 +198,11 @@ def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: P
     if not isinstance(plan.schedule, str):
         # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
         verify(schedule(plan))
+    return judge_plan(plan, profile, cluster, constraints)
+
+
+def judge_plan(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
+    """As `simulate_plan`, for a plan whose schedule is proved, or is proved later."""
     outcome = evaluate(plan, profile, cluster, **constraints.simulator_options)
     used = plan.used(cluster)
     worst = overfull_rank(outcome.peak_bytes, used)

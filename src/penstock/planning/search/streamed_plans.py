@@ -1,0 +1,166 @@
+"""Plans whose weights are on the host: for models of which no plan fits into the devices, or by wish.
+
+Every stage recomputes, and a rank visits each of its stages once each way, or once for each of several groups of
+microbatches, which keep fewer of them in flight. The first stages of every rank stay on it as far as there is room: a
+step begins with them, when no fetch is hidden. The simulator judges all of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+
+from penstock.errors import PlanError, ScheduleError
+from penstock.planning.predictions import prediction_of, speed_of
+from penstock.planning.search.constraints import PlanConstraints
+from penstock.planning.search.plan_search import SearchResult, judge_plan, rank_plans
+from penstock.scheduling.actions import Backward, Forward, Update
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import METHODS
+from penstock.scheduling.verification.verifier import verify
+from penstock.scheduling.written_programs import define_by_programs
+from penstock.simulating.outcomes import evaluate
+from penstock.values.chain_cuts import balanced_cuts
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Stage, schedule
+from penstock.values.profiles import Profile
+from penstock.values.quantities import seconds_text
+
+_ONCE = next(method for method in METHODS if method.for_streams)
+
+
+def stream_plans(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> SearchResult:
+    """The plans with streamed stages that fit, the fastest first; none if what is fixed excludes them.
+
+    `PlanError` if the bytes per second between devices and host are not known.
+    """
+    fixed = constraints.planner is not None or constraints.vertical_sync or constraints.recompute is False
+    own = constraints.schedule not in (None, _ONCE.name)
+    if fixed or own or constraints.streamed is False:
+        return SearchResult((), 0, ())
+    if cluster.host_bandwidth is None:
+        raise PlanError(
+            "streamed: expected host_bandwidth of the cluster, the bytes per second between a device and its host, "
+            "found None: measure it with penstock probe, or set it as replace(cluster, host_bandwidth=25e9) does"
+        )
+    found: list[Plan] = []
+    for profile in profiles:
+        microbatches = constraints.count_microbatches(profile, profiles[0], cluster.devices, _ONCE)
+        for ranks in _rank_counts(cluster, constraints) if profile.tensor_parallel == 1 and microbatches else ():
+            best = 0.0
+            for per_rank in _stage_counts(len(profile), ranks, constraints):
+                plan = _cut(profile, cluster, ranks, per_rank, microbatches)
+                made = list(_fullest(plan, profile, cluster, constraints))
+                found += made
+                fastest = max(map(speed_of, made), default=0.0)
+                if fastest < best:
+                    # More stages keep more inputs of microbatches, and hide the first fetches no better.
+                    break
+                best = fastest
+    ranked = rank_plans(found)
+    for plan in ranked[:1]:
+        verify(schedule(plan))
+    return SearchResult(ranked, 0, ())
+
+
+def explain_streams(best: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> str:
+    """What it costs that the stages of `best` are streamed, in a line."""
+    options = constraints.simulator_options
+    predicted = prediction_of(best)
+    seconds, bound = predicted.minibatch_seconds, predicted.bottleneck_seconds * best.microbatches
+    free = evaluate(replace(best, streamed=False), profile, cluster, **options).minibatch_seconds
+    return (
+        f"Weights are on the host: those of {len(best.streaming)} of {len(best.stages)} stages come when they are "
+        f"needed, and updates move the state. A step takes {seconds_text(seconds)}, {seconds / free - 1:.0%} more than "
+        f"with everything on devices that had the room, and {seconds / bound - 1:.0%} more than its busiest rank or "
+        f"link works. Limited by: {predicted.limit}."
+    )
+
+
+def _rank_counts(cluster: Cluster, constraints: PlanConstraints) -> Iterator[int]:
+    """The lengths of equal pipelines on all devices."""
+    for ranks in range(cluster.devices, 0, -1):
+        if cluster.devices % ranks == 0 and (ranks == cluster.devices or not constraints.straight):
+            yield ranks
+
+
+def _stage_counts(layers: int, ranks: int, constraints: PlanConstraints) -> Iterator[int]:
+    """The stages of a rank to try: powers of two, and as many as there are."""
+    most = layers // ranks
+    for per_rank in sorted({*(1 << power for power in range(most.bit_length())), most} - {0}):
+        wanted = constraints.stages_per_rank in (None, per_rank) and constraints.stages in (None, ranks * per_rank)
+        if wanted:
+            yield per_rank
+
+
+def _cut(profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbatches: int) -> Plan:
+    """The plan of `ranks` times `per_rank` stages whose longest forward visit, or fetch, is as short as possible."""
+    bandwidth = cluster.host_bandwidth or 1.0
+    longest = [
+        max(layer.forward_seconds * microbatches, (layer.parameter_bytes + layer.frozen_bytes) / bandwidth)
+        for layer in profile.layers
+    ]
+    cuts, replicas = balanced_cuts(longest, ranks * per_rank, ()), cluster.devices // ranks
+    stages = tuple(
+        Stage(start, stop, tuple(range(index % ranks * replicas, (index % ranks + 1) * replicas)))
+        for index, (start, stop) in enumerate(pairwise(cuts))
+    )
+    return Plan(
+        *(stages, _ONCE, microbatches, profile.microbatch_size),
+        recompute=True,
+        streamed=True,
+        planner="streamed",
+    )
+
+
+def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Iterator[Plan]:
+    """`plan` with all stages streamed, in as few groups of microbatches as fit, and with the most that stay."""
+    ranks = len(plan.stages) // plan.stages_per_rank
+
+    def fits(staying: int, definition: ScheduleDefinition) -> Plan | None:
+        streamed = tuple(range(staying * ranks, len(plan.stages)))
+        with suppress(PlanError, ScheduleError):
+            made = replace(plan, schedule=definition, streamed=streamed)
+            return judge_plan(made, profile, cluster, constraints)
+        return None
+
+    for definition in _definitions(plan, ranks):
+        least = fits(0, definition)
+        if least is None:
+            continue
+        yield least
+        low, high = 0, plan.stages_per_rank
+        while high - low > 1:
+            middle = (low + high) // 2
+            made = fits(middle, definition)
+            if made is None:
+                high = middle
+            else:
+                low = middle
+                yield made
+        return
+
+
+def _definitions(plan: Plan, ranks: int) -> Iterator[ScheduleDefinition]:
+    """The orders to try: all microbatches in one group, and without replicas also in 2, 4, 8, ... groups."""
+    yield _ONCE
+    group = plan.microbatches
+    while max(plan.replicas) == 1 and group % 2 == 0:
+        group //= 2
+        yield _in_groups(len(plan.stages), ranks, group)
+
+
+def _in_groups(stages: int, ranks: int, group: int) -> ScheduleDefinition:
+    """The order that takes the microbatches in groups of `group`, each forward and backward through all stages."""
+    rows = []
+    for rank in range(ranks):
+        held = range(rank, stages, ranks)
+        visits: list[Forward | Backward] = []
+        for stage in held:
+            for microbatch in range(group):
+                visits.append(Forward(stage, microbatch, 0))
+                visits += [Backward(stage, microbatch, 0)] if stage == stages - 1 else []
+        visits += [Backward(stage, k, 0) for stage in reversed(held) if stage < stages - 1 for k in range(group)]
+        updates = [Update(stage, 1, 0) for stage in held]
+        rows.append(" | ".join(" ".join(map(str, part)) for part in ((), visits, updates)))
+    return define_by_programs(f"{_ONCE} in groups of {group}", "\n".join(rows))
