@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from penstock.runtime.assembly.scheduled_plans import (
     LayerWeights,
     ScheduledPlan,
     choose_plan,
+    distinct_parameters,
     make_schedule,
     schedule_plan,
 )
@@ -117,7 +118,7 @@ def plan_automatically(plan: str, options: PipelineOptions, world: World, captur
     A single process has as many ranks as `options` give it stages (half as many where a rank holds two), and instant
     links between them. An error on one rank is raised on all.
     """
-    from penstock.profiling.links import measure_links
+    from penstock.profiling.links import measure_host_bandwidth, measure_links
     from penstock.profiling.profiler import profile as measure
     from penstock.profiling.training_loops import as_in_training, measure_rounds, measure_speeds
 
@@ -131,6 +132,11 @@ def plan_automatically(plan: str, options: PipelineOptions, world: World, captur
     else:
         per_rank = options.plan.definition.layout.default_stages_per_rank(options.plan.stages, 1)
         cluster = Cluster.uniform(max(1, (options.plan.stages or 1) // per_rank), math.inf)
+        if options.plan.memory_bytes is not None:
+            bandwidth = measure_host_bandwidth(captured.device, options.run.offload_to)
+            cluster = replace(cluster, host_bandwidth=bandwidth)
+    if options.plan.memory_bytes is not None:
+        cluster = cluster.with_memory(options.plan.memory_bytes)
 
     context = "while it measured the model and planned"
     with agreed(world, context):
@@ -187,6 +193,11 @@ def fastest_plan(
         whole_backwards=whole_backwards and wanted.schedule is None,
         state_on_host=wanted.state_on_host,
         shard_optimizer=wanted.shard_optimizer,
+        tied_layers=[
+            chain.readers[name]
+            for name, parameter in distinct_parameters(chain.parameters).items()
+            if parameter.requires_grad
+        ],
     )
     per_rank = wanted.definition.layout.default_stages_per_rank(wanted.stages, cluster.devices)
     whole = any(takes_statistics(layer.module) for layer in chain.layers)

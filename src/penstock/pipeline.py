@@ -100,7 +100,7 @@ class Pipeline:
         optimizer: called once with the parameters that this process updates, a list with their names
             (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``v-half``,
-            ``v-min``, ``pipedream`` or ``2bw``; or your own `ScheduleDefinition`.
+            ``v-min``, ``breadth-first``, ``pipedream`` or ``2bw``; or your own `ScheduleDefinition`.
         microbatches: the number of microbatches that a step cuts its batch into (default 1).
         stages: the number of stages (default: one for each process, two with ``interleaved`` and in a V). In a
             single process there are as many ranks as stages (half as many with these).
@@ -158,6 +158,8 @@ class Pipeline:
             device while they are used: docs/memory.md.
         shard_optimizer: of the replicas of a stage each steps a part of the parameters and has the optimizer's state of
             that part alone (ZeRO-1): docs/memory.md.
+        memory_bytes: with ``plan="auto"``, the most bytes of a device that a rank may take. Where nothing fits, weights
+            live in `offload_to` while they are not used, too.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
@@ -214,6 +216,7 @@ class Pipeline:
         offload_to: str | Path = "host",
         state_on_host: bool = False,
         shard_optimizer: bool = False,
+        memory_bytes: float | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         self._build(
@@ -243,6 +246,7 @@ class Pipeline:
                     recompute=recompute,
                     state_on_host=state_on_host,
                     shard_optimizer=shard_optimizer,
+                    memory_bytes=memory_bytes,
                 ),
                 RunOptions(
                     compile=compile,

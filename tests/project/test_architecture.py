@@ -118,7 +118,7 @@ METHODS = {
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "recompute=None, compile=False, init_fn=None, parallelize=None, "
     "tensor_parallel=None, wire_dtype=None, seed=0, check='warn', resume=None, save_frozen=True, offload_to='host', "
-    "state_on_host=False, shard_optimizer=False, "
+    "state_on_host=False, shard_optimizer=False, memory_bytes=None, "
     "timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",

@@ -28,9 +28,7 @@ def continued(schedule: Schedule) -> Schedule:
 
 @settings(max_examples=150)
 @given(drawn, st.booleans(), st.booleans(), st.integers(0, 2))
-def test_the_rows_are_those_of_the_schedule(
-    schedule: Schedule, continues: bool, recomputes: bool, places: int
-) -> None:
+def test_the_rows_are_those_of_the_schedule(schedule: Schedule, continues: bool, recomputes: bool, places: int) -> None:
     schedule = continued(schedule) if continues else schedule
     if recomputes and not schedule.continued:
         schedule = replace(schedule, recomputed=frozenset(range(schedule.stages)))

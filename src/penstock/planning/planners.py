@@ -63,6 +63,7 @@ def plan(
     state_on_host: bool = False,
     shard_optimizer: bool = False,
     streamed: bool | None = None,
+    tied_layers: Sequence[Sequence[int]] = (),
     epoch_samples: float | None = None,
     deadline_seconds: float | None = None,
     progress: bool | None = None,
@@ -89,7 +90,8 @@ def plan(
     split backwards. `every_device`: only plans that use all devices, as under torchrun, where each process is a rank.
     `state_on_host`, `shard_optimizer`: as in `Pipeline`. `streamed`: whether weights live on the host between the
     visits of their stage, with the optimizer's state; if it is not given, where nothing fits otherwise and
-    `host_bandwidth` of the cluster is known. `epoch_samples`: the table says what an epoch costs, where the cluster has
+    `host_bandwidth` of the cluster is known. `tied_layers`: groups of layers that share weights, which stay on the
+    device where they are in several stages. `epoch_samples`: the table says what an epoch costs, where the cluster has
     prices. `deadline_seconds`: not the fastest plan, but the one whose epoch costs least of those that take no longer;
     it may leave devices out. `progress` shows a line on stderr; None shows it on a terminal.
 
@@ -137,6 +139,7 @@ def plan(
         state_on_host=state_on_host,
         shard_optimizer=shard_optimizer,
         streamed=streamed,
+        tied_layers=tuple(map(tuple, tied_layers)),
     )
     if isinstance(profile, Transformer):
         if epoch_samples is not None or deadline_seconds is not None:

@@ -78,6 +78,8 @@ class PlanConstraints:
     shard_optimizer: bool = False
     streamed: bool | None = None
     """Whether stages are streamed; by default where nothing fits otherwise."""
+    tied_layers: tuple[tuple[int, ...], ...] = ()
+    """Groups of layers that share trained weights. A stage that shares them with another one is not streamed."""
 
     def __post_init__(self) -> None:
         planners = tuple(map(str, PlannerName))

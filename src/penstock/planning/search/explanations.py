@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import ceil, floor, log10
+from math import ceil, floor, inf, log10
 from typing import Unpack
 
 from penstock.errors import PlanError
@@ -13,6 +13,7 @@ from penstock.planning.predictions import cost_of, cost_per_million, prediction_
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.data_parallelism import WithoutPipeline, without_pipelines
 from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
+from penstock.planning.search.streamed_plans import stream_plans
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import chain_costs
 from penstock.simulating.assumptions import Options
@@ -318,6 +319,13 @@ def _changes(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanCon
         (attempt(f"microbatches of {size} samples", (smallest.scaled(size),), cluster, constraints) for size in halves),
     ):
         yield from islice(filter(None, attempts), 1)
+    if cluster.host_bandwidth is None and constraints.streamed is None:
+        streamed = stream_plans(profiles, replace(cluster, host_bandwidth=inf), constraints).ranked
+        if streamed:
+            yield (
+                f"host_bandwidth of the cluster, with which weights can stay on the host (for {_wording(streamed[0])}; "
+                "penstock probe measures it)"
+            )
 
 
 def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanConstraints) -> float:

@@ -85,11 +85,15 @@ def _rank_counts(cluster: Cluster, constraints: PlanConstraints) -> Iterator[int
 
 
 def _stage_counts(layers: int, ranks: int, constraints: PlanConstraints) -> Iterator[int]:
-    """The stages of a rank to try: powers of two, and as many as there are."""
-    most = layers // ranks
-    for per_rank in sorted({*(1 << power for power in range(most.bit_length())), most} - {0}):
-        wanted = constraints.stages_per_rank in (None, per_rank) and constraints.stages in (None, ranks * per_rank)
-        if wanted:
+    """The stages of a rank to try: those that are wished, else powers of two, and as many as there are."""
+    most, wished = layers // ranks, constraints.stages_per_rank
+    tried = {*(1 << power for power in range(most.bit_length())), most} - {0}
+    if constraints.stages is not None:
+        tried = {constraints.stages // ranks} if constraints.stages % ranks == 0 else set()
+    elif wished is not None:
+        tried = {wished}
+    for per_rank in sorted(tried):
+        if per_rank <= most and wished in (None, per_rank):
             yield per_rank
 
 
@@ -115,10 +119,13 @@ def _cut(profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbat
 
 def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Iterator[Plan]:
     """`plan` with all stages streamed, in as few groups of microbatches as fit, and with the most that stay."""
-    ranks = len(plan.stages) // plan.stages_per_rank
+    ranks, tied = len(plan.stages) // plan.stages_per_rank, set[int]()
+    for layers in constraints.tied_layers:
+        holding = {index for index, own in enumerate(plan.stages) if any(own.start <= at < own.stop for at in layers)}
+        tied |= holding if len(holding) > 1 else set()
 
     def fits(staying: int, definition: ScheduleDefinition) -> Plan | None:
-        streamed = tuple(range(staying * ranks, len(plan.stages)))
+        streamed = tuple(stage for stage in range(staying * ranks, len(plan.stages)) if stage not in tied)
         with suppress(PlanError, ScheduleError):
             made = replace(plan, schedule=definition, streamed=streamed)
             return judge_plan(made, profile, cluster, constraints)

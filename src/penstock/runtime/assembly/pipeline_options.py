@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.arguments import FLAG, PATH, SEED, Rule, check_fields, choice, function, instance, integer
+from penstock.arguments import FLAG, PATH, SEED, Rule, check_fields, choice, function, instance, integer, number
 from penstock.capturing.chain import StageModule
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.model_kinds import check_model
@@ -62,6 +62,7 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "vertical_sync": FLAG,
     "balance": choice(get_args(Balance)),
     **dict.fromkeys(("state_on_host", "shard_optimizer"), FLAG),
+    "memory_bytes": number(above=0).but("give the bytes of a device that a rank may take").optional,
 }
 OFFLOAD_TO = PATH.but(f"pass {HOST!r} for the memory of the host", f"{HOST!r} or a directory")
 _RUN_RULES: Mapping[str, Rule[Any]] = {
@@ -100,7 +101,7 @@ OPTIONS: Mapping[str, OptionRule] = {
         OptionRule("value"),
     ),
     **dict.fromkeys(
-        ("plan", "schedule", "microbatches", "stages", "balance", "vertical_sync", "tensor_parallel"),
+        ("plan", "schedule", "microbatches", "stages", "balance", "vertical_sync", "tensor_parallel", "memory_bytes"),
         OptionRule("value", kept=False),
     ),
     "offload_to": OptionRule("own"),
@@ -135,9 +136,15 @@ class PlanOptions:
     recompute: RecomputeChoice = None
     state_on_host: bool = False
     shard_optimizer: bool = False
+    memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _PLAN_RULES, PlanError, function="Pipeline")
+        if self.memory_bytes is not None and self.plan != "auto":
+            raise PlanError(
+                "memory_bytes= is the memory that plan='auto' plans for: expected both, found memory_bytes= alone. "
+                "Pass plan='auto', or a plan that penstock.plan has made for a cluster with memory_bytes"
+            )
         if self.schedule is not None:
             require_schedule(self.schedule)
         if self.plan is not None and self.balance != "work":
