@@ -18,7 +18,7 @@ def test_values_have_the_names_and_the_defaults_of_the_arguments() -> None:
     arguments = {name: each.default for name, each in inspect.signature(Pipeline).parameters.items()}
 
     assert sum(len(fields(kind)) for kind in kinds) == len(values)
-    assert len(arguments) <= 32
+    assert len(arguments) <= 33
     # Of `penstock.rehearse`, and no argument.
     assert values.pop("rehearses") is False
     assert values == {name: MISSING if value is inspect.Parameter.empty else value for name, value in arguments.items()}
