@@ -109,7 +109,7 @@ rank 0: 0F0@0 0F1@0 1F0@0 1F1@0 2F0@0 2B0@0 2F1@0 2B1@0 1B0@0 1B1@0 0B0@0 0B1@0
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}])
 def test_gradients_of_groups_add_up_as_ever(options: dict[str, Any], tmp_path: Path) -> None:
-    """Those of the first group go home and come back."""
+    """What the first group made goes home and comes back."""
     case = replace(CASES["breadth-first"], stages_per_rank=3)
     schedule = define_by_programs("groups", " ".join(GROUPS.split()))
     plan = replace(case.options["plan"], schedule=schedule)

@@ -184,7 +184,10 @@ class HostStates:
 
     def is_home(self, tensor: Any) -> bool:
         """Whether `tensor` has a home, and is there."""
-        return tensor in self._homes and local_shard(tensor).data_ptr() == self._homes[tensor].data_ptr()
+        if tensor not in self._homes:
+            return False
+        memory, home = local_shard(tensor), self._homes[tensor]
+        return memory.device == home.device and memory.data_ptr() == home.data_ptr()
 
     def _is_movable(self, value: Any) -> bool:
         """Whether `value` is on the device and has a home; or is of a state, of some size, in memory of its own."""

@@ -94,16 +94,20 @@ class StreamedWeights:
 
     def send(self, tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> list[Tensor]:
         """Starts to copy gradients home; returns them. What was sent before is dropped."""
-        for copies in self._leaving:
-            self.host.follow(copies)
+        self._follow()
         sent, copies = self.host.send(tensors, homes)
         self._leaving = [copies]
         return sent
 
+    def _follow(self) -> None:
+        for copies in self._leaving:
+            self.host.follow(copies)
+        self._leaving = []
+
     def settle(self) -> None:
         """Waits until all copies are made: the host may read what is at home."""
+        self._follow()
         self.host.settle()
-        self._leaving.clear()
 
 
 class Residence:
