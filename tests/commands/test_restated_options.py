@@ -19,7 +19,6 @@ RESTATED = [
     ("simulate plan.yaml profile.json", "--update-seconds-per-byte 0 --allreduce ring --split-seconds 3e-4"),
     ("fleet allocate FLEET", "--policy water-filling"),
     ("fleet simulate FLEET", "--policy water-filling --round-seconds 360 --restart-seconds 5 --seed 0"),
-    ("fleet emit FLEET -d jobs", "--policy water-filling --cluster slurm --round-seconds 360"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from penstock.commands.completion_command import COMPLETION
 from penstock.commands.doctor_command import DOCTOR
+from penstock.commands.emit_command import EMIT
 from penstock.commands.fleet_command import FLEET
 from penstock.commands.init_command import INIT
 from penstock.commands.plan_command import PLAN
@@ -13,4 +14,4 @@ from penstock.commands.show_command import SHOW
 from penstock.commands.simulate_command import SIMULATE
 from penstock.commands.verify_command import VERIFY
 
-COMMANDS = (INIT, REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, PLAYGROUND, DOCTOR, FLEET, COMPLETION)
+COMMANDS = (INIT, REHEARSE, PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW, PLAYGROUND, DOCTOR, EMIT, FLEET, COMPLETION)

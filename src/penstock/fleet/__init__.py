@@ -7,6 +7,7 @@ May import the planner and what it plans with; only ``commands`` imports this ro
 """
 
 from penstock.fleet.allocations import Allocation
+from penstock.fleet.cluster_jobs import ClusterJob
 from penstock.fleet.executor import FleetExecutor
 from penstock.fleet.fleet_files import FleetFile, TrainingCommand
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
@@ -52,6 +53,7 @@ __all__ = [
     "THESIS_KINDS",
     "Allocation",
     "Arrival",
+    "ClusterJob",
     "CompletedJob",
     "Entity",
     "FleetExecutor",

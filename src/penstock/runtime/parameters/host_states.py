@@ -187,7 +187,7 @@ class HostStates:
         if tensor not in self._homes:
             return False
         memory, home = local_shard(tensor), self._homes[tensor]
-        return memory.device == home.device and memory.data_ptr() == home.data_ptr()
+        return bool(memory.device == home.device) and memory.data_ptr() == home.data_ptr()
 
     def _is_movable(self, value: Any) -> bool:
         """Whether `value` is on the device and has a home; or is of a state, of some size, in memory of its own."""
