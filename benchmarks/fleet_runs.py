@@ -284,17 +284,15 @@ def _ray(folder: Path, arguments: argparse.Namespace, report: Callable[..., None
         job["workers"] = doubles
     path.write_text(yaml.safe_dump(document))
     cluster, nodes = _cluster("single", *["double"] * doubles)
-
-    def exchange() -> None:
+    with ThreadPoolExecutor() as pool:
+        # Ray starts nodes in the main thread only.
+        run = pool.submit(_run, folder, arguments, "--ray", cluster.address)
         time.sleep(1.5 * arguments.round_seconds)
         cluster.remove_node(nodes[-1], allow_graceful=False)
         print("killed a node of double", flush=True)
-        time.sleep(2 * arguments.round_seconds)
+        time.sleep(arguments.round_seconds)
         _add_node(cluster, "double")
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(exchange)
-        seconds = _run(folder, arguments, "--ray", cluster.address)
+        seconds = run.result()
     cluster.shutdown()
     fleet = FleetFile.load(path)
     state = RunState.load(folder / "run" / "state.json", [model.job.name for model in fleet.jobs])

@@ -209,7 +209,7 @@ def test_no_process_of_a_lease_is_left(tmp_path):
 
 
 def test_ranks_have_the_variables_of_torchrun(tmp_path):
-    """Of three ranks on a node of two workers and a node of one; if one rank fails, the others end."""
+    """Three ranks are on a node of two workers and a node of one; if one rank fails, the others end."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import json, os, sys, time\nprint(json.dumps({k: v for k, v in os.environ.items() if 'R' in k}), flush=True)\n"

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from penstock.fleet.jobs import Kind
 
 LOST = 256
-"""Instead of the exit code of a training whose end nobody saw: its node is gone, or another executor started it."""
+"""Instead of the exit code of a training whose end was not seen: its node is gone, or another executor started it."""
 THIS_NODE = "this"
 _MARK = "PENSTOCK_FLEET_LEASE"
 _POLL_SECONDS = 0.05
