@@ -6,13 +6,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from penstock import PenstockError, PlanError
-from penstock.fleet import Allocation, FleetExecutor, FleetFile, Job, Kind, Problem, fifo, max_min_fairness, strict_fifo
+from penstock.fleet import (
+    Allocation,
+    FleetExecutor,
+    FleetFile,
+    Job,
+    Kind,
+    Problem,
+    RayNodes,
+    fifo,
+    max_min_fairness,
+    strict_fifo,
+)
 from penstock.fleet.executor import JobState, RunState, steps_done
 from penstock.fleet.lease_processes import LOST, Launch, NodeRanks, ThisNode, number_workers
 from penstock.fleet.linear_programs import OutOfReach
@@ -301,3 +313,6 @@ def test_wrong_runs_are_refused(tmp_path):
     with pytest.raises(PlanError, match="expected a run of the jobs b, found a"):
         RunState.load(tmp_path / "state.json", ["b"])
     assert steps_done(tmp_path / "nothing") == 0
+    missing = find_spec("ray") is None
+    with pytest.raises(PenstockError, match="found none: install it" if missing else "expected the head of a Ray"):
+        RayNodes("127.0.0.1:1")

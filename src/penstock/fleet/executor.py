@@ -218,12 +218,8 @@ class FleetExecutor:
                 begun = bool(self._state.leases)
                 self._scheduler.begin(decide(self._policy, self._problem(active), begun, self._report))
                 self._known = active, self._counts()
-            absent = {
-                devices: {worker for worker, node in enumerate(names) if not node}
-                for devices, names in self._state.nodes.items()
-            }
             young = [name for name in self._processes if self._is_young(name)]
-            leases = self._scheduler.next_round(active, kept=young, absent=absent)
+            leases = self._scheduler.next_round(active, young, self._absent())
             kept = {lease.jobs[0] for lease in leases if lease.renewed and lease.jobs[0] in self._processes}
             self._exchange([name for name in self._processes if name not in kept], leases)
             self._kept.clear()
@@ -248,15 +244,19 @@ class FleetExecutor:
                 self._processes[name].kill()
                 self._close(name, LOST)
 
+    def _absent(self) -> dict[str, set[int]]:
+        """The workers that are not there, by the name of the devices; none before the first look."""
+        found = self._state.nodes.items()
+        return {devices: {worker for worker, node in enumerate(names) if not node} for devices, names in found}
+
     def _counts(self) -> dict[str, int]:
-        """The workers that are there, by the name of the devices: all, before the first look."""
-        pools = {kind.devices: kind.workers for kind in self._fleet.kinds}
-        absent = {devices: names.count("") for devices, names in self._state.nodes.items()}
-        return {devices: workers - absent.get(devices, 0) for devices, workers in pools.items()}
+        """How many workers are there, by the name of the devices."""
+        absent = self._absent()
+        return {kind.devices: kind.workers - len(absent.get(kind.devices, ())) for kind in self._fleet.kinds}
 
     def _nodes_of(self, devices: str, workers: Sequence[int]) -> tuple[str, ...]:
-        names = self._state.nodes.get(devices, [])
-        return tuple(names[worker] for worker in workers if worker < len(names))
+        names = dict(enumerate(self._state.nodes.get(devices, [])))
+        return tuple(names.get(worker, "") for worker in workers)
 
     def _problem(self, active: tuple[str, ...]) -> Problem:
         """What the policy decides about now: the steps that are still to be made, on the workers that are there. No job

@@ -8,6 +8,7 @@ outlive the executor; ranks die with their actor, and an actor with its node.
 import importlib
 import os
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,8 @@ from penstock.fleet.jobs import Kind
 from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, NodeRanks, Part
 
 _NAMESPACE = "penstock"
-_KILL_SECONDS = 10.0
+_SECONDS = 10.0
+"""The time in which a head answers, and in which actors kill their ranks."""
 
 
 class RayNodes:
@@ -25,12 +27,21 @@ class RayNodes:
 
     def __init__(self, address: str = "auto") -> None:
         """`address`: HOST:PORT of the head, or ``auto`` for that of this machine."""
-        self._ray = _ray_module()
+        try:
+            self._ray: Any = importlib.import_module("ray")
+        except ImportError as missing:
+            raise PenstockError(
+                "RayNodes: expected ray, found none: install it with `pip install 'penstock[ray]'`"
+            ) from missing
         if self._ray.is_initialized():
             return
         try:
+            if address != "auto":
+                # Ray takes minutes to say that no head answers.
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=_SECONDS).close()
             self._ray.init(address, namespace=_NAMESPACE, log_to_driver=False, logging_level="error")
-        except (ConnectionError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise PenstockError(
                 f"RayNodes(address=): expected the head of a Ray cluster at {address!r}, found none: start it with "
                 f"`ray start --head`. {error}"
@@ -57,7 +68,7 @@ class RayNodes:
         for part in parts:
             address = nodes.get(part.node, {}).get("NodeManagerAddress", "")
             actor = ray.remote(NodeRanks).options(
-                name=_actor_name(launch, part),
+                name=f"{launch.lease}/{part.number}",
                 namespace=_NAMESPACE,
                 lifetime="detached",
                 num_cpus=0,
@@ -75,7 +86,7 @@ class RayNodes:
         with suppress(ValueError):
             group = ray.util.get_placement_group(launch.lease)
             try:
-                actors = [ray.get_actor(_actor_name(launch, part), namespace=_NAMESPACE) for part in parts]
+                actors = [ray.get_actor(f"{launch.lease}/{part.number}", _NAMESPACE) for part in parts]
             except ValueError:
                 ray.util.remove_placement_group(group)
                 return None
@@ -121,7 +132,7 @@ class _RayLease:
 
     def kill(self) -> None:
         kills = [actor.kill.remote() for actor in self._actors]
-        self._ray.wait(kills, num_returns=len(kills), timeout=_KILL_SECONDS)
+        self._ray.wait(kills, num_returns=len(kills), timeout=_SECONDS)
         self._ray.util.remove_placement_group(self._group)
 
 
@@ -129,16 +140,3 @@ def _gpus(devices: str, part: Part, nodes: Mapping[str, Mapping[str, Any]]) -> f
     """The GPUs of a node that these workers of it are."""
     has = nodes.get(part.node, {}).get("Resources", {})
     return float(has.get("GPU", 0) / has.get(devices, 1) * part.workers)
-
-
-def _actor_name(launch: Launch, part: Part) -> str:
-    return f"{launch.lease}/{part.number}"
-
-
-def _ray_module() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as missing:
-        raise PenstockError(
-            "RayNodes: expected ray, found none: install it with `pip install 'penstock[ray]'`"
-        ) from missing
