@@ -134,10 +134,10 @@ def _table_of_leases(leases: Sequence[LeaseRecord]) -> list[str]:
     for lease in leases:
         assert lease.stop is not None, "the run is over"
         start = "-" if lease.begun is None else f"{lease.begun - lease.start:.1f}"
-        speed = "-" if lease.begun is None else f"{_speed(lease):.2f}"
+        steps = lease.steps_after - lease.steps_before
+        speed = "-" if lease.begun is None or not steps else f"{_speed(lease):.2f}"
         end = "-" if lease.asked is None else f"{lease.stop - lease.asked:.1f}"
-        steps = str(lease.steps_after - lease.steps_before)
-        rows.append((lease.job, lease.kind, f"{lease.start:.0f}", start, steps, speed, end, f"{lease.stop:.0f}"))
+        rows.append((lease.job, lease.kind, f"{lease.start:.0f}", start, f"{steps}", speed, end, f"{lease.stop:.0f}"))
     return table_lines(rows, left={0, 1})
 
 
@@ -260,15 +260,20 @@ def _cluster(*kinds: str) -> tuple[Any, list[Any]]:
     """A head of Ray on this machine, and a node with a device of each of `kinds`."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
     return cluster, [_add_node(cluster, kind) for kind in kinds]
 
 
 def _add_node(cluster: Any, kind: str) -> Any:
-    """Ray gives a node 30 seconds to start, which is little on a busy machine."""
-    for _ in range(10):
+    return _patiently(lambda: cluster.add_node(num_cpus=0, resources={kind: 1}))
+
+
+def _patiently(start: Callable[[], Any]) -> Any:
+    """Tries again where Ray starts no node in 30 seconds, as on a busy machine."""
+    for _ in range(20):
         try:
-            return cluster.add_node(num_cpus=0, resources={kind: 1})
+            return start()
         except Exception as error:
             print(f"a node did not start: {error}", flush=True)
     sys.exit("expected a node of Ray, found none that starts in 30 s: try again on a quieter machine")
