@@ -245,6 +245,27 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path):
     assert expected.items() | {("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "77")} <= found.items()
 
 
+def test_ranks_end_with_what_started_them_and_with_their_lease(tmp_path):
+    """On a node of Ray they die with their actor, and end if their job has another lease by now."""
+    script = tmp_path / "rank.py"
+    script.write_text("import time; time.sleep(600)\n")
+    program = (
+        "import os\nfrom pathlib import Path\nfrom penstock.fleet.lease_processes import *\n"
+        f"launch = Launch('bound', [{str(script)!r}], Path({str(tmp_path)!r}), {{}}, 1, 'CPU', ('this',))\n"
+        "NodeRanks(launch, *launch.parts(), bound=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while ThisNode().find(launch("bound")) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ThisNode().find(launch("bound")) is None
+
+    old = launch("old", [str(script)], tmp_path)
+    ranks = NodeRanks(old, *old.parts())
+    old.note.write_text("new")
+    assert ranks.wait() == -signal.SIGKILL
+
+
 def test_workers_keep_their_nodes():
     kinds = [Kind("GPU", 5), Kind("CPU", 2)]
     first = number_workers(kinds, {}, {"GPU": {"a": 1, "b": 2}, "CPU": {"a": 3}})
