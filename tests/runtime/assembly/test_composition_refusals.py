@@ -452,7 +452,6 @@ def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
 
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled and spread": ("Leave compile= out", {"compile": True, "parallelize": nothing}),
-    "compiled zb-h1": ("one function of a stage's backward", {"schedule": "zb-h1", "compile": True}),
     "layers of zb-h1": ("would hardly hold less", {"schedule": "zb-h1", "recompute": "layers"}),
     "compiled with graphs": ("expected a mode without graphs", {"compile": {"mode": "max-autotune"}}),
 }
@@ -502,7 +501,6 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
         test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks,
     ),
     "`Pipeline.measure` after a hook, with several stages or replicas": (test_spread_layers_are_not_measured,),
-    "`compile=` with split backwards": ("compiled zb-h1",),
     '`recompute="layers"` with split backwards': ("layers of zb-h1",),
     '`compile=` with CUDA graphs (`"reduce-overhead"`, `"max-autotune"`)': ("compiled with graphs",),
 }

@@ -77,6 +77,31 @@ def test_a_stage_is_one_graph_for_all_versions_and_replicas(case: Case, graphs: 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
+    ("case", "recompute"),
+    [
+        (Case("perceptron", "zb-h1", 3, 4, "adamw"), None),
+        (Case("layered", "zb-v", 2, 4, stages_per_rank=2), None),
+        (Case("skipping", "v-half", 2, 4, stages_per_rank=2), True),
+        (Case("normalized", "v-min", 2, 4, stages_per_rank=2), None),
+        (Case("perceptron", "zb-h1", 2, 4, replicas=(2, 1)), True),
+    ],
+    ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else str(value),
+)
+def test_where_backwards_are_split_a_graph_is_one_layer(case: Case, recompute: object, counter: Counter) -> None:
+    """And nothing is compiled after the first two steps."""
+    compile = {"backend": counter, "fullgraph": True}
+    pipe = penstock.Pipeline(case.build(), **case.options, recompute=recompute, compile=compile)
+    losses, graphs = [], []
+    for x, y in case.batches:
+        losses.append(float(pipe.step(x, y).loss))
+        graphs.append(counter.graphs)
+
+    assert graphs[1:] == [len(pipe._chain.layers)] * (len(graphs) - 1)
+    assert_equals_oracle(case, tuple(losses), pipe.state_dict()["model"])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
     ("case", "recompute", "graphs"),
     [
         # Each of the seven random layers is a part of its own; the linear one at the end is another.

@@ -106,7 +106,8 @@ def make_own_stages(
                 layers, init_fn, options.run.seed or 0, streamed=away, move_home=host.move_home if host else None
             )
     stages = _parallelize(options, world, chain, planned)
-    layerwise = [plan.stages[index].start for index, kind in planned.granularities.items() if kind == "layers"]
+    splits, kinds = planned.schedule.guarantees.splits, planned.granularities
+    layerwise = [s.start for index, s in enumerate(plan.stages) if splits or kinds.get(index) == "layers"]
     return replace(stages, chain=compile_chain(stages.chain, captured.compilation, layerwise), host=host)
 
 

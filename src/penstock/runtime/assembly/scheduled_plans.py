@@ -175,7 +175,7 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     whole = frozenset(s for s, granularity in granularities.items() if granularity == "stage" or s in plan.streaming)
     schedule = replace(schedule, recomputed=whole, gathers=options.plan.shard_optimizer)
     verify(schedule)
-    _check_split_backwards(schedule, bool(options.run.compile), granularities)
+    _check_split_backwards(schedule, granularities)
     _check_offloads(schedule, granularities)
     _check_wire_dtype(options.recipe, plan, chain)
     local, on_host = (
@@ -251,24 +251,17 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False) -> Schedul
     return choose_skips(schedule, find_hops(crossings_of(chain), starts_of(plan)))
 
 
-def _check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
+def _check_split_backwards(schedule: Schedule, granularities: Mapping[int, Granularity]) -> None:
     """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""
     layers = ", ".join(str(stage) for stage, granularity in granularities.items() if granularity == "layers")
-    if compiled:
-        reason = "compile= makes one function of a stage's backward, which computes both"
-        remedy = "Leave compile= out"
-    else:
-        # Tried on 3 ranks, fullest rank, against recompute=True: zb-h1 1.00 for all; zb-v 0.97 to 1.00 for transformers
-        # with fused attention and for convolutions, 0.83 where attention saves its scores.
-        reason = (
-            f'recompute="layers" (stages {layers}) would hardly hold less than recompute=True, since what layers read '
-            "and the gradients of their results are kept for the gradients of weights"
-        )
-        remedy = "Use recompute=True, or a set of stages"
-    if schedule.guarantees.splits and (compiled or layers):
+    # Tried on 3 ranks, fullest rank, against recompute=True: zb-h1 1.00 for all; zb-v 0.97 to 1.00 for transformers
+    # with fused attention and for convolutions, 0.83 where attention saves its scores.
+    if schedule.guarantees.splits and layers:
         raise PlanError(
-            f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
-            f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
+            f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and "
+            f'recompute="layers" (stages {layers}) would hardly hold less than recompute=True, since what layers read '
+            "and the gradients of their results are kept for the gradients of weights: expected stages whose backward "
+            f"autograd can do in two parts. Use recompute=True, or a set of stages, or choose {DEFAULT_SCHEDULE!r}"
         )
 
 

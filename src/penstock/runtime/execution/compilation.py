@@ -2,9 +2,11 @@
 
 A stage is compiled in *regions*: each random layer is a region of its own, since it starts a random stream of its own
 outside of the compiled code, and the layers between two of them are one region. A stage without random layers is one
-region. A region is a generated function that calls its layers. The layers are an argument of it, so the copies of a
-stage for several versions and replicas, which share their generated code, run the one graph that the first of them
-compiled.
+region. Where backwards are split, and where every layer recomputes by itself, every layer is a region. A compiled layer
+computes all its gradients in the input backward, and the weight backward adds those of weights.
+
+A region is a generated function that calls its layers. The layers are an argument of it, so the copies of a stage for
+several versions and replicas, which share their generated code, run the one graph that the first of them compiled.
 
 Laws of this file:
   1. A layer that writes in place writes in a copy, which the region returns: no graph writes its arguments. The model's
@@ -69,8 +71,8 @@ def read_compilation(option: bool | Mapping[str, Any], parallelized: bool = Fals
 def compile_chain(chain: LayerChain, options: Mapping[str, Any] | None, layerwise: Collection[int] = ()) -> LayerChain:
     """`chain` with stages that are compiled when they first run, also in evaluation mode.
 
-    `options`: the arguments of `torch.compile`; None compiles nothing. `layerwise`: the first layers of the stages that
-    recompute layer by layer, in which every layer is a region of its own.
+    `options`: the arguments of `torch.compile`; None compiles nothing. `layerwise`: the first layers of the stages in
+    which every layer is a region of its own.
     """
     if options is None:
         return chain
