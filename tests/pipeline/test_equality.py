@@ -1,5 +1,6 @@
 """The runtime equals the oracle bit for bit: every schedule with every option, in one process and in several."""
 
+import os
 import tempfile
 from itertools import islice
 from random import Random
@@ -21,6 +22,7 @@ from support.trainings import (
     allowed,
     ask_oracle,
     covering,
+    draw_sharing,
     draw_training,
     drawn_trainings,
     expected_of,
@@ -109,6 +111,16 @@ def test_several_processes(pool: Pool, processes: int, tmp_path: Any) -> None:
 @given(drawn_trainings())
 def test_any_training_in_one_process(training: Training) -> None:
     assert_runs(training, run_here(training))
+
+
+def test_any_training_of_replicas_that_share_state(pool: Pool, tmp_path: Any) -> None:
+    """In as many processes as it has ranks: in one there is nothing to share."""
+    draws = Random(5)
+    trainings = [draw_sharing(draws.choice) for _ in range(300 if os.environ.get("PENSTOCK_DRAWS") == "fuzz" else 4)]
+    for training in trainings:
+        outcomes = pool.run(training.processes, run_trainings, [training], str(tmp_path))
+        for found in outcomes:
+            assert_runs(training, found[0])
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {

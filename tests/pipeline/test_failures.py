@@ -126,12 +126,12 @@ def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
     assert all(re.search(r"(: rank 0|one of the ranks \d, \d) closed its", line) for line in reported), reported
 
 
-@pytest.mark.parametrize(("action", "schedule"), [("0A1", "1f1b-flush"), ("0U1", "1f1b-flush"), ("0U2", "2bw")])
+@pytest.mark.parametrize(("action", "schedule"), [("0A", "1f1b-flush"), ("0U", "1f1b-flush"), ("0U", "2bw")])
 def test_a_replica_that_is_killed_before_it_sends_its_share_is_named(
     fork_server: ForkServer, action: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the gradients that the others own, or of the weights that it owns."""
-    monkeypatch.setenv("PENSTOCK_FAULTS", f"kill rank=1 action={action}")
+    monkeypatch.setenv("PENSTOCK_FAULTS", f"kill rank=1 step=2 action={action}")
     options = ("--schedule", schedule, "--stages", "3", "--shard")
     _, (killed, _), *_ = ended = finish(fork_server.start_faulty(3, 1, "never", "kill", *options))
 
@@ -139,7 +139,8 @@ def test_a_replica_that_is_killed_before_it_sends_its_share_is_named(
     for code, errors in (ended[0], ended[2]):
         assert code == 1
         assert re.search(r"rank 1 closed its connection|rank 1 has ended|one of the ranks \d, \d closed its", errors)
-        assert re.search(rf"this was action ({action}|0A\d)|rank \d failed in a step", errors)
+        # The sum may be whole by then: it begins in the backward.
+        assert re.search(r"this was action 0[AU]\d|rank \d failed in a step", errors)
 
 
 @pytest.mark.slow

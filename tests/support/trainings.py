@@ -492,6 +492,16 @@ def draw_training(choose: Callable[[Sequence[Any]], Any], schedules: Sequence[st
     return Training(choose(schedules), choose((1, 2, 3, 4)), choose((1, 2, 3, 4, 5, 6)), **drawn).fitted()
 
 
+def draw_sharing(choose: Callable[[Sequence[Any]], Any]) -> Training:
+    """One whose replicas share the optimizer's state, with at most four processes."""
+    while True:
+        made = draw_training(choose, SCHEDULES)
+        several = [value for value in CHOICES["placement"] if isinstance(value, tuple)]
+        made = replace(made, placement=choose(several), shares=True).fitted()
+        if made.shares and made.processes <= 4:
+            return made
+
+
 @st.composite
 def drawn_trainings(draw: st.DrawFn) -> Training:
     """The plainest first."""

@@ -214,8 +214,8 @@ class PipelineOptions:
 
     @property
     def whole_backwards(self) -> bool:
-        """Whether schedules that split backwards are not planned for: `schedule_plan` refuses them, or may do so because
-        a hook of `parallelize=` shards modules; or compiled layers leave little to weight backwards.
+        """Whether schedules that split backwards are not planned for: `schedule_plan` refuses them or, with a hook of
+        `parallelize=` that shards modules, may do so; or compiled layers leave little to weight backwards.
         """
         return bool(self.run.compile) or self.run.parallelize is not None or self.plan.recompute == "layers"
 
