@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import Counter
 from itertools import islice
 from random import Random
 from typing import Any
@@ -25,12 +26,16 @@ from support.trainings import (
     draw_sharing,
     draw_training,
     drawn_trainings,
+    every_subject,
     expected_of,
+    met_again,
     run_training,
     run_trainings,
 )
 
 COVERING = list(covering())
+SUBJECTS = list(every_subject(COVERING))
+IN_PROCESSES = met_again(COVERING)
 
 
 def assert_runs(training: Training, found: list[Outcome]) -> None:
@@ -46,9 +51,13 @@ def run_here(training: Training) -> list[Outcome]:
 
 def test_every_option_meets_every_schedule_that_allows_it() -> None:
     """And each pair is in a fair share of what is drawn: no rule of `fitted` removes it from most cases."""
-    met = {(training.schedule, *value) for training in COVERING for value in training.on}
+    met = {(training.schedule, *value) for training in COVERING + SUBJECTS for value in training.on}
     pairs = {(schedule, *each) for schedule in SCHEDULES for each in allowed(schedule)}
     assert met == {pair for pair in pairs if pair[2] != getattr(PLAIN, pair[1])}
+    assert {pair for pair in met if pair[1] != "subject"} <= {(each.schedule, *v) for each in COVERING for v in each.on}
+    subjects = Counter(training.subject for training in COVERING)
+    assert subjects.keys() == CHOICES["subject"].keys()
+    assert min(subjects.values()) >= 2
 
     kept = dict.fromkeys(pairs, 0)
     draws = Random(0)
@@ -92,22 +101,40 @@ def test_pinned_trainings(name: str) -> None:
     assert_runs(PINNED[name], run_here(PINNED[name]))
 
 
-@pytest.mark.parametrize("processes", [2, 3, 4, 5])
-def test_several_processes(pool: Pool, processes: int, tmp_path: Any) -> None:
-    """A third of those that the table covers. Together the ranks hold all tensors."""
-    trainings = [training for training in COVERING if training.processes == processes][:: 2 if processes > 3 else 3]
-    outcomes = pool.run(processes, run_trainings, trainings, str(tmp_path))
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_subject_in_one_process(schedule: str) -> None:
+    for training in SUBJECTS:
+        if training.schedule == schedule:
+            assert_runs(training, run_here(training))
+
+
+def assert_processes(pool: Pool, trainings: list[Training], processes: int, folder: str) -> None:
+    """The runs of `trainings` that have as many `processes`. Together the ranks hold all tensors."""
+    trainings = [training for training in trainings if training.processes == processes]
+    outcomes = pool.run(processes, run_trainings, trainings, folder)
     for training, parts in zip(trainings, zip(*outcomes, strict=True), strict=True):
-        alone = run_here(training)
+        evaluated = run_here(training)[0].evaluated if training.evaluates else None
         for part in parts:
             assert_runs(training, part)
-            assert part[0].evaluated == alone[0].evaluated
-            assert (part[0].evaluated is not None) == training.evaluates
-        assert alone[0].state.keys() == {name for part in parts for name in part[0].state}
+            assert part[0].evaluated == evaluated
+        assert expected_of(training)[0].state.keys() == {name for part in parts for name in part[0].state}
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 5])
+def test_several_processes(pool: Pool, processes: int, tmp_path: Any) -> None:
+    """Every value, and every schedule, is met."""
+    assert_processes(pool, IN_PROCESSES, processes, str(tmp_path))
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("processes", [2, 3, 4, 5])
+def test_all_trainings_in_several_processes(pool: Pool, processes: int, tmp_path: Any) -> None:
+    assert_processes(pool, [each for each in COVERING if each not in IN_PROCESSES], processes, str(tmp_path))
 
 
 @pytest.mark.hypothesis
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(drawn_trainings())
 def test_any_training_in_one_process(training: Training) -> None:
     assert_runs(training, run_here(training))

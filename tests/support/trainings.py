@@ -5,7 +5,8 @@ in cases that are plain otherwise; `drawn_trainings` draws combinations. Whateve
 of `reference_train`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -457,13 +458,16 @@ def ask_oracle(training: Training) -> Outcome:
 
 
 def covering() -> Iterator[Training]:
-    """Every value of every field with every schedule that allows it, several in a training; ranks take turns."""
-    turn = 0
+    """Every value of every field but the subject with every schedule that allows it, several in a training; ranks and
+    subjects take turns.
+    """
+    turn, met = 0, Counter[str]()
     for schedule in SCHEDULES:
-        left = [(name, value) for name, value in allowed(schedule) if value != getattr(PLAIN, name)]
+        subjects = [value for name, value in allowed(schedule) if name == "subject"]
+        left = [each for each in allowed(schedule) if each[0] != "subject" and each[1] != getattr(PLAIN, each[0])]
         while left:
             turn += 1
-            subject = ("layered", "skipping", "normalized")[turn % 3]
+            subject = min(subjects, key=lambda each: met[each])
             made = Training(schedule, 2 + turn % 3, (4, 5, 3)[turn % 3], subject).fitted()
             chosen: set[tuple[str, Any]] = set()
             # Each from another place of the list, so that other values meet under other schedules.
@@ -473,7 +477,28 @@ def covering() -> Iterator[Training]:
                 if more.on >= {*chosen, (name, value)} and len(chosen) < MOST:
                     made, chosen = more, {*chosen, (name, value)}
             left = [each for each in left if each not in made.on]
+            met.update((subject, made.subject))
             yield made
+
+
+def every_subject(met: Sequence[Training]) -> Iterator[Training]:
+    """Every subject with every schedule that allows it, if none of those that were `met` has both; plain otherwise."""
+    for turn, schedule in enumerate(SCHEDULES):
+        left = {value for name, value in allowed(schedule) if name == "subject"}
+        left -= {training.subject for training in met if training.schedule == schedule}
+        yield from (Training(schedule, 2 + turn % 3, subject=subject).fitted() for subject in sorted(left))
+
+
+def met_again(trainings: Iterable[Training]) -> list[Training]:
+    """Some of them, which have all their schedules, numbers of processes and values, in few processes."""
+    met: set[Any] = set()
+    found = []
+    for training in sorted(trainings, key=lambda each: each.processes):
+        has = {training.schedule, training.processes, *training.on}
+        if not has <= met:
+            met |= has
+            found.append(training)
+    return found
 
 
 def allowed(schedule: str) -> Iterator[tuple[str, Any]]:
